@@ -10,6 +10,7 @@ from typing import Any
 import pykka
 
 from llama_worker import LlamaWorker
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.runtime.host.futures import _awaited
 from llama_worker.worker import _open_backends
@@ -67,3 +68,18 @@ class Bench:
             _awaited.clear()
             _open_backends.discard(self.worker._backend)
             del self.worker  # its finalizer holds the backend, and that holds everything else
+
+
+def quiet_bench(build: Build, slots: int = 2) -> Bench:
+    """One on which every thread runs at once and every timer is on time."""
+    dice = Dice(1)
+    return Bench(
+        Choices(dice.fork().random, preempts=0.0, sleeps=0.0, late=0.0),
+        Trace(),
+        now=1000.0,
+        build=build,
+        for_machine=dice.fork(),
+        for_runtime=dice.fork(),
+        slots=slots,
+        timeouts=TimeoutProfile(),
+    )

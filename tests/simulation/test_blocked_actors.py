@@ -12,10 +12,9 @@ from llama_worker.request.orders import PostChat
 from llama_worker.request.request import Effect, Request
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.types import RequestFailReason, RequestState
-from tests.simulation.bench import Bench
+from tests.simulation.bench import Bench, quiet_bench
 from tests.simulation.scheduler import SimulatedActor
 from tests.simulation.server import Build, Reply
-from tests.simulation.test_slot_order import bench_of
 
 FAST = Build(
     slots=2, prefill_tokens_per_s=500.0, decode_tokens_per_s=50.0, batch_tokens=512, load_s=1.0
@@ -31,7 +30,7 @@ def actor_of(bench: Bench, name: str) -> SimulatedActor:
 @pytest.mark.parametrize("name", ["request[0]", "process", "transport", "watchdog", "tool_loop"])
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: bool) -> None:
-    bench = bench_of(FAST)
+    bench = quiet_bench(FAST)
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: Reply(
         key=f"r{request_id}",
@@ -78,7 +77,7 @@ def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: boo
 
 
 def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = bench_of(FAST)
+    bench = quiet_bench(FAST)
     scheduler, worker = bench.scheduler, bench.worker
     posted: list[int] = []
 
@@ -109,7 +108,7 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
 
 
 def test_a_handler_that_returns_in_time_costs_nothing() -> None:
-    bench = bench_of(FAST)
+    bench = quiet_bench(FAST)
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: Reply(
         key="r", prompt_tokens=100, reasoning_tokens=0, text_tokens=2_000, step_tokens=1

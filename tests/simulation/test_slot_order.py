@@ -7,13 +7,9 @@ from functools import partial
 
 import pytest
 
-from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.types import RequestState
-from tests.simulation.bench import Bench
-from tests.simulation.dice import Dice
-from tests.simulation.scheduler import Choices
+from tests.simulation.bench import quiet_bench
 from tests.simulation.server import Build, Headers, Reply
-from tests.simulation.trace import Trace
 
 B11434 = Build(
     slots=2, prefill_tokens_per_s=20.0, decode_tokens_per_s=2.0, batch_tokens=512, load_s=1.0
@@ -21,20 +17,6 @@ B11434 = Build(
 A_LONG_PROMPT = partial(
     Reply, prompt_tokens=7000, reasoning_tokens=0, text_tokens=40, step_tokens=1
 )
-
-
-def bench_of(build: Build) -> Bench:
-    dice = Dice(1)
-    return Bench(
-        Choices(dice.fork().random, preempts=0.0, sleeps=0.0, late=0.0),
-        Trace(),
-        now=1000.0,
-        build=build,
-        for_machine=dice.fork(),
-        for_runtime=dice.fork(),
-        slots=2,
-        timeouts=TimeoutProfile(),
-    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +32,7 @@ def bench_of(build: Build) -> Bench:
     ],
 )
 def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
-    bench = bench_of(build)
+    bench = quiet_bench(build)
     bench.machine.reply_to = lambda request_id, turn: A_LONG_PROMPT(key=f"r{request_id}")
     with bench.in_use():
         worker, scheduler = bench.worker, bench.scheduler

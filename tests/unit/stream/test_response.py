@@ -76,6 +76,14 @@ def test_a_body_cut_off_is_a_disconnect(name: str) -> None:
     assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
 
 
+def test_a_body_without_its_last_chunk_is_cut_off() -> None:
+    body = ChatBody(CHUNKED)
+    assert body.feed(chunked(RECORDS)[:-5]) == SAID
+    body.end()
+    assert body.failure is not None
+    assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
+
+
 def test_a_body_no_longer_chunked_is_a_disconnect() -> None:
     body = ChatBody(CHUNKED)
     assert body.feed(chunked(RECORDS)[:-5] + b"what?\r\n") == SAID

@@ -1,0 +1,41 @@
+"""A stop takes no longer than it must."""
+
+from __future__ import annotations
+
+from llama_worker.server.termination import Signal
+from tests.simulation.bench import quiet_bench
+from tests.simulation.runtime import SimServerProcess
+from tests.simulation.server import Build, Reply
+
+FAST = Build(
+    slots=2, prefill_tokens_per_s=500.0, decode_tokens_per_s=50.0, batch_tokens=512, load_s=1.0
+)
+
+
+def test_sigterm_comes_as_soon_as_every_stream_is_closed() -> None:
+    bench = quiet_bench(FAST)
+    scheduler, worker = bench.scheduler, bench.worker
+    signals: list[tuple[Signal, float]] = []
+
+    def signaled(process: SimServerProcess, signal: Signal) -> None:
+        assert not bench.runtime.streams
+        signals.append((signal, scheduler.now))
+
+    bench.machine.on_signal = signaled
+    bench.machine.reply_to = lambda request_id, turn: Reply(
+        key=f"r{request_id}", prompt_tokens=10, reasoning_tokens=0, text_tokens=900, step_tokens=1
+    )
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        for _ in range(2):
+            worker.submit("job", "", "a long answer")
+        scheduler.run_for(5.0)
+        assert len(bench.runtime.streams) == 2
+        began_at = scheduler.now
+        stopped = worker.stop()
+        assert scheduler.run_until(stopped.done, scheduler.now + 60.0)
+    (signal, at), *more = signals
+    assert signal is Signal.TERMINATE
+    assert at - began_at < 0.1
+    assert not more
