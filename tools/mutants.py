@@ -45,7 +45,7 @@ FIXED_RUNS = (
     *("tests/simulation/test_slot_order.py", "tests/simulation/test_blocked_actors.py"),
     *("-k", "not nobody_has_seen"),
 )
-CPU_LIMIT_S, WALL_LIMIT_S = 300, 900
+CPU_LIMIT_S, WALL_LIMIT_S = 120, 900
 # everything in it ends with the thread that waits for it, however that ends
 NAMESPACE = (
     "setpriv",
