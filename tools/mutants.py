@@ -120,8 +120,10 @@ class Hunter:
     def __init__(self, hours: float, seed: int, *, simulator_only: bool, real_time: bool) -> None:
         self._simulator_only, self._real_time = simulator_only, real_time
         campaign = ("-m", "tests.simulation", "--seed", str(seed), "--hours", str(hours))
+        adversary = ("-m", "tests.adversary", "--seed", str(seed), "--count", "80")
         self._simulation = (
             Stage("fixed runs", _pytest(FIXED_RUNS)),
+            Stage("adversary", (sys.executable, *adversary)),
             Stage("campaign", (sys.executable, *campaign, "--faults", str(hours))),
         )
 

@@ -51,6 +51,8 @@ ARROWS = {
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
 LATEST_TIMER_S = 3.0  # how late what is due at an instant may be done, a starved thread included
+# how actors die by Nature's doing
+_PLANTED = ("planted in the actor", "has not answered", "can't start new thread")
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
 
 
@@ -472,6 +474,9 @@ class Invariants:
                 self._told_state = event["state"]
             case "restart", _:
                 self._told_restarts += 1
+            case "actor_died", _ if not any(each in event["detail"] for each in _PLANTED):
+                what = f"{event['role']} died, and nobody did it: {event['detail']}"
+                raise Violation(Promise.KILLS_AND_RESTARTS, what)
             case "admitted", request_id if request_id not in told:
                 told[request_id] = None
             case "ended", request_id if request_id in told and told[request_id] is None:

@@ -12,6 +12,7 @@ from llama_worker.config.command_flags import (
     batch_warning,
     cache_ram_mib,
     command_warnings,
+    commanded_n_ctx,
     memory_warning,
     read_help,
     unknown_flags,
@@ -275,3 +276,21 @@ def test_what_a_build_does_not_know_is_named(
 
 def test_the_words_of_a_program_of_another_name_are_its_own() -> None:
     assert unknown_flags(("./serve.sh", "--zzz"), KNOWN) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "n_ctx"),
+    [
+        (("-c", "4096"), "", 2048),
+        (("-c", "4096", "--ctx-size", "8192"), "1024", 4096),
+        ((), "1024", 512),
+        (("-c", "0"), "", None),  # the model's own
+        (("-c", "much"), "", None),
+        ((), "", None),
+    ],
+)
+def test_the_context_that_a_command_gives_each_slot(
+    command: tuple[str, ...], env: str, n_ctx: int | None
+) -> None:
+    asked = commanded_n_ctx((*MODEL, *command), {"LLAMA_ARG_CTX_SIZE": env}, slots=2)
+    assert asked == n_ctx
