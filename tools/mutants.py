@@ -242,13 +242,14 @@ def _nearest_tests(path: str) -> tuple[str, ...]:
 
 @cache
 def _tests_of(path: str) -> tuple[str, ...]:
-    named, own = _names(path), f"test_{Path(path).name}"
+    named, place = _names(path), Path(path)
+    own = f"/{place.parent.name}/test_{place.name}"
     tests = (each for each in _listed() if each.startswith(TESTS) and "/test_" in each)
     return tuple(
         each
         for each in tests
         if each not in _OF_THE_WHOLE
-        if Path(each).name == own or named.search((ROOT / each).read_text())
+        if each.endswith(own) or named.search((ROOT / each).read_text())
     )
 
 

@@ -167,7 +167,7 @@ class _Finder(ast.NodeVisitor):
     # ------------------------------------------------------------ statements
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, _EFFECTFUL) and self._owners and not _is_text(node):
+        if isinstance(node, _EFFECTFUL) and self._owners and not _says_nothing(node):
             self._replace(node, "pass")
         super().visit(node)
 
@@ -213,11 +213,14 @@ class _Finder(ast.NodeVisitor):
 
     def _visit_body(self, node: ast.ClassDef | ast.FunctionDef) -> None:
         self._owners.append(node.name)
-        for each in node.body:
+        *body, last = node.body
+        for each in body:
             self.visit(each)
+        if ast.unparse(last) not in ("return", "return None"):
+            self.visit(last)
         self._owners.pop()
 
 
-def _is_text(node: ast.AST) -> bool:
+def _says_nothing(node: ast.AST) -> bool:
     """A docstring, or `...`."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
