@@ -219,8 +219,9 @@ def test_a_program_that_cannot_be_executed(program: str, number: int, told: str)
 
 
 def test_a_return_code_in_words() -> None:
-    assert [described(code) for code in (1, -9, None)] == [
+    assert [described(code) for code in (1, 0, -9, None)] == [
         "return code 1",
+        "return code 0",
         "signal 9",
         "an unknown return code",
     ]

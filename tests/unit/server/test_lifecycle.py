@@ -455,7 +455,9 @@ def test_a_restart_by_hand_takes_no_backoff_and_no_budget(lives: Callable[[], Li
 
 def test_a_restart_by_hand_ends_a_backoff() -> None:
     backing_off = exited(ready(), 10.0)[0]
-    assert restart(backing_off, 11.0)[1] == (Launch(epoch=2),)
+    launched, effects = restart(backing_off, 11.0)
+    assert launched.state == Launching(epoch=2, first=False)
+    assert effects == (Launch(epoch=2),)
     ending, effects = restart(died(ready(), 10.0)[0], 11.0)
     assert effects == ()
     assert exited(ending, 11.5)[1] == (Launch(epoch=2),)
