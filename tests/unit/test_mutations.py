@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,12 @@ def test_a_mutant_is_a_program(path: str) -> None:
     assert len(found) > 100
     for each in found[::5]:
         ast.parse(each.applied(source))
+
+
+def test_every_equivalent_mutant_can_be_made() -> None:
+    listed = tomllib.loads((ROOT / "tools" / "equivalent_mutants.toml").read_text())["equivalent"]
+    for each in listed:
+        found = mutations(each["path"], (ROOT / each["path"]).read_bytes())
+        texts = [(mutant.inside, mutant.before, mutant.after) for mutant in found]
+        assert texts.count((each["inside"], each["before"], each["after"])) == 1, each
+        assert each["reason"]
