@@ -21,8 +21,8 @@ import pytest
 
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.http.client import Client as ProxyClient
-from llama_worker.responses.http.client_connection import Request
 from llama_worker.responses.http.listener import SocketListener
+from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.http.request_threads import RequestThreads
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
@@ -195,7 +195,7 @@ def test_a_client_with_the_descriptor_of_one_that_made_room_has_not_left() -> No
     """Within one turn: what had happened to that descriptor before is not the new client's."""
     has_left: list[bool] = []
 
-    def serve(request: Request, client: ProxyClient) -> None:
+    def serve(request: HttpRequest, client: ProxyClient) -> None:
         client.when_left(lambda: has_left.append(True))
         client.reply(request, 200, {})
 
@@ -222,7 +222,7 @@ def test_a_connection_that_cannot_be_watched_is_closed_and_the_next_one_served(
 ) -> None:
     """As where `max_user_watches` is reached."""
 
-    def serve(request: Request, client: ProxyClient) -> None:
+    def serve(request: HttpRequest, client: ProxyClient) -> None:
         client.reply(request, 200, {})
 
     class FullEpoll:

@@ -27,7 +27,6 @@ from llama_worker.responses.api.compaction import compacted, compaction_request
 from llama_worker.responses.api.conversation import TEMPLATE_PROBE, Item, LateRole, late_role_of
 from llama_worker.responses.api.echo import sampling_echo, sampling_of
 from llama_worker.responses.api.events import ResponseEvents, sse
-from llama_worker.responses.api.reply import MalformedReply
 from llama_worker.responses.api.request import (
     NOTHING_RECALLED,
     ChatRequest,
@@ -42,11 +41,12 @@ from llama_worker.responses.api.request import (
 )
 from llama_worker.responses.api.store import Found, StoredResponse, stored_response
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.errors import ApiError, error_code, refused_by_server
+from llama_worker.responses.exchange import Exchange, Output, Run, ask, has_media
 from llama_worker.responses.http.client import Client
-from llama_worker.responses.http.client_connection import Request
-from llama_worker.responses.http.exchange import Exchange, Output, Run, ask, has_media
 from llama_worker.responses.http.heads import forwarded, passed_back, warning_headers
-from llama_worker.responses.http.refusal import RequestRefused, error_code, refused_by_server
+from llama_worker.responses.http.reply import MalformedReply
+from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
 from llama_worker.responses.upstream import ChatExchange, endpoint_of
 from llama_worker.runtime.host.futures import WorkerFuture
@@ -101,12 +101,12 @@ class ResponsesApp:
         self._sampling_until = -math.inf
         self._sockets = threading.BoundedSemaphore(_MAX_SOCKETS)
 
-    def serve(self, request: Request, client: Client) -> None:
+    def serve(self, request: HttpRequest, client: Client) -> None:
         """Answer it. Raises OSError where the client's connection is broken, or is to be."""
         exchange = self._exchange(client)
         try:
             self._route(exchange, request, client)
-        except RequestRefused as refused:
+        except ApiError as refused:
             exchange.leave()
             client.reply(request, refused.status, refused.body(), refused.headers())
         except OSError:  # the client's connection
@@ -115,7 +115,7 @@ class ResponsesApp:
             _logger.error("a request failed: %s", type(error).__name__)
             if client.http.reply.has_begun:
                 raise
-            failed = RequestRefused(500, f"the proxy failed: {type(error).__name__}")
+            failed = ApiError(500, f"the proxy failed: {type(error).__name__}")
             client.reply(request, failed.status, failed.body())
         finally:
             exchange.leave()
@@ -124,7 +124,7 @@ class ResponsesApp:
         number = next(self._numbers)
         return Exchange(number, client, self._proxy, self._config, self._watch)
 
-    def _route(self, exchange: Exchange, request: Request, client: Client) -> None:
+    def _route(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         method, path = request.method, request.target.partition("?")[0]
         stored = _STORED.fullmatch(path)
         if (
@@ -149,7 +149,7 @@ class ResponsesApp:
 
     # ------------------------------------------------------------ responses
 
-    def _create(self, exchange: Exchange, request: Request, client: Client) -> None:
+    def _create(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
         build = partial(normalise, body, self._recall(references(body)))
 
@@ -163,7 +163,7 @@ class ResponsesApp:
             _check_generated(events)
             client.reply(request, 200, events.response, warning_headers(chat_request.warnings))
 
-    def _compact(self, exchange: Exchange, request: Request, client: Client) -> None:
+    def _compact(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
         build = partial(compaction_request, body, self._recall(references(body)))
         chat_request, events = self._generate(exchange, request, build, lambda _: None)
@@ -174,10 +174,10 @@ class ResponsesApp:
         reply = compacted(events.response, f"cmp_{uuid.uuid4().hex}")
         client.reply(request, 200, reply, warning_headers(warnings))
 
-    def _serve_socket(self, request: Request, client: Client) -> None:
+    def _serve_socket(self, request: HttpRequest, client: Client) -> None:
         """One response after the other, for as long as the connection lasts."""
         if not self._sockets.acquire(blocking=False):
-            raise RequestRefused(503, "too many WebSockets are open", retry_after_s=2)
+            raise ApiError(503, "too many WebSockets are open", retry_after_s=2)
         try:
             # With the first of them: most proxies never see one.
             from llama_worker.responses.http import websocket
@@ -194,7 +194,7 @@ class ResponsesApp:
         self,
         socket: ClientSocket,
         latest: Conversation | None,
-        request: Request,
+        request: HttpRequest,
         client: Client,
     ) -> Conversation | None:
         """What the next turn may go on from: not from what this one went on from and failed."""
@@ -212,7 +212,7 @@ class ResponsesApp:
                 recalled = self._recall(references(body))
             build = partial(normalise, body, recalled)
             chat_request, events = self._generate(exchange, request, build, lambda _: output)
-        except RequestRefused as refused:
+        except ApiError as refused:
             exchange.leave()
             socket.refuse(refused)
             return kept
@@ -226,11 +226,11 @@ class ResponsesApp:
     def _generate(
         self,
         exchange: Exchange,
-        request: Request,
+        request: HttpRequest,
         build: Callable[..., ChatRequest],
         output: Callable[[ChatRequest], Output | None],
     ) -> tuple[ChatRequest, ResponseEvents]:
-        """Make a response, to its end. Raises RequestRefused where none was begun.
+        """Make a response, to its end. Raises ApiError where none was begun.
 
         `build`: of the late role. `output`: of where the events go as they come; None: nowhere.
         """
@@ -288,13 +288,13 @@ class ResponsesApp:
             run.fail(refused)
         return chat_request, events
 
-    def _late_role(self, exchange: Exchange, request: Request) -> LateRole:
+    def _late_role(self, exchange: Exchange, request: HttpRequest) -> LateRole:
         """As the server's template has it now; "user", which every template takes, where it does
         not say."""
         told = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
         return late_role_of(told.get("prompt") if isinstance(told, Mapping) else None)
 
-    def _server_sampling(self, exchange: Exchange, request: Request) -> Mapping[str, float]:
+    def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
         """What the server samples with where a request does not say."""
         if time.monotonic() >= self._sampling_until:
             self._sampling = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
@@ -304,7 +304,7 @@ class ResponsesApp:
     def _ask_server(
         self,
         exchange: Exchange,
-        request: Request,
+        request: HttpRequest,
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
@@ -351,13 +351,13 @@ class ResponsesApp:
             stored = ask(self._proxy, Fetch(response_id=response_id, reply=fetched), fetched)
             if stored is not None:
                 return _input_list(stored) if input_items else stored.response()
-        raise RequestRefused(
+        raise ApiError(
             404, f"Response with id {response_id!r} not found.", code="response_not_found"
         )
 
     # ------------------------------------------------------------ all else
 
-    def _pass_through(self, exchange: Exchange, request: Request, client: Client) -> None:
+    def _pass_through(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         exchange.enter()
         is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
         if is_chat:
@@ -394,7 +394,7 @@ class ResponsesApp:
             self._pass_back(reply, leased, request, client)
 
     def _pass_back(
-        self, reply: Reply, leased: LeasedExchange, request: Request, client: Client
+        self, reply: Reply, leased: LeasedExchange, request: HttpRequest, client: Client
     ) -> None:
         try:
             client.begin(
@@ -404,7 +404,7 @@ class ResponsesApp:
                 reason=reply.reason,
             )
         except MalformedReply:
-            raise RequestRefused(
+            raise ApiError(
                 502, "the upstream server: its reply is malformed", code="upstream_failed"
             ) from None
         is_stream = "text/event-stream" in reply.headers.get("Content-Type", "")
@@ -429,13 +429,13 @@ class ResponsesApp:
             client.write(piece)  # what this raises says nothing of the server
         client.end()
 
-    def _no_stream(self, failure: StreamFailure, leased: LeasedExchange) -> RequestRefused:
+    def _no_stream(self, failure: StreamFailure, leased: LeasedExchange) -> ApiError:
         if leased.is_given_up and self._restarts:
-            return RequestRefused(
+            return ApiError(
                 503, failure.detail, code="upstream_failed", retry_after_s=_RESTARTING_S
             )
         if leased.is_given_up:
-            return RequestRefused(504, failure.detail, code="upstream_failed")
+            return ApiError(504, failure.detail, code="upstream_failed")
         if failure.http_status is not None:
             return refused_by_server(failure.http_status, failure.detail)
         code = (
@@ -443,7 +443,7 @@ class ResponsesApp:
             if failure.reason is RequestFailReason.CONNECT_FAILED
             else "upstream_failed"
         )
-        return RequestRefused(502, f"the upstream server: {failure.detail}", code=code)
+        return ApiError(502, f"the upstream server: {failure.detail}", code=code)
 
 
 class _Waiter(Struct):
@@ -467,13 +467,13 @@ class Conversation(Struct, frozen=True, kw_only=True):
         return Recalled(history=self.items, items={})
 
 
-def _json_body(request: Request) -> dict[str, Any]:
+def _json_body(request: HttpRequest) -> dict[str, Any]:
     if request.header("content-encoding") not in ("", "identity"):
-        raise RequestRefused(415, "the request's body must not be compressed")
+        raise ApiError(415, "the request's body must not be compressed")
     return parse_body(request.body)
 
 
-def _sse_output(request: Request, client: Client, chat_request: ChatRequest) -> Output:
+def _sse_output(request: HttpRequest, client: Client, chat_request: ChatRequest) -> Output:
     headers = [
         ("Content-Type", "text/event-stream"),
         ("Cache-Control", "no-cache"),
@@ -490,12 +490,10 @@ def _sse_output(request: Request, client: Client, chat_request: ChatRequest) -> 
 
 
 def _check_generated(events: ResponseEvents) -> None:
-    """Raises RequestRefused where a response in one piece failed."""
+    """Raises ApiError where a response in one piece failed."""
     if events.failure is not None:
         # What was generated is lost: a retry costs it all again, and is the client's to decide.
-        raise RequestRefused(
-            502, events.failure, code=error_code(events.failure), should_retry=False
-        )
+        raise ApiError(502, events.failure, code=error_code(events.failure), should_retry=False)
 
 
 def _next_piece(reply: Reply) -> bytes:

@@ -111,11 +111,14 @@ def waits_for_silent_work(on: Stage) -> None:
 def waits_for_a_neighbours_long_batch(on: Stage) -> None:
     """No headers come, as long as the neighbour gets data."""
     late = fs.Reply([fs.Sleep(3.0), *said("Late.")], marker="Answer.")
-    long = fs.Reply(fs.plain_reply(fs.Prefill(20, 1, 0.2), fs.Text("done")), marker="neighbour")
+    long = fs.Reply([*BEGUN, fs.Prefill(5000, 1, 0.2)], marker="neighbour")
     on.watches(fs.Script(replies=[late, long]))
-    neighbour = on.worker.ask("neighbour")
+    neighbour = on.worker.submit("neighbour", "", "neighbour").get(timeout=WAIT_S)
+    assert neighbour["ok"]
     assert answer(codex(on, *ONCE, "Answer.")) == "Late."
-    assert neighbour.get(timeout=WAIT_S)["text"] == "done"
+    status = on.worker.get_status(neighbour["request_id"]).get(timeout=WAIT_S)
+    assert status["ok"]
+    assert status["phase"] == "prefill"
     assert _restarts(on) == 0
 
 

@@ -6,21 +6,21 @@ import pytest
 
 from llama_worker import ConfigError
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import access_policy
-from llama_worker.responses.http.client_connection import Request
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.http.request_reader import HttpRequest
 
 PAGE = "https://ui.example:8443"
 POLICY = access_policy("box.lan", [PAGE])
 
 
-def head(**headers: str) -> Request:
+def head(**headers: str) -> HttpRequest:
     named = {
         "Host": "localhost",
         **{name.replace("_", "-"): value for name, value in headers.items()},
     }
     by_name = {name.lower(): (name, value) for name, value in named.items()}
-    return Request(method="GET", target="/", headers=by_name, body=b"")
+    return HttpRequest(method="GET", target="/", headers=by_name, body=b"")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ OTHER_PAGES = (
     ],
 )
 def test_a_foreign_host_or_page_is_refused(headers: dict[str, str], why: str) -> None:
-    with pytest.raises(RequestRefused, match=why) as refused:
+    with pytest.raises(ApiError, match=why) as refused:
         POLICY.allowed_origin(head(**headers), "192.168.1.5")
     assert refused.value.status == 403
 

@@ -26,7 +26,7 @@ from llama_worker.responses.api.request import (
     references,
 )
 from llama_worker.responses.api.tools import NO_TOOLS
-from llama_worker.responses.http.refusal import RequestRefused, refused_by_server
+from llama_worker.responses.errors import ApiError, refused_by_server
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Yes?"}
@@ -337,7 +337,7 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
     ],
 )
 def test_malformed_requests_are_refused_and_say_where(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestRefused) as refused:
+    with pytest.raises(ApiError) as refused:
         normalise(body)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert refused.value.body()["error"]["type"] == "invalid_request_error"
@@ -345,7 +345,7 @@ def test_malformed_requests_are_refused_and_say_where(body: dict[str, Any], para
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
-    with pytest.raises(RequestRefused):
+    with pytest.raises(ApiError):
         parse_body(data)
 
 
@@ -355,7 +355,7 @@ def test_references_are_found_and_resolved_once() -> None:
     said = {"id": "msg_1", "type": "message", **SAID}
     recalled = Recalled(items={"msg_1": said, "rs_1": reasoning()})
     assert normalise(body, recalled).body["messages"] == [SAID, USER]
-    with pytest.raises(RequestRefused, match="twice"):
+    with pytest.raises(ApiError, match="twice"):
         references({"input": [{"type": "item_reference", "id": "msg_1"}] * 2})
 
 

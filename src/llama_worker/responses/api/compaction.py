@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_worker.responses.api.conversation import LateRole, plain_text, seal
 from llama_worker.responses.api.request import ChatRequest, Recalled, input_items, normalise
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.errors import ApiError
 
 _ORDER = (
     "The conversation so far is about to be replaced by a summary that you write now, so that it "
@@ -21,12 +21,12 @@ _ORDER = (
 def compaction_request(
     body: Mapping[str, Any], recalled: Recalled, *, late_role: LateRole = "user"
 ) -> ChatRequest:
-    """The chat completion that sums the conversation up. Raises RequestRefused."""
+    """The chat completion that sums the conversation up. Raises ApiError."""
     if not isinstance(body.get("model"), str) or not body["model"]:
-        raise RequestRefused(400, "Missing required parameter: 'model'.", param="model")
+        raise ApiError(400, "Missing required parameter: 'model'.", param="model")
     items = input_items(body)
     if not items and not recalled.history:
-        raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
+        raise ApiError(400, "Missing required parameter: 'input'.", param="input")
     order = {"type": "message", "role": "user", "content": _ORDER}
     asked = {**body, "input": [*items, order], "store": False, "stream": False}
     asked |= {"tool_choice": "none", "text": None}
@@ -36,12 +36,12 @@ def compaction_request(
 def compacted(response: Mapping[str, Any], item_id: str) -> dict[str, Any]:
     """The conversation's new beginning, from the response to that request.
 
-    Raises RequestRefused where the model wrote no summary.
+    Raises ApiError where the model wrote no summary.
     """
     messages = [item for item in response["output"] if item["type"] == "message"]
     summary = "\n\n".join(plain_text(message["content"]) for message in messages).strip()
     if not summary:
-        raise RequestRefused(502, "the model wrote no summary", code="upstream_failed")
+        raise ApiError(502, "the model wrote no summary", code="upstream_failed")
     item = {"id": item_id, "type": "compaction", "encrypted_content": seal(summary)}
     return {
         "id": response["id"],

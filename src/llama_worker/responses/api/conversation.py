@@ -18,7 +18,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from llama_worker.responses.api.tools import TOOL_SEARCH, ToolSet, custom_arguments, tool_set
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.errors import ApiError
 from llama_worker.stream.calls import parse_arguments, tool_call_id
 
 Item = Mapping[str, Any]
@@ -96,7 +96,7 @@ class ChatMessages(Struct, frozen=True):
 def chat_messages(
     instructions: str, items: Sequence[Item], tools: ToolSet, late_role: LateRole
 ) -> ChatMessages:
-    """Raises RequestRefused for what is malformed."""
+    """Raises ApiError for what is malformed."""
     writer = _Writer(instructions, tools, late_role)
     for item in items:
         writer.add(item)
@@ -144,14 +144,14 @@ class _Writer:
             case "function_call":
                 arguments = item.get("arguments")
                 if not isinstance(arguments, (str, type(None))):
-                    raise RequestRefused(
+                    raise ApiError(
                         400, "the arguments of a function_call must be a string", param="input"
                     )
                 self._call(item, _valid_arguments(arguments or ""))
             case "custom_tool_call":
                 text = item.get("input")
                 if not isinstance(text, str):
-                    raise RequestRefused(
+                    raise ApiError(
                         400, "a custom_tool_call needs its input as a string", param="input"
                     )
                 self._call(item, custom_arguments(text))
@@ -191,9 +191,7 @@ class _Writer:
                 self._release_held()
                 self._messages.append({"role": "user", "content": _content(content)})
             case _:
-                raise RequestRefused(
-                    400, f"unknown role {role!r} of an input message", param="input"
-                )
+                raise ApiError(400, f"unknown role {role!r} of an input message", param="input")
 
     def _summary(self, item: Item) -> None:
         text = unseal(item.get("encrypted_content"))
@@ -236,7 +234,7 @@ class _Writer:
     def _call(self, item: Item, arguments: str) -> None:
         name, namespace, call_id = item.get("name"), item.get("namespace"), item.get("call_id")
         if not isinstance(name, str):
-            raise RequestRefused(400, f"a {item_type(item)} needs a name", param="input")
+            raise ApiError(400, f"a {item_type(item)} needs a name", param="input")
         self._calls += 1
         own_id = tool_call_id(self._calls)
         if isinstance(call_id, str):
@@ -248,9 +246,7 @@ class _Writer:
     def _output(self, item: Item) -> None:
         call_id, output = item.get("call_id"), item.get("output")
         if not isinstance(call_id, str):
-            raise RequestRefused(
-                400, f"a {item_type(item)} needs the call_id of its call", param="input"
-            )
+            raise ApiError(400, f"a {item_type(item)} needs the call_id of its call", param="input")
         self._end_turn()
         try:
             content = (
@@ -258,7 +254,7 @@ class _Writer:
                 if isinstance(output, (str, list, type(None)))
                 else _as_json(output)
             )
-        except RequestRefused:
+        except ApiError:
             content = _as_json(output)  # any JSON value is a result, not only a list of parts
         self._messages.append(
             {"role": "tool", "tool_call_id": self._ids.get(call_id, call_id), "content": content}
@@ -306,7 +302,7 @@ def _content(content: object, *, joint: str = "\n") -> str | list[Message]:
     if isinstance(content, Mapping):
         content = [content]
     if not isinstance(content, list):
-        raise RequestRefused(400, "content must be a string or a list of parts", param="input")
+        raise ApiError(400, "content must be a string or a list of parts", param="input")
     parts = [_part(part) for part in content if part is not None]
     if all(part["type"] == "text" for part in parts):
         return joint.join(part["text"] for part in parts)
@@ -317,20 +313,20 @@ def _part(part: object) -> Message:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise RequestRefused(400, "a content part must be an object", param="input")
+        raise ApiError(400, "a content part must be an object", param="input")
     kind = part.get("type")
     match kind:
         case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text" | "refusal":
             text = part.get("refusal" if kind == "refusal" else "text")
             if not isinstance(text, str):
-                raise RequestRefused(400, f"a part of type {kind!r} needs a text", param="input")
+                raise ApiError(400, f"a part of type {kind!r} needs a text", param="input")
             return {"type": "text", "text": text}
         case "input_image" | "image_url":
             return {"type": "image_url", "image_url": _image(part)}
         case "input_audio" if isinstance(part.get("input_audio"), Mapping):
             return {"type": "input_audio", "input_audio": dict(part["input_audio"])}
         case _:
-            raise RequestRefused(
+            raise ApiError(
                 400, f"content of type {kind!r} is not supported by llama-server", param="input"
             )
 
@@ -339,7 +335,7 @@ def _image(part: Item) -> Message:
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, Mapping) else image
     if not isinstance(url, str):
-        raise RequestRefused(
+        raise ApiError(
             400, "an input_image needs an image_url (files cannot be looked up)", param="input"
         )
     detail = part.get("detail")

@@ -16,7 +16,7 @@ import msgspec
 
 from llama_worker.responses.api.items import Call, Delta, ItemStatus, Message, Reasoning
 from llama_worker.responses.api.tools import NO_TOOLS, ToolSet
-from llama_worker.responses.http.refusal import error_code
+from llama_worker.responses.errors import error_code
 from llama_worker.stream.calls import ToolCallAssembler
 from llama_worker.stream.events import (
     Done,

@@ -23,7 +23,7 @@ from llama_worker.responses.api.conversation import (
 )
 from llama_worker.responses.api.echo import echo_of
 from llama_worker.responses.api.tools import Choice, ToolSet, tool_choice, tool_set
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.errors import ApiError
 
 _ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
 # what is kept and repeated is put together again, with less of the stack left than here
@@ -93,14 +93,12 @@ def references(body: Mapping[str, Any]) -> References:
     """What to look up before `normalise`."""
     previous = body.get("previous_response_id")
     if previous is not None and not isinstance(previous, str):
-        raise RequestRefused(
-            400, "previous_response_id must be a string", param="previous_response_id"
-        )
+        raise ApiError(400, "previous_response_id must be a string", param="previous_response_id")
     found = [item.get("id") for item in input_items(body) if item_type(item) == "item_reference"]
     ids = [item_id if isinstance(item_id, str) else "" for item_id in found]
     # OpenAI refuses it too; a short request could grow beyond all bounds by it
     if len(set(ids)) < len(ids):
-        raise RequestRefused(400, "an item of the input is referred to twice", param="input")
+        raise ApiError(400, "an item of the input is referred to twice", param="input")
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
 
@@ -110,7 +108,7 @@ def normalise(
     *,
     late_role: LateRole = "user",
 ) -> ChatRequest:
-    """The chat completion that the request asks for. Raises RequestRefused; mutates nothing.
+    """The chat completion that the request asks for. Raises ApiError; mutates nothing.
 
     `late_role`: of system messages after the first turn has begun, as the model's template takes
     them.
@@ -123,7 +121,7 @@ def normalise(
     elif history is None:
         raise _not_found(f"Previous response with id {wanted.previous_response_id!r} not found.")
     if body.get("input") is None and not history:
-        raise RequestRefused(400, "Missing required parameter: 'input'.", param="input")
+        raise ApiError(400, "Missing required parameter: 'input'.", param="input")
     if wanted.previous_response_id is not None:
         _check_calls_of(own_items, (*history, *own_items))
     instructions, instruction_items = _instructions(body)
@@ -137,7 +135,7 @@ def normalise(
     instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
     chat_input = chat_messages(instructions, items, tools, late_role)
     if not chat_input.messages:
-        raise RequestRefused(400, "the input is empty", param="input")
+        raise ApiError(400, "the input is empty", param="input")
 
     chat: dict[str, Any] = {
         key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None
@@ -205,22 +203,22 @@ def owner_of(item_id: str) -> str | None:
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """The JSON object, which can be written as JSON again. Raises RequestRefused."""
+    """The JSON object, which can be written as JSON again. Raises ApiError."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
-        raise RequestRefused(400, "the request's body is not JSON") from None
+        raise ApiError(400, "the request's body is not JSON") from None
     if not isinstance(body, dict):
-        raise RequestRefused(400, "the request's body is not a JSON object")
+        raise ApiError(400, "the request's body is not a JSON object")
     _check(body)
     return body
 
 
 def parse_create(message: str) -> dict[str, Any]:
-    """A WebSocket's message as the body that it would be over HTTP. Raises RequestRefused."""
+    """A WebSocket's message as the body that it would be over HTTP. Raises ApiError."""
     body = parse_body(message.encode())
     if body.pop("type", None) != "response.create":
-        raise RequestRefused(400, "messages are of type 'response.create'", param="type")
+        raise ApiError(400, "messages are of type 'response.create'", param="type")
     for name in ("stream_options", "background"):
         body.pop(name, None)
     return {**body, "stream": True}
@@ -232,7 +230,7 @@ def _check(body: dict[str, Any]) -> None:
         level = [child for value in level for child in _children(value)]
         if not level:
             return
-    raise RequestRefused(400, f"the request's body is nested deeper than {_MAX_DEPTH} levels")
+    raise ApiError(400, f"the request's body is nested deeper than {_MAX_DEPTH} levels")
 
 
 def _children(value: object) -> Iterable[Any]:
@@ -242,7 +240,7 @@ def _children(value: object) -> Iterable[Any]:
         return value
     # Python reads NaN and 1e999, JSON has neither
     if isinstance(value, float) and not math.isfinite(value):
-        raise RequestRefused(400, "a number of the request is beyond the range of a double")
+        raise ApiError(400, "a number of the request is beyond the range of a double")
     return ()
 
 
@@ -250,7 +248,7 @@ def _children(value: object) -> Iterable[Any]:
 
 
 def input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
-    """What is given as `input`, as items. Raises RequestRefused."""
+    """What is given as `input`, as items. Raises ApiError."""
     given = body.get("input")
     if given is None:
         return ()
@@ -259,24 +257,24 @@ def input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
     if isinstance(given, Mapping):
         given = [given]
     if not isinstance(given, list):
-        raise RequestRefused(400, "input must be a string or a list of items", param="input")
+        raise ApiError(400, "input must be a string or a list of items", param="input")
     items: list[Item] = []
     for item in given:
         if isinstance(item, str):
             item = {"type": "message", "role": "user", "content": item}
         if not isinstance(item, Mapping):
-            raise RequestRefused(400, "every input item must be an object", param="input")
+            raise ApiError(400, "every input item must be an object", param="input")
         items.append(item)
     return tuple(items)
 
 
 def _check_calls_of(outputs: Iterable[Item], items: Iterable[Item]) -> None:
-    """Raises RequestRefused for the output of a call that is not among the items."""
+    """Raises ApiError for the output of a call that is not among the items."""
     called = {_call_id(item) for item in items if item_type(item).endswith("_call")}
     for item in outputs:
         if item_type(item).endswith("_call_output") and _call_id(item) not in called:
             message = f"No tool call found for the output with call_id {_call_id(item)!r}."
-            raise RequestRefused(400, message, param="input")
+            raise ApiError(400, message, param="input")
 
 
 def _call_id(item: Item) -> str:
@@ -296,8 +294,8 @@ def _resolved(item: Item, recalled: Recalled) -> Item:
     return found
 
 
-def _not_found(message: str, param: str = "previous_response_id") -> RequestRefused:
-    return RequestRefused(
+def _not_found(message: str, param: str = "previous_response_id") -> ApiError:
+    return ApiError(
         400,
         f"{message} Responses are kept in memory, the least recently used go first, and "
         "`store: false` keeps none: "
@@ -315,7 +313,7 @@ def _instructions(body: Mapping[str, Any]) -> tuple[str, Sequence[Item]]:
         if all(item_type(item) == "input_text" for item in given):
             return plain_text(given), ()
         return "", given
-    raise RequestRefused(400, "instructions must be a string", param="instructions")
+    raise ApiError(400, "instructions must be a string", param="instructions")
 
 
 # --- output ---------------------------------------------------------------------------------------------
@@ -332,7 +330,7 @@ def _text_format(text: object) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"type": "json_object"}
     if kind != "json_schema":
-        raise RequestRefused(400, f"unknown text.format {kind!r}", param="text.format")
+        raise ApiError(400, f"unknown text.format {kind!r}", param="text.format")
     inner = given.get("json_schema")
     source = inner if isinstance(inner, Mapping) else given
     schema, strict, description = (
@@ -341,7 +339,7 @@ def _text_format(text: object) -> dict[str, Any] | None:
         source.get("description"),
     )
     if not isinstance(schema, Mapping):
-        raise RequestRefused(400, "text.format needs a schema", param="text.format.schema")
+        raise ApiError(400, "text.format needs a schema", param="text.format.schema")
     name = source.get("name")
     return {
         "type": "json_schema",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.errors import ApiError
 
 Json = Mapping[str, Any]
 ToolKind = Literal["function", "custom", "tool_search"]
@@ -97,7 +97,7 @@ def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
         if given is None:
             continue
         if not isinstance(given, list):
-            raise RequestRefused(400, "tools must be a list", param="tools")
+            raise ApiError(400, "tools must be a list", param="tools")
         for entry in given:
             kept = list(_flat(entry, warnings))
             for namespace, tool in kept:
@@ -135,7 +135,7 @@ def _flat(
     entry: object, warnings: list[str], namespace: str | None = None
 ) -> Iterator[tuple[str | None, dict[str, Any]]]:
     if not isinstance(entry, Mapping):
-        raise RequestRefused(400, "every tool must be an object", param="tools")
+        raise ApiError(400, "every tool must be an object", param="tools")
     match entry.get("type"):
         case "function":
             yield namespace, _function(entry)
@@ -146,9 +146,7 @@ def _flat(
         case "namespace" if namespace is None:
             name, inner = entry.get("name"), entry.get("tools")
             if not isinstance(name, str) or not name or not isinstance(inner, list):
-                raise RequestRefused(
-                    400, "a namespace needs a name and a list of tools", param="tools"
-                )
+                raise ApiError(400, "a namespace needs a name and a list of tools", param="tools")
             for tool in inner:
                 yield from _flat(tool, warnings, name)
         case kind:
@@ -196,7 +194,7 @@ def _tool_search(entry: Json) -> dict[str, Any]:
 def _name(tool: Json, what: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise RequestRefused(400, f"{what} needs a name", param="tools")
+        raise ApiError(400, f"{what} needs a name", param="tools")
     return name
 
 
@@ -269,7 +267,7 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
             return Choice(mode="auto", offered=(), echo="auto", warnings=(warning,))
         return Choice(mode=str(given), offered=tools.tools, echo=given)
     if not isinstance(given, Mapping):
-        raise RequestRefused(400, f"unknown tool_choice {given!r}", param="tool_choice")
+        raise ApiError(400, f"unknown tool_choice {given!r}", param="tool_choice")
     kind = given.get("type")
     if kind in ("function", "custom"):
         nested = given.get(kind)
@@ -287,9 +285,7 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
         )
         ours = [tool for tool in allowed if tool.get("type", "function") in ("function", "custom")]
         if mode not in ("auto", "required"):
-            raise RequestRefused(
-                400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice"
-            )
+            raise ApiError(400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice")
         echo = {"type": "allowed_tools", "mode": mode, "tools": [dict(tool) for tool in allowed]}
         offered = _chosen(ours, tools)
         return Choice(mode=mode if offered else "auto", offered=offered, echo=echo)
@@ -303,6 +299,6 @@ def _chosen(named: Sequence[Json], tools: ToolSet) -> list[Tool]:
         tool = tools.find(choice.get("name"), choice.get("namespace"))
         if tool is None:
             message = f"Tool choice {choice.get('name')!r} not found in 'tools' parameter."
-            raise RequestRefused(400, message, param="tool_choice")
+            raise ApiError(400, message, param="tool_choice")
         chosen[tool.model_name] = tool
     return list(chosen.values())

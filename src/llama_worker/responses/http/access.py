@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.errors import ApiError
 
 _TODO = "Pages and names are allowed one by one, with --allow-origin."
 _PREFLIGHT_S = 600
@@ -39,7 +39,7 @@ class AccessPolicy(Struct, frozen=True):
     hosts: frozenset[str]
 
     def allowed_origin(self, head: Head, local_address: str) -> str | None:
-        """The page that asks, None for a program. Raises RequestRefused (403) for everybody else.
+        """The page that asks, None for a program. Raises ApiError (403) for everybody else.
 
         `local_address`: where the client reached this machine.
         """
@@ -113,5 +113,5 @@ def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return (local.ipv4_mapped or local) if isinstance(local, ipaddress.IPv6Address) else local
 
 
-def _refused(why: str) -> RequestRefused:
-    return RequestRefused(403, f"{why}. {_TODO}", code="forbidden")
+def _refused(why: str) -> ApiError:
+    return ApiError(403, f"{why}. {_TODO}", code="forbidden")

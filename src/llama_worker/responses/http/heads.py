@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llama_worker.responses.http.client_connection import Request, header_words
+from llama_worker.responses.http.request_reader import HttpRequest, header_words
 
 Headers = list[tuple[str, str]]
 
@@ -17,7 +17,7 @@ _SET_BY_US = frozenset({"host", "content-length", "expect"})
 _CORS = "access-control-"
 
 
-def forwarded(request: Request, exclude: Iterable[str] = ()) -> dict[str, str]:
+def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, str]:
     """The client's headers, but those that belong to its connection."""
     dropped = {*_HOP_BY_HOP, *_SET_BY_US, *header_words(request.header("connection")), *exclude}
     return {

@@ -23,14 +23,13 @@ from collections.abc import Callable
 from functools import partial
 
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import access_policy
-from llama_worker.responses.http.client import Client, refusal_bytes
-from llama_worker.responses.http.client_connection import ClientConnection, Phase, Request
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.http.client import Client, WaitingClients, refusal_bytes
+from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
 from llama_worker.responses.http.request_threads import RequestThreads
-from llama_worker.responses.http.waiting_clients import WaitingClients
 
-Serve = Callable[[Request, Client], None]
+Serve = Callable[[HttpRequest, Client], None]
 """Answers one request, on a thread of its own. OSError: the client's connection is broken."""
 
 _READ_BYTES = 65536
@@ -58,7 +57,7 @@ class SocketListener:
         self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
         self._busy: set[Client] = set()
         self._threads = RequestThreads()
-        self._whole: list[tuple[Client, Request]] = []  # requests that are about to run
+        self._whole: list[tuple[Client, HttpRequest]] = []  # requests that are about to run
         self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
         self._pending_bytes = 0
         self._stopped = False
@@ -170,7 +169,7 @@ class SocketListener:
             connection.close()
             return
         client: Client
-        http = ClientConnection(
+        http = RequestReader(
             max_body_bytes=self._config.max_body_bytes,
             check_head=lambda request: self._check(client, request),
         )
@@ -179,7 +178,7 @@ class SocketListener:
         self._waiting_clients.enter(client, Phase.SILENT, time.monotonic())
         self._on_ready(client)  # its request is mostly here by now
 
-    def _check(self, client: Client, request: Request) -> None:
+    def _check(self, client: Client, request: HttpRequest) -> None:
         client.origin = self._access.allowed_origin(request, client.local_address)
 
     def _on_ready(self, client: Client) -> None:
@@ -198,7 +197,7 @@ class SocketListener:
         elif client.http.phase is not Phase.BUSY:  # else it lingers
             self._read(client, lambda: client.http.receive(data))
 
-    def _read(self, client: Client, receive: Callable[[], Request | None]) -> None:
+    def _read(self, client: Client, receive: Callable[[], HttpRequest | None]) -> None:
         """Take what has come of a request; run it once it is whole."""
         try:
             request = receive()
@@ -206,7 +205,7 @@ class SocketListener:
                 self._run(client, request)
                 return
             self._send(client, client.http.wanted_continue())
-        except RequestRefused as refused:
+        except ApiError as refused:
             self._refuse(client, refused)
             return
         except Exception as error:  # one client's request must not end all others'
@@ -228,10 +227,10 @@ class SocketListener:
             largest = max(self._waiting_clients, key=lambda waiting: waiting.pending_bytes)
             self._refuse(
                 largest,
-                RequestRefused(503, "too many requests are being sent at once", retry_after_s=1),
+                ApiError(503, "too many requests are being sent at once", retry_after_s=1),
             )
 
-    def _refuse(self, client: Client, refused: RequestRefused) -> None:
+    def _refuse(self, client: Client, refused: ApiError) -> None:
         if not client.http.reply.has_begun:
             self._send(client, refusal_bytes(client.http.reply, refused))
         self._linger(client)
@@ -265,10 +264,10 @@ class SocketListener:
         self._waiting_clients.leave(client)
         self._account(client, 0)
 
-    def _run(self, client: Client, request: Request) -> None:
+    def _run(self, client: Client, request: HttpRequest) -> None:
         self._stop_waiting(client)
         if len(self._busy) >= self._max_busy:
-            raise RequestRefused(503, "too many requests run at once", retry_after_s=2)
+            raise ApiError(503, "too many requests run at once", retry_after_s=2)
         self._busy.add(client)
         self._epoll.modify(client.socket, select.EPOLLRDHUP | select.EPOLLONESHOT)
         self._whole.append((client, request))
@@ -281,11 +280,9 @@ class SocketListener:
             except RuntimeError:
                 self._busy.discard(client)
                 self._epoll.modify(client.socket, select.EPOLLIN)
-                self._refuse(
-                    client, RequestRefused(503, "no thread can be started", retry_after_s=2)
-                )
+                self._refuse(client, ApiError(503, "no thread can be started", retry_after_s=2))
 
-    def _run_request(self, client: Client, request: Request) -> None:
+    def _run_request(self, client: Client, request: HttpRequest) -> None:
         """The request's own thread."""
         try:
             self._answer(request, client)

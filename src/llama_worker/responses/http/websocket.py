@@ -24,21 +24,21 @@ from wsproto.frame_protocol import CloseReason
 from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
 from llama_worker.responses.api.events import Event, to_json
+from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.client import Client
-from llama_worker.responses.http.client_connection import Request
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.http.request_reader import HttpRequest
 
 _READ_BYTES = 65536
 _IDLE_S = 600.0  # between two requests: a client's tools may take minutes
 
 
 class ClientSocket:
-    """A WebSocket with its client. The constructor raises RequestRefused for a bad handshake.
+    """A WebSocket with its client. The constructor raises ApiError for a bad handshake.
 
     OSError, from any method: the connection is over; the client was told why if it could be.
     """
 
-    def __init__(self, client: Client, request: Request, max_message_bytes: int) -> None:
+    def __init__(self, client: Client, request: HttpRequest, max_message_bytes: int) -> None:
         self._client = client
         self._max_bytes = max_message_bytes
         self._protocol = WSConnection(ConnectionType.SERVER)
@@ -53,7 +53,7 @@ class ClientSocket:
             self._protocol.initiate_upgrade_connection(headers, request.target)
             list(self._protocol.events())
         except (RemoteProtocolError, LocalProtocolError) as error:
-            raise RequestRefused(400, f"not a WebSocket handshake: {error}") from None
+            raise ApiError(400, f"not a WebSocket handshake: {error}") from None
 
     def accept(self) -> None:
         self._send(AcceptConnection())
@@ -88,7 +88,7 @@ class ClientSocket:
         texts = [to_json(event).decode() for event in events if event["type"] != "error"]
         return b"".join(self._protocol.send(TextMessage(data=text)) for text in texts)
 
-    def refuse(self, refused: RequestRefused) -> None:
+    def refuse(self, refused: ApiError) -> None:
         """In place of a response."""
         error = refused.body()["error"]
         error["code"] = error["code"] or error["type"]

@@ -16,7 +16,7 @@ class MalformedReply(ValueError):
     """What was to be sent would be read as something else."""
 
 
-class Reply:
+class ReplyFramer:
     """One reply: `begin`, `data` as often as there is some, `end`.
 
     `method` and `version` are the request's. `is_kept`: whether its connection may have another

@@ -16,13 +16,17 @@ from enum import Enum, auto
 import httptools
 from msgspec import Struct
 
-from llama_worker.responses.api.reply import Reply
-from llama_worker.responses.http.chunked_body import ChunkedBody, check_body_size
-from llama_worker.responses.http.refusal import RequestRefused
+from llama_worker.responses.errors import ApiError
+from llama_worker.responses.http.reply import ReplyFramer
 
 MAX_HEAD_BYTES = 65536
 _MAX_HEADERS = 256  # by different names: each costs some 200 bytes more than it has
 _MAX_LENGTH_DIGITS = 20
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\0\r\n]*)?\r\n")
+_TRAILER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\0\r\n]*\r\n")
+_MAX_LINE_BYTES = 8192  # of a chunk's size with its extensions, and of a trailer
+_FREE_FRAMING_BYTES = 65536
+_MAX_FRAMING = 7  # bytes of framing for a byte of content: five where each has a chunk of its own
 _REQUEST_LINE = re.compile(rb"(?:\r?\n)?([!-~]+) ([!-~]+) HTTP/(\d\.\d)\r\n")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # the parser refuses lines that do not end in "\r\n"
 
@@ -36,7 +40,7 @@ class Phase(Enum):
     BUSY = auto()  # its reply
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class HttpRequest(Struct, frozen=True, kw_only=True):
     """A whole request. `target`: path and query, beginning with a slash.
 
     `headers`: by the name in lower case, as it was sent; of one that was sent several times all
@@ -53,13 +57,13 @@ class Request(Struct, frozen=True, kw_only=True):
         return self.headers[name][1] if name in self.headers else ""
 
 
-class ClientConnection:
-    """`check_head` is called with each request before its body is read, and raises RequestRefused.
+class RequestReader:
+    """`check_head` is called with each request before its body is read, and raises ApiError.
 
     `reply` is the one to the request that was read last.
     """
 
-    def __init__(self, *, max_body_bytes: int, check_head: Callable[[Request], object]) -> None:
+    def __init__(self, *, max_body_bytes: int, check_head: Callable[[HttpRequest], object]) -> None:
         self._max_body_bytes = max_body_bytes
         self._check_head = check_head
         self._behind = b""  # what came behind a whole request
@@ -67,11 +71,11 @@ class ClientConnection:
 
     def _begin_anew(self) -> None:
         self.phase = Phase.SILENT
-        self.reply = Reply()
+        self.reply = ReplyFramer()
         self._headers = _Headers()
         self._parser = httptools.HttpRequestParser(self._headers)
         self._head_bytes = bytearray()
-        self._head: Request | None = None
+        self._head: HttpRequest | None = None
         self._body = bytearray()  # no list: of tiny pieces, it would take 30 times as much
         self._length = 0  # of a body that is not chunked
         self._chunks: ChunkedBody | None = None
@@ -87,11 +91,11 @@ class ClientConnection:
         """Whether the reply is complete and the connection may have another request."""
         return self.reply.is_complete and self.reply.is_kept
 
-    def receive(self, data: bytes) -> Request | None:
+    def receive(self, data: bytes) -> HttpRequest | None:
         """The request that `data` completes, if it does; then nothing more is read before
         `next_request`.
 
-        Raises RequestRefused for what is malformed, too large or not allowed: the connection is of
+        Raises ApiError for what is malformed, too large or not allowed: the connection is of
         no further use.
         """
         if self.phase in (Phase.SILENT, Phase.HEAD):
@@ -102,7 +106,7 @@ class ClientConnection:
             data = behind
         return self._complete() if self._read_body(data) else None
 
-    def next_request(self) -> Request | None:
+    def next_request(self) -> HttpRequest | None:
         """The reply is complete: the request that has come meanwhile, if it is whole."""
         self._begin_anew()
         behind, self._behind = self._behind, b""
@@ -128,10 +132,10 @@ class ClientConnection:
         found = _END_OF_HEAD.search(self._head_bytes, max(read - 2, 0))
         end = found.end() if found else len(self._head_bytes)
         if end > MAX_HEAD_BYTES:
-            raise RequestRefused(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+            raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
         self._feed(bytes(self._head_bytes[read:end]))
         if len(self._headers.values) > _MAX_HEADERS:
-            raise RequestRefused(431, f"the request has more than {_MAX_HEADERS} headers")
+            raise ApiError(431, f"the request has more than {_MAX_HEADERS} headers")
         if found is None:
             self.phase = Phase.HEAD if self._head_bytes else Phase.SILENT
             return None
@@ -144,33 +148,31 @@ class ClientConnection:
         except httptools.HttpParserUpgrade:
             pass  # at the end of a head; nobody has to follow it
         except httptools.HttpParserError as error:
-            raise RequestRefused(400, f"malformed HTTP request: {error}") from None
+            raise ApiError(400, f"malformed HTTP request: {error}") from None
 
     def _begin(self) -> None:
         self.phase = Phase.BODY
         line = _REQUEST_LINE.match(self._head_bytes)
         if line is None:
-            raise RequestRefused(
+            raise ApiError(
                 400, "malformed HTTP request: its first line is not that of an HTTP/1.1 request"
             )
         method, target, version = (part.decode("ascii") for part in line.groups())
-        head = self._head = Request(
+        head = self._head = HttpRequest(
             method=method, target=target, headers=self._headers.values, body=b""
         )
-        self.reply = Reply(method, version)
+        self.reply = ReplyFramer(method, version)
         if version not in ("1.0", "1.1"):
-            raise RequestRefused(505, "the request is not HTTP/1.1")
+            raise ApiError(505, "the request is not HTTP/1.1")
         if method == "CONNECT" or not target.startswith("/"):
-            raise RequestRefused(400, "the request's target must be a path")
+            raise ApiError(400, "the request's target must be a path")
         if self._headers.hosts > 1 or (self._headers.hosts == 0 and version == "1.1"):
-            raise RequestRefused(400, "the request must have one Host")
+            raise ApiError(400, "the request must have one Host")
         encoding, length = head.header("transfer-encoding").lower(), head.header("content-length")
         if encoding not in ("", "chunked"):
-            raise RequestRefused(501, "the request's transfer encoding is not known")
+            raise ApiError(501, "the request's transfer encoding is not known")
         if len(length) > _MAX_LENGTH_DIGITS:
-            raise RequestRefused(
-                400, "malformed HTTP request: its Content-Length has too many digits"
-            )
+            raise ApiError(400, "malformed HTTP request: its Content-Length has too many digits")
         self._check_head(head)
         self._length = int(length or 0)
         check_body_size(self._length, self._max_body_bytes)
@@ -193,12 +195,12 @@ class ClientConnection:
         self._behind = data[missing:]
         return len(data) >= missing
 
-    def _complete(self) -> Request:
+    def _complete(self) -> HttpRequest:
         assert self._head is not None
         self.phase = Phase.BUSY
         head, body = self._head, bytes(self._body)
         self._body.clear()  # which the parser, too, would hold while the request runs
-        return Request(method=head.method, target=head.target, headers=head.headers, body=body)
+        return HttpRequest(method=head.method, target=head.target, headers=head.headers, body=body)
 
 
 class _Headers:
@@ -217,6 +219,91 @@ class _Headers:
             sent,
             f"{self.values[lower][1]}, {said}" if lower in self.values else said,
         )
+
+
+class _Line(Enum):
+    """The line that comes next."""
+
+    SIZE = auto()
+    END_OF_CHUNK = auto()
+    TRAILER = auto()
+
+
+class ChunkedBody:
+    """A body in chunks, read strictly and in any pieces. `content` grows with what is fed, up to
+    `max_bytes`. Trailers are checked and dropped.
+
+    `httptools` does not tell the size that a chunk announces, only what has come of it: a chunk
+    that is too large would be read up to the limit before it is refused.
+    """
+
+    def __init__(self, content: bytearray, max_bytes: int) -> None:
+        self._content = content
+        self._max_bytes = max_bytes
+        self._missing = 0  # bytes of the chunk
+        self._line = bytearray()  # as far as it has come
+        self._expected = _Line.SIZE
+        self._framing_bytes = 0
+
+    def feed(self, data: bytes) -> bytes | None:
+        """What came behind the body's end; None: that has not come.
+
+        Raises ApiError for what is malformed, and for a chunk that is too large as soon as it
+        is announced.
+        """
+        position = 0
+        while position < len(data):
+            if self._missing:
+                piece = data[position : position + self._missing]
+                self._content += piece
+                self._missing -= len(piece)
+                position += len(piece)
+                continue
+            end = data.find(b"\n", position) + 1
+            piece = data[position : end or len(data)]
+            position += len(piece)
+            self._line += piece
+            self._check_framing(len(piece))
+            if end and self._take_line():
+                return data[position:]
+        return None
+
+    def _take_line(self) -> bool:
+        """Whether it is the last one."""
+        line = bytes(self._line)
+        self._line.clear()
+        match self._expected:
+            case _Line.SIZE:
+                self._begin_chunk(line)
+            case _Line.END_OF_CHUNK if line == b"\r\n":
+                self._expected = _Line.SIZE
+            case _Line.TRAILER if line == b"\r\n":
+                return True
+            case _Line.TRAILER if _TRAILER_LINE.fullmatch(line):
+                pass
+            case _:
+                raise ApiError(400, "malformed HTTP request: a chunk does not end as it must")
+        return False
+
+    def _begin_chunk(self, line: bytes) -> None:
+        found = _SIZE_LINE.fullmatch(line)
+        if found is None:
+            raise ApiError(400, "malformed HTTP request: a chunk has no valid size")
+        self._missing = int(found[1], 16)
+        self._expected = _Line.END_OF_CHUNK if self._missing else _Line.TRAILER
+        check_body_size(len(self._content) + self._missing, self._max_bytes)
+
+    def _check_framing(self, more_bytes: int) -> None:
+        self._framing_bytes += more_bytes
+        allowed = _FREE_FRAMING_BYTES + _MAX_FRAMING * len(self._content)
+        if len(self._line) > _MAX_LINE_BYTES or self._framing_bytes > allowed:
+            raise ApiError(400, "the request's body has more framing than content")
+
+
+def check_body_size(size: int, max_bytes: int) -> None:
+    """Raises ApiError where a body of this size is too large."""
+    if size > max_bytes:
+        raise ApiError(413, f"the request's body is larger than {max_bytes} bytes")
 
 
 def header_words(value: str) -> set[str]:

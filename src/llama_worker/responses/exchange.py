@@ -12,8 +12,8 @@ from msgspec import Struct
 from llama_worker.messages import EndLease, Lease, Mailbox
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.client import Client
-from llama_worker.responses.http.refusal import RequestRefused
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
 from llama_worker.responses.upstream import ChatExchange
 from llama_worker.runtime.host.futures import WorkerFuture
@@ -62,7 +62,7 @@ class Exchange:
         self._unannounced: Enter | None = None
 
     def enter(self, response_id: str | None = None) -> None:
-        """Ask for admission, for the response of that id if it makes one. Raises RequestRefused.
+        """Ask for admission, for the response of that id if it makes one. Raises ApiError.
 
         From now on a client that leaves takes the upstream's work along.
         """
@@ -73,13 +73,11 @@ class Exchange:
         if reply is None:  # nothing to wait for
             self._unannounced = entering
         elif not ask(self._proxy, entering, reply):
-            raise RequestRefused(
-                503, "too many requests run at once", code="overloaded", retry_after_s=2
-            )
+            raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
         self._client.when_left(self.abort.abort)
 
     def lease(self, job_name: str, *, has_media: bool = False, in_one_piece: bool = False) -> None:
-        """Be watched from now on; a worker's server gives one of its slots. Raises RequestRefused
+        """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
         where there is none."""
         self.leased = LeasedExchange(
             self.abort,
@@ -93,7 +91,7 @@ class Exchange:
         answer = ask(self._watch, order, reply)
         if not answer["ok"]:
             why, retry_after_s = _NO_LEASE[answer["error"]]
-            raise RequestRefused(503, why, code="overloaded", retry_after_s=retry_after_s)
+            raise ApiError(503, why, code="overloaded", retry_after_s=retry_after_s)
 
     def announce(self) -> None:
         """Tell the actor of an exchange that needed no admission: once the upstream has work, and
@@ -185,7 +183,7 @@ class Run:
                 self._events.fail("the client has left")
                 self._over()
 
-    def fail(self, refused: RequestRefused) -> None:
+    def fail(self, refused: ApiError) -> None:
         """The upstream refused, after the client was sent the first events."""
         self._send(self._events.fail(refused.message, code=refused.code))
 
@@ -215,7 +213,7 @@ def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
             return reply.get(timeout=_ANSWER_S)
     except pykka.Timeout:
         pass
-    raise RequestRefused(
+    raise ApiError(
         503, "the proxy is going down, or waits for a response that still runs", retry_after_s=2
     )
 

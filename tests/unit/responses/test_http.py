@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_worker.responses.api.reply import MalformedReply, Reply
-from llama_worker.responses.http.client_connection import (
-    MAX_HEAD_BYTES,
-    ClientConnection,
-    Phase,
-    Request,
-)
-from llama_worker.responses.http.refusal import RequestRefused
-from llama_worker.responses.http.waiting_clients import (
+from llama_worker.responses.errors import ApiError
+from llama_worker.responses.http.client import (
     BODY_S,
     HEAD_S,
     LINGER_S,
     SILENT_S,
     WaitingClients,
+)
+from llama_worker.responses.http.reply import MalformedReply, ReplyFramer
+from llama_worker.responses.http.request_reader import (
+    MAX_HEAD_BYTES,
+    HttpRequest,
+    Phase,
+    RequestReader,
 )
 
 T = TypeVar("T")
@@ -34,8 +34,8 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
 
 
-def connection() -> ClientConnection:
-    return ClientConnection(max_body_bytes=100, check_head=lambda _: None)
+def connection() -> RequestReader:
+    return RequestReader(max_body_bytes=100, check_head=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_what_another_server_might_read_differently_is_refused(rest: bytes, stat
     early.receive(HEAD + b"\r\n" + HEAD + rest)  # behind another request it is read as strictly
     early.reply.begin(200, [("Content-Length", "0")])
     early.reply.end()
-    with pytest.raises(RequestRefused) as refused:
+    with pytest.raises(ApiError) as refused:
         connection().receive(HEAD + rest)
-    with pytest.raises(RequestRefused) as refused_later:
+    with pytest.raises(ApiError) as refused_later:
         early.next_request()
     assert refused.value.status == refused_later.value.status == status
 
@@ -149,16 +149,16 @@ OTHER_PROTOCOLS = (
     ],
 )
 def test_a_request_line_of_another_kind_is_refused(request_: bytes) -> None:
-    with pytest.raises(RequestRefused):
+    with pytest.raises(ApiError):
         connection().receive(request_)
 
 
 def test_the_head_is_checked_before_the_body_is_read() -> None:
-    def check(request: Request) -> None:
-        raise RequestRefused(403, request.target)
+    def check(request: HttpRequest) -> None:
+        raise ApiError(403, request.target)
 
-    client = ClientConnection(max_body_bytes=100, check_head=check)
-    with pytest.raises(RequestRefused, match="/v1/responses"):
+    client = RequestReader(max_body_bytes=100, check_head=check)
+    with pytest.raises(ApiError, match="/v1/responses"):
         client.receive(HEAD + b"Content-Length: 50\r\n\r\n")
 
 
@@ -203,7 +203,7 @@ def test_what_follows_a_chunked_request_waits_for_its_reply() -> None:
     "chunks", [b"65\r\n", b"32\r\n" + b"x" * 50 + b"\r\n33\r\n", b"ffffffffffffffff\r\n"]
 )
 def test_a_chunk_that_is_too_large_is_refused_when_it_is_announced(chunks: bytes) -> None:
-    with pytest.raises(RequestRefused) as refused:
+    with pytest.raises(ApiError) as refused:
         connection().receive(HEAD + CHUNKED + chunks)
     assert refused.value.status == 413
 
@@ -212,7 +212,7 @@ def test_a_head_that_is_too_large_costs_no_more_than_its_limit() -> None:
     client, data = connection(), HEAD + b"X-A: " + b"a" * 16_000_000
 
     def refused() -> tuple[int, int]:
-        with pytest.raises(RequestRefused) as raised:
+        with pytest.raises(ApiError) as raised:
             client.receive(data)
         return raised.value.status, tracemalloc.get_traced_memory()[1]
 
@@ -250,7 +250,7 @@ def measured(action: Callable[[], T]) -> tuple[T, int]:
 def test_what_is_held_is_little_more_than_what_is_counted(
     rest: bytes, pieces: list[bytes], counted: int
 ) -> None:
-    client = ClientConnection(max_body_bytes=1_000_000, check_head=lambda _: None)
+    client = RequestReader(max_body_bytes=1_000_000, check_head=lambda _: None)
     is_whole, held = measured(
         lambda: any(client.receive(piece) for piece in [HEAD + rest, *pieces])
     )
@@ -260,7 +260,7 @@ def test_what_is_held_is_little_more_than_what_is_counted(
 
 
 def test_a_body_is_not_held_twice_while_its_request_runs() -> None:
-    client = ClientConnection(max_body_bytes=1_000_000, check_head=lambda _: None)
+    client = RequestReader(max_body_bytes=1_000_000, check_head=lambda _: None)
     client.receive(HEAD + b"Content-Length: 1000000\r\n\r\n" + b"x" * 500_000)
     request, held = measured(lambda: client.receive(b"x" * 500_000))
     assert request is not None
@@ -283,7 +283,7 @@ def test_a_client_that_waits_before_its_body_is_told_to_go_on_once() -> None:
 def test_a_reply_that_would_be_read_differently_is_not_begun(
     status: int, headers: list[tuple[str, str]]
 ) -> None:
-    reply = Reply()
+    reply = ReplyFramer()
     with pytest.raises(MalformedReply):
         reply.begin(status, headers)
     assert not reply.has_begun
@@ -294,13 +294,13 @@ def test_a_reply_that_would_be_read_differently_is_not_begun(
 
 
 def test_a_length_that_is_said_twice_is_sent_once() -> None:
-    head = Reply(is_kept=True).begin(200, [("Content-Length", "2"), ("content-length", "2")])
+    head = ReplyFramer(is_kept=True).begin(200, [("Content-Length", "2"), ("content-length", "2")])
     assert head == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
 
 
 def test_a_reply_is_as_long_as_it_says() -> None:
     for body in (b"a", b"abc"):
-        reply = Reply()
+        reply = ReplyFramer()
         reply.begin(200, [("Content-Length", "2")])
         with pytest.raises(MalformedReply):
             assert reply.data(body) + reply.end()
@@ -308,7 +308,7 @@ def test_a_reply_is_as_long_as_it_says() -> None:
 
 
 def test_head_is_replied_to_without_a_body() -> None:
-    reply = Reply("HEAD", is_kept=True)
+    reply = ReplyFramer("HEAD", is_kept=True)
     assert (
         reply.begin(200, [("Content-Length", "2")])
         == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"

@@ -14,7 +14,7 @@ _LOADING_S = 5
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
-class RequestRefused(Exception):
+class ApiError(Exception):
     """The HTTP status and the fields of the error object; the text is for a person."""
 
     def __init__(
@@ -49,9 +49,9 @@ class RequestRefused(Exception):
         return retry if self.should_retry else [("X-Should-Retry", "false")]
 
 
-def refused_by_server(status: int, detail: str) -> RequestRefused:
+def refused_by_server(status: int, detail: str) -> ApiError:
     """The server's own refusal, passed on: `detail` is what `describe_http_error` made of it."""
-    return RequestRefused(
+    return ApiError(
         status if 400 <= status < 600 else 502,
         detail,
         code=error_code(detail),
