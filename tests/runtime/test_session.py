@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.responses.upstream import ChatExchange
+from llama_worker.responses.generation import ChatExchange
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import Abort, Aborted, Endpoint

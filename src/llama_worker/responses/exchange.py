@@ -1,25 +1,22 @@
-"""One request of a client: what it has open, who may end it, and the response that it makes."""
+"""One request of a client: what it has open, and who may end it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import pykka
 from msgspec import Struct
 
 from llama_worker.messages import EndLease, Lease, Mailbox
-from llama_worker.responses.api.events import Event, ResponseEvents
-from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.errors import ApiError
+from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
-from llama_worker.responses.upstream import ChatExchange
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.http.session import Abort
+from llama_worker.runtime.http.session import Abort, Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
-from llama_worker.types import SubmitErrorCode, SubmitResult
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.types import RequestFailReason, SubmitErrorCode, SubmitResult
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -31,15 +28,23 @@ _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
     "WORKER_FAILED": ("the server has failed, and is not started again by itself", 30),
 }
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
-# the first text mostly comes right behind the headers: both to the client at once
-_TOGETHER_S = 0.002
+_RESTARTING_S = 5  # until a server that was given up is there again, about
+
+
+class Upstream(Struct, frozen=True, kw_only=True):
+    """The server behind the proxy. `watch` gives leases and watches over what holds one;
+    `restarts`: it will also have a server again where one is given up."""
+
+    endpoint: Endpoint
+    watch: Mailbox[Lease | EndLease]
+    restarts: bool
 
 
 class Exchange:
     """One request of a client and what it has open, for the request's own thread. A client that has
     left, or was cut by the listener, aborts what is open.
 
-    `watch`: whoever watches over the upstream, and gives leases.
+    `is_bounded`: the proxy's actor may refuse it.
     """
 
     def __init__(
@@ -47,17 +52,19 @@ class Exchange:
         number: int,
         client: Client,
         proxy: Mailbox[ProxyMessage],
-        config: ResponsesProxyConfig,
-        watch: Mailbox[Lease | EndLease],
+        upstream: Upstream,
+        *,
+        is_bounded: bool,
     ) -> None:
         self.abort = Abort()
         self.leased = LeasedExchange(self.abort)  # no lease so far
-        self._watch = watch
+        self.upstream = upstream
+        self._watch = upstream.watch
+        self._is_bounded = is_bounded
         self._wants_lease = False
         self._number = number
         self._client = client
         self._proxy = proxy
-        self._config = config
         self._has_entered = False
         self._unannounced: Enter | None = None
 
@@ -67,8 +74,7 @@ class Exchange:
         From now on a client that leaves takes the upstream's work along.
         """
         self._has_entered = True
-        is_bounded = self._config.max_concurrent is not None
-        reply: WorkerFuture[bool] | None = WorkerFuture() if is_bounded else None
+        reply: WorkerFuture[bool] | None = WorkerFuture() if self._is_bounded else None
         entering = Enter(exchange_id=self._number, response_id=response_id, reply=reply)
         if reply is None:  # nothing to wait for
             self._unannounced = entering
@@ -111,101 +117,6 @@ class Exchange:
         self._proxy.tell(Leave(exchange_id=self._number))
 
 
-class Output(Struct, frozen=True, kw_only=True):
-    """Where events go as they come. `before_reading` is called before the upstream is waited for."""
-
-    send: Callable[[bytes], None]
-    encode: Callable[[list[Event]], bytes]
-    before_reading: Callable[[], object] | None = None
-
-
-class Run:
-    """Makes a response from its chat completion, on the request's thread: what is read is written
-    before more is read.
-
-    `output` gets the events as they come; None: nobody wants them. `heartbeat_s`: after so long
-    without an event there is one nevertheless, also while the upstream has not sent its headers: it
-    may be busy for minutes.
-    """
-
-    def __init__(
-        self,
-        events: ResponseEvents,
-        abort: Abort,
-        *,
-        output: Output | None,
-        heartbeat_s: float,
-        over: Callable[[], None],
-    ) -> None:
-        self._events = events
-        self._abort = abort
-        self._output = output
-        self._heartbeat_s = heartbeat_s
-        self._over = over
-        self._first = output.encode(events.begin()) if output is not None else b""  # until sent
-        self._sent_at = time.monotonic()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the client has been sent anything."""
-        return not self._first and self._output is not None
-
-    def before_reading(self) -> None:
-        """Keep the client that has waited for long. What may follow a finish is not awaited for
-        ever."""
-        if self._output is not None and self._output.before_reading is not None:
-            self._output.before_reading()
-        self._beat()
-        deadline = self._events.deadline
-        if deadline is not None and not self._abort.wait_readable(
-            max(deadline - time.monotonic(), 0.0)
-        ):
-            self._abort.abort()
-
-    def begin(self) -> None:
-        self._write([])
-
-    def to_the_end(self, chat: ChatExchange) -> None:
-        """Drive it. Raises OSError where the client has left; the response is over in any case."""
-        try:
-            while not self._events.over:
-                if self._first and not chat.can_read and not self._abort.wait_readable(_TOGETHER_S):
-                    self.begin()
-                read = chat.read()
-                now = time.monotonic()
-                if read is None:
-                    self._send(self._events.closed(chat.failure))
-                else:
-                    self._send([event for each in read for event in self._events.feed(each, now)])
-        finally:
-            chat.close()
-            if not self._events.over:  # the client may go on from what it has got
-                self._events.fail("the client has left")
-                self._over()
-
-    def fail(self, refused: ApiError) -> None:
-        """The upstream refused, after the client was sent the first events."""
-        self._send(self._events.fail(refused.message, code=refused.code))
-
-    def _beat(self) -> None:
-        if self._output is not None and time.monotonic() >= self._sent_at + self._heartbeat_s:
-            self.begin()
-            self._send(self._events.heartbeat())
-
-    def _send(self, events: list[Event]) -> None:
-        # first: who has read the end may refer to the response, and have its place
-        if self._events.over:
-            self._over()
-        if events:
-            self._write(events)
-
-    def _write(self, events: list[Event]) -> None:
-        if self._output is not None and (self._first or events):
-            first, self._first = self._first, b""
-            self._output.send(first + self._output.encode(events))
-            self._sent_at = time.monotonic()
-
-
 def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
     """The actor's answer; the calling thread may wait, it is no actor's."""
     try:
@@ -229,3 +140,19 @@ def _is_media(content: object) -> bool:
     return isinstance(content, list) and any(
         isinstance(part, Mapping) and part.get("type") != "text" for part in content
     )
+
+
+def no_stream(failure: StreamFailure, exchange: Exchange) -> ApiError:
+    """What to tell the client where the upstream did not begin to answer."""
+    if exchange.leased.is_given_up and exchange.upstream.restarts:
+        return ApiError(503, failure.detail, code="upstream_failed", retry_after_s=_RESTARTING_S)
+    if exchange.leased.is_given_up:
+        return ApiError(504, failure.detail, code="upstream_failed")
+    if failure.http_status is not None:
+        return refused_by_server(failure.http_status, failure.detail)
+    code = (
+        "upstream_unreachable"
+        if failure.reason is RequestFailReason.CONNECT_FAILED
+        else "upstream_failed"
+    )
+    return ApiError(502, f"the upstream server: {failure.detail}", code=code)

@@ -16,9 +16,9 @@ from llama_worker.messages import EndLease, Lease, Mailbox, UpstreamMessage
 from llama_worker.responses.actor import ResponsesProxyActor
 from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.exchange import Upstream
 from llama_worker.responses.http.listener import SocketListener
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
-from llama_worker.responses.upstream import endpoint_of
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.real import UpstreamQuestions
@@ -58,17 +58,25 @@ class ResponsesProxy(Startable):
         self._live_count = LiveCount()
         self._upstream: Ref[UpstreamMessage] | None = None  # the actor, where it is ours
         if worker is not None:
-            endpoint = Endpoint.of(worker.config)
+            server = Endpoint.of(worker.config)
             config = replace(
-                config, upstream=endpoint.base_url, api_key=config.api_key or endpoint.api_key
+                config, upstream=server.base_url, api_key=config.api_key or server.api_key
             )
+        self.config = config
+        endpoint = Endpoint(
+            base_url=config.base_url,
+            connect_timeout_s=config.connect_timeout_s,
+            api_key=config.api_key,
+            ca_file=config.ca_file,
+        )
+        if worker is not None:
             watch: Mailbox[Lease | EndLease] = Ref(worker.actor_ref)
         else:
-            runtime = UpstreamQuestions(endpoint_of(config))
+            runtime = UpstreamQuestions(endpoint)
             arguments = (self._live_count, runtime, config.timeouts, config.api_key)
             watch = self._upstream = Ref(UpstreamActor.start(*arguments))
-        self.config = config
-        listener = partial(_listener, watch=watch, restarts=worker is not None)
+        upstream = Upstream(endpoint=endpoint, watch=watch, restarts=worker is not None)
+        listener = partial(_listener, upstream=upstream)
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(
             self._live_count, config, listener
@@ -109,7 +117,6 @@ def _listener(
     config: ResponsesProxyConfig,
     proxy: Ref[ProxyMessage],
     *,
-    watch: Mailbox[Lease | EndLease],
-    restarts: bool,
+    upstream: Upstream,
 ) -> SocketListener:
-    return SocketListener(config, ResponsesApp(config, proxy, watch, restarts=restarts).serve)
+    return SocketListener(config, ResponsesApp(config, proxy, upstream).serve)

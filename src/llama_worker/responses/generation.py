@@ -1,0 +1,368 @@
+"""Makes a response from a chat completion of the upstream's, on the thread of a client's request.
+
+What is read from the upstream is written to the client before more is read, so a slow reader slows
+the upstream.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from llama_worker.responses.api.conversation import TEMPLATE_PROBE, LateRole, late_role_of
+from llama_worker.responses.api.echo import sampling_echo, sampling_of
+from llama_worker.responses.api.events import Event, ResponseEvents
+from llama_worker.responses.api.request import ChatRequest, item_id_of, response_id_of
+from llama_worker.responses.errors import ApiError, error_code
+from llama_worker.responses.exchange import Exchange, Upstream, has_media, no_stream
+from llama_worker.responses.http.request_reader import HttpRequest
+from llama_worker.responses.pass_through import forwarded
+from llama_worker.runtime.http import session
+from llama_worker.runtime.http.session import Abort, Endpoint, Reply
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.stream.events import StreamEvent
+from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.response import ChatBody
+
+_QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
+_SAMPLING_S = 60.0  # how long it is taken to go on with the same flags
+# the first text mostly comes right behind the headers: both to the client at once
+_TOGETHER_S = 0.002
+# Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
+# left (b11434).
+_NOT_FOR_CHAT = frozenset(
+    {"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"}
+    | {f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol")}
+)
+_READ_BYTES = 65536
+
+
+class ChatExchange:
+    """A stream of events for one thread, which waits for them; only the Abort is for others.
+
+    `leased` is told of all that comes, and may have a better reason for a failure.
+    `before_reading` is called each time, and again after `silence_s` in which nothing came.
+    """
+
+    def __init__(
+        self,
+        abort: Abort,
+        endpoint: Endpoint,
+        leased: LeasedExchange,
+        *,
+        before_reading: Callable[[], object],
+        silence_s: float | None,
+    ) -> None:
+        self.failure: StreamFailure | None = None
+        self.silence_s = silence_s
+        self._abort = abort
+        self._endpoint = endpoint
+        self._leased = leased
+        self._before_reading = before_reading
+        self._reply: Reply | None = None
+        self._body: ChatBody | None = None
+        self._events: list[StreamEvent] = []  # that came along with the headers
+
+    def before_reading(self) -> None:
+        self._before_reading()
+        self._leased.waits()
+
+    def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
+        """Post it and wait for the headers; False where `failure` says why there is no stream."""
+        sent = {
+            "Accept": "text/event-stream",
+            "Content-Type": "application/json",
+            **headers,
+        }
+        data = json.dumps(body, separators=(",", ":")).encode()
+        path = "/v1/chat/completions"
+        self._leased.sends()
+        try:
+            self._reply = reply = session.send(
+                self._abort, self._endpoint, "POST", path, headers=sent, body=data, waiter=self
+            )
+        except (OSError, ValueError) as error:
+            failure = session.no_reply(error, self._abort, self._endpoint)
+            self.failure = self._leased.closed(failure)
+            return False
+        if reply.status != 200:
+            self.failure = self._leased.closed(reply.failure())
+            self.close()
+            return False
+        self._leased.opened(time.monotonic())
+        self._body = ChatBody(reply.headers)
+        self._connection, ahead = reply.take_over()
+        self._connection.setblocking(True)
+        self._events = self._body.feed(ahead)
+        if self._events:
+            self._leased.heard(self._events, time.monotonic())
+        return True
+
+    @property
+    def can_read(self) -> bool:
+        """Whether `read` has something that came along with the headers."""
+        return bool(self._events)
+
+    def read(self) -> list[StreamEvent] | None:
+        """What comes next, [] for a keepalive; None at the end: `failure` says whether a good
+        one."""
+        assert self._body is not None
+        events, self._events = self._events, []
+        if not events and not self._body.over:
+            events = self._receive(self._body)
+            self._leased.heard(events, time.monotonic())
+        if self._body.over:
+            self.failure = self._leased.closed(self._body.failure)
+            self.close()
+            return events or None
+        return events
+
+    def close(self) -> None:
+        if self._reply is not None:
+            self._reply.close()
+        self._reply = None
+
+    def _receive(self, body: ChatBody) -> list[StreamEvent]:
+        self.before_reading()
+        while not self._abort.wait_readable(self.silence_s):
+            self.before_reading()
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except OSError as error:
+            body.end(str(self._abort.error or error))
+            return []
+        if data:
+            return body.feed(data)
+        aborted = self._abort.error
+        body.end(None if aborted is None else str(aborted))
+        return []
+
+
+class EventSink(Struct, frozen=True, kw_only=True):
+    """Where events go as they come. `before_reading` is called before the upstream is waited for."""
+
+    send: Callable[[bytes], None]
+    encode: Callable[[list[Event]], bytes]
+    before_reading: Callable[[], object] | None = None
+
+
+class ResponseRun:
+    """Makes a response from its chat completion, on the request's thread: what is read is written
+    before more is read.
+
+    `sink` gets the events as they come; None: nobody wants them. `heartbeat_s`: after so long
+    without an event there is one nevertheless, also while the upstream has not sent its headers: it
+    may be busy for minutes.
+    """
+
+    def __init__(
+        self,
+        events: ResponseEvents,
+        abort: Abort,
+        *,
+        sink: EventSink | None,
+        heartbeat_s: float,
+        over: Callable[[], None],
+    ) -> None:
+        self._events = events
+        self._abort = abort
+        self._sink = sink
+        self._heartbeat_s = heartbeat_s
+        self._over = over
+        self._first = sink.encode(events.begin()) if sink is not None else b""  # until sent
+        self._sent_at = time.monotonic()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has been sent anything."""
+        return not self._first and self._sink is not None
+
+    def before_reading(self) -> None:
+        """Keep the client that has waited for long. What may follow a finish is not awaited for
+        ever."""
+        if self._sink is not None and self._sink.before_reading is not None:
+            self._sink.before_reading()
+        self._beat()
+        deadline = self._events.deadline
+        if deadline is not None and not self._abort.wait_readable(
+            max(deadline - time.monotonic(), 0.0)
+        ):
+            self._abort.abort()
+
+    def begin(self) -> None:
+        self._write([])
+
+    def to_the_end(self, chat: ChatExchange) -> None:
+        """Drive it. Raises OSError where the client has left; the response is over in any case."""
+        try:
+            while not self._events.over:
+                if self._first and not chat.can_read and not self._abort.wait_readable(_TOGETHER_S):
+                    self.begin()
+                read = chat.read()
+                now = time.monotonic()
+                if read is None:
+                    self._send(self._events.closed(chat.failure))
+                else:
+                    self._send([event for each in read for event in self._events.feed(each, now)])
+        finally:
+            chat.close()
+            if not self._events.over:  # the client may go on from what it has got
+                self._events.fail("the client has left")
+                self._over()
+
+    def fail(self, refused: ApiError) -> None:
+        """The upstream refused, after the client was sent the first events."""
+        self._send(self._events.fail(refused.message, code=refused.code))
+
+    def _beat(self) -> None:
+        if self._sink is not None and time.monotonic() >= self._sent_at + self._heartbeat_s:
+            self.begin()
+            self._send(self._events.heartbeat())
+
+    def _send(self, events: list[Event]) -> None:
+        # first: who has read the end may refer to the response, and have its place
+        if self._events.over:
+            self._over()
+        if events:
+            self._write(events)
+
+    def _write(self, events: list[Event]) -> None:
+        if self._sink is not None and (self._first or events):
+            first, self._first = self._first, b""
+            self._sink.send(first + self._sink.encode(events))
+            self._sent_at = time.monotonic()
+
+
+class ResponseGenerator:
+    """In front of one server, for any number of threads. `remember` is told of each response that
+    is over."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        heartbeat_s: float,
+        remember: Callable[[ChatRequest, ResponseEvents], object],
+    ) -> None:
+        self._endpoint = upstream.endpoint
+        self._heartbeat_s = heartbeat_s
+        self._remember = remember
+        self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
+        self._sampling: Mapping[str, float] = {}  # of the server, and until when that counts
+        self._sampling_until = -math.inf
+
+    def generate(
+        self,
+        exchange: Exchange,
+        request: HttpRequest,
+        build: Callable[..., ChatRequest],
+        sink: Callable[[ChatRequest], EventSink | None],
+    ) -> tuple[ChatRequest, ResponseEvents]:
+        """Make a response, to its end. Raises ApiError where none was begun.
+
+        `build`: of the late role. `sink`: of where the events go as they come; None: nowhere.
+        """
+        unique, numbers = uuid.uuid4().hex, itertools.count(1)
+        chat_request = build()
+        exchange.enter(response_id_of(unique))
+        exchange.lease(
+            f"responses:{response_id_of(unique)}",
+            has_media=has_media(chat_request.body["messages"]),
+        )
+        if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
+            chat_request = build(late_role="system")
+        sampling = self._server_sampling(exchange, request)
+        events = ResponseEvents(
+            response_id=response_id_of(unique),
+            clock=time.time,
+            echo={**chat_request.echo, **sampling_echo(chat_request.body, sampling)},
+            new_id=lambda prefix: item_id_of(unique, prefix, next(numbers)),
+            tools=chat_request.tools,
+            seal=chat_request.seal_reasoning,
+        )
+
+        def over() -> None:
+            self._remember(chat_request, events)
+            exchange.leave()
+
+        run = ResponseRun(
+            events,
+            exchange.abort,
+            sink=sink(chat_request),
+            heartbeat_s=self._heartbeat_s,
+            over=over,
+        )
+
+        def before_reading() -> None:
+            exchange.announce()
+            run.before_reading()
+
+        chat = ChatExchange(
+            exchange.abort,
+            self._endpoint,
+            exchange.leased,
+            before_reading=before_reading,
+            silence_s=self._heartbeat_s if chat_request.stream else None,
+        )
+        # the more is told, the sooner a prompt's standstill shows
+        body = {**chat_request.body, "return_progress": True}
+        if chat.open(body, forwarded(request, exclude=self._not_for_chat)):
+            run.to_the_end(chat)
+        else:
+            assert chat.failure is not None
+            refused = no_stream(chat.failure, exchange)
+            if not run.has_begun:
+                raise refused
+            run.fail(refused)
+        return chat_request, events
+
+    def _late_role(self, exchange: Exchange, request: HttpRequest) -> LateRole:
+        """As the server's template has it now; "user", which every template takes, where it does
+        not say."""
+        told = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
+        return late_role_of(told.get("prompt") if isinstance(told, Mapping) else None)
+
+    def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
+        """What the server samples with where a request does not say."""
+        if time.monotonic() >= self._sampling_until:
+            self._sampling = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
+            self._sampling_until = time.monotonic() + _SAMPLING_S
+        return self._sampling
+
+    def _ask_server(
+        self,
+        exchange: Exchange,
+        request: HttpRequest,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+    ) -> object:
+        """The answer's JSON; None where there is none."""
+        headers = {"Authorization": request.header("authorization")}
+        try:
+            _, answer = session.ask(
+                self._endpoint,
+                method,
+                path,
+                headers=headers,
+                body=body,
+                timeout_s=_QUESTION_S,
+                abort=exchange.abort,
+            )
+        except (OSError, ValueError):
+            return None
+        return session.json_of(answer)
+
+
+def check_generated(events: ResponseEvents) -> None:
+    """Raises ApiError where a response in one piece failed."""
+    if events.failure is not None:
+        # What was generated is lost: a retry costs it all again, and is the client's to decide.
+        raise ApiError(502, events.failure, code=error_code(events.failure), should_retry=False)

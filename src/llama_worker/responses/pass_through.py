@@ -1,0 +1,150 @@
+"""What of a client's request the upstream is asked as it is, byte for byte, and its reply likewise."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+from llama_worker.responses.errors import ApiError
+from llama_worker.responses.exchange import Exchange, has_media, no_stream
+from llama_worker.responses.http.client import Client
+from llama_worker.responses.http.reply import MalformedReply
+from llama_worker.responses.http.request_reader import HttpRequest, header_words
+from llama_worker.runtime.http import session
+from llama_worker.runtime.http.session import Reply
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.stream.decoder import StreamDecoder
+from llama_worker.stream.failure import disconnected
+
+_CHAT = re.compile(r"(/v1)?/chat/completions/?")
+Headers = list[tuple[str, str]]
+
+_HOP_BY_HOP = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade",
+})  # fmt: skip
+_SET_BY_US = frozenset({"host", "content-length", "expect"})
+_CORS = "access-control-"
+
+
+def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, str]:
+    """The client's headers, but those that belong to its connection."""
+    dropped = {*_HOP_BY_HOP, *_SET_BY_US, *header_words(request.header("connection")), *exclude}
+    return {
+        name: value
+        for lower, (name, value) in request.headers.items()
+        if lower.replace("_", "-") not in dropped
+    }
+
+
+def passed_back(headers: Iterable[tuple[str, str]]) -> Headers:
+    """The upstream's headers, likewise. Which pages may read a reply is ours to say."""
+    headers = list(headers)
+    dropped = {*_HOP_BY_HOP}
+    for name, value in headers:
+        if name.lower() == "connection":
+            dropped |= header_words(value)
+    return [
+        (name, value)
+        for name, value in headers
+        if name.lower() not in dropped and not name.lower().startswith(_CORS)
+    ]
+
+
+def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> None:
+    """Send it on, and what comes back. Raises ApiError where nothing did, OSError where the
+    client's connection is broken, or is to be."""
+    exchange.enter()
+    is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
+    if is_chat:
+        chat = session.json_of(request.body)
+        chat = chat if isinstance(chat, Mapping) else {}
+        exchange.lease(
+            f"responses:chat_{uuid.uuid4().hex}",
+            has_media=has_media(chat.get("messages")),
+            in_one_piece=chat.get("stream") is not True,
+        )
+    exchange.announce()
+    leased, endpoint = exchange.leased, exchange.upstream.endpoint
+    has_body = (
+        request.body or request.header("content-length") or request.header("transfer-encoding")
+    )
+    leased.sends()
+    try:
+        reply = session.send(
+            exchange.abort,
+            endpoint,
+            request.method,
+            request.target,
+            headers=forwarded(request),
+            body=request.body if has_body else None,
+            waiter=_Waiter(leased) if leased.request_id else None,
+        )
+    except (OSError, ValueError) as error:
+        failure = session.no_reply(error, exchange.abort, endpoint)
+        failure = leased.closed(failure) or failure
+        raise no_stream(failure, exchange) from error
+    with contextlib.closing(reply):
+        if leased.request_id:
+            leased.replied(reply.status, time.monotonic())
+        _pass_back(reply, leased, request, client)
+
+
+def _pass_back(reply: Reply, leased: LeasedExchange, request: HttpRequest, client: Client) -> None:
+    try:
+        client.begin(
+            request,
+            reply.status,
+            passed_back(reply.headers.iteritems()),
+            reason=reply.reason,
+        )
+    except MalformedReply:
+        raise ApiError(
+            502, "the upstream server: its reply is malformed", code="upstream_failed"
+        ) from None
+    is_stream = "text/event-stream" in reply.headers.get("Content-Type", "")
+    decoder = StreamDecoder() if is_stream and leased.request_id else None
+    while True:
+        try:
+            piece = _next_piece(reply)
+        except OSError as error:
+            failure = leased.closed(disconnected("in mid-stream", str(error)))
+            if not (leased.is_given_up and failure is not None and decoder is not None):
+                raise
+            # As the server itself tells of an error in a stream.
+            last = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
+            client.write(f"\n\ndata: {json.dumps(last)}\n\n".encode())
+            break
+        if not piece:
+            leased.closed(None)
+            break
+        if leased.request_id:
+            events = decoder.feed(piece) if decoder is not None else ()
+            leased.heard(events, time.monotonic())
+        client.write(piece)  # what this raises says nothing of the server
+    client.end()
+
+
+class _Waiter(Struct):
+    """Of an exchange that holds a slot: whether the server is waited for is to be known."""
+
+    leased: LeasedExchange
+    silence_s: float | None = None
+
+    def before_reading(self) -> None:
+        self.leased.waits()
+
+
+def _next_piece(reply: Reply) -> bytes:
+    """The next of the body, not decoded. What it raises ends the client's connection before the
+    body's end."""
+    try:
+        return reply.read()
+    except ValueError as error:
+        raise ConnectionAbortedError(disconnected("in mid-stream", str(error)).detail) from error
