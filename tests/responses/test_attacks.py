@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.http import listener
 from llama_worker.responses.http.client import Client as ProxyClient
 from llama_worker.responses.http.listener import SocketListener
 from llama_worker.responses.http.request_reader import HttpRequest
-from llama_worker.responses.http.request_threads import RequestThreads
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
@@ -298,7 +298,7 @@ def test_without_a_thread_a_request_is_refused_and_the_next_one_is_answered(
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as short:
-        short.setattr(RequestThreads, "run", none_left)
+        short.setattr(listener, "run_on_thread", none_left)
         refused = fake.send("GET", "/health")
         assert (refused.status, refused.headers["retry-after"]) == (503, "2")
     assert fake.send("GET", "/health").status == 200

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.responses.http.request_threads import RequestThreads
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient
@@ -160,16 +159,6 @@ def test_no_more_than_allowed_run_at_once(make_fake: MakeClient) -> None:
         assert int(refused.headers["retry-after"]) > 0
         assert fake.send("GET", "/health").status == 200
     eventually(lambda: fake.create().status == 200, "a free place")
-
-
-def test_requests_one_after_the_other_share_a_thread_and_none_is_left() -> None:
-    threads, ran_on, before = RequestThreads(), list[int](), threading.active_count()
-    for _ in range(20):
-        threads.run(lambda: ran_on.append(threading.get_ident()))
-        eventually(lambda: threads.idle, "a thread that waits")
-    threads.close()
-    assert threading.active_count() == before
-    assert ran_on == ran_on[:1] * 20
 
 
 def test_responses_have_four_addresses(fake: Client) -> None:

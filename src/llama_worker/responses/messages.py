@@ -19,7 +19,7 @@ class Listener(Protocol):
         """Where it listens."""
 
     def serve(self) -> None:
-        """Take connections until stopped. Blocks until every thread of a request has ended."""
+        """Take connections until stopped. Blocks until no request runs any more."""
 
     def stop(self) -> None:
         """Cut every exchange, and let `serve` return. Any thread; never blocks."""

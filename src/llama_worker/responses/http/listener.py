@@ -27,7 +27,7 @@ from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import access_policy
 from llama_worker.responses.http.client import Client, WaitingClients, refusal_bytes
 from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
-from llama_worker.responses.http.request_threads import RequestThreads
+from llama_worker.runtime.threads import run_on_thread
 
 Serve = Callable[[HttpRequest, Client], None]
 """Answers one request, on a thread of its own. OSError: the client's connection is broken."""
@@ -56,7 +56,6 @@ class SocketListener:
         self._waiting_clients: WaitingClients[Client] = WaitingClients()
         self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
         self._busy: set[Client] = set()
-        self._threads = RequestThreads()
         self._whole: list[tuple[Client, HttpRequest]] = []  # requests that are about to run
         self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
         self._pending_bytes = 0
@@ -89,7 +88,7 @@ class SocketListener:
         return int(self._socket.getsockname()[1])
 
     def serve(self) -> None:
-        """Take connections until stopped. Blocks until every thread of a request has ended."""
+        """Take connections until stopped. Blocks until no request runs any more."""
         try:
             while not self._stopped:
                 self._turn()
@@ -276,7 +275,7 @@ class SocketListener:
         whole, self._whole = self._whole, []
         for client, request in whole:
             try:
-                self._threads.run(partial(self._run_request, client, request))
+                run_on_thread("llama_worker-response", partial(self._run_request, client, request))
             except RuntimeError:
                 self._busy.discard(client)
                 self._epoll.modify(client.socket, select.EPOLLIN)
@@ -322,7 +321,6 @@ class SocketListener:
             client = self._returned.get()
             self._busy.discard(client)
             self._drop(client)
-        self._threads.close()
         self._epoll.close()
         with self._wake_lock:
             self._is_closed = True
