@@ -100,7 +100,7 @@ def ended(events: Sequence[Event]) -> Json:
         ),
         pytest.param(
             [*HALF, fs.Burn(None, 30.0)],
-            {"slots": [fs.Answer(body=[_slot(decoded=1)], times=2), fs.Answer(hang=True)]},
+            {"slots": [fs.Answer(body=[_slot(decoded=1)], times=3), fs.Answer(hang=True)]},
             _SUSPICIOUS,
             "stall_timeout",
             1,

@@ -30,7 +30,7 @@ from tests.scenarios.scenario import TIMEOUTS
 PACKAGES = Path(__file__).parent / "npm/node_modules/.bin"
 MCP_SERVER = Path(__file__).with_name("mcp_server.py")
 RED_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAEklEQVR4nGP4z8CAFWEXHbQSACj/P8Fu7N9hAAAAAElFTkSuQmCC"
-WAIT_S = 300.0  # nothing here is right or wrong by the clock
+WAIT_S = 90.0
 Meanwhile = Callable[[subprocess.Popen[str]], object]
 
 
@@ -66,6 +66,7 @@ class Stage(contextlib.ExitStack):
         self.home.mkdir()
         self.project.mkdir()
         self.bodies: list[Json] = []
+        self.patience_s = WAIT_S  # with a client
 
     def plays(self, *replies: Sequence[Step] | Reply, **config: Any) -> None:
         """Begin, with `replies` in the order of the requests; the last one repeats."""
@@ -151,7 +152,7 @@ class Stage(contextlib.ExitStack):
             command, cwd=self.project, env=full, text=True, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        overdue = threading.Timer(WAIT_S, lambda: os.killpg(process.pid, signal.SIGKILL))
+        overdue = threading.Timer(self.patience_s, lambda: os.killpg(process.pid, signal.SIGKILL))
         overdue.start()
         try:
             if meanwhile:
