@@ -82,39 +82,50 @@ def ended(events: Sequence[Event]) -> Json:
 # ---------------------------------------------------------------- a hang is found
 
 
+HANGS = [  # of anybody's server
+    pytest.param([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout", id="SIGSTOP"),
+    pytest.param([*HALF, fs.WaitClose()], {}, {}, "stall_timeout", id="a decode that dies"),
+    pytest.param(
+        [*HALF, fs.Burn(None, 30.0)],
+        {"slots": [fs.Answer(body=[_slot(decoded=3)])]},
+        _SUSPICIOUS,
+        "stall_timeout",
+        id="a server that spins",
+    ),
+    pytest.param(
+        [*HALF, fs.Burn(None, 30.0)],
+        {"slots": [fs.Answer(body=[_slot(busy=False)])]},
+        _SUSPICIOUS,
+        "request_lost",
+        id="a lost request",
+    ),
+]
+
+
+def check_hung(client: Client, reply: Steps, reason: str) -> Json:
+    """The response that its client was told of, and can go on from."""
+    events = read_sse(client.create(*reply, stream=True).data)
+    check_events(events)
+    failed = ended(events)
+    assert (events[-1]["type"], events[-2]["type"]) == ("response.failed", "error")
+    assert reason in failed["error"]["message"]
+    kept = client.send("GET", f"/v1/responses/{failed['id']}").json
+    assert kept["output"][0]["content"][0]["text"] == "Once "
+    return failed
+
+
 @pytest.mark.parametrize(
-    ("reply", "server", "limits", "reason", "restarts"),
+    ("reply", "server", "limits", "reason"),
     [
-        pytest.param(
-            [*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout", 1, id="SIGSTOP"
-        ),
-        pytest.param([*HALF, fs.WaitClose()], {}, {}, "stall_timeout", 1, id="a decode that dies"),
-        pytest.param([fs.WaitClose()], {}, {}, "headers_timeout", 1, id="no headers"),
-        pytest.param(
-            [*HALF, fs.Burn(None, 30.0)],
-            {"slots": [fs.Answer(body=[_slot(decoded=3)])]},
-            _SUSPICIOUS,
-            "stall_timeout",
-            1,
-            id="a server that spins",
-        ),
+        *HANGS,
         pytest.param(
             [*HALF, fs.Burn(None, 30.0)],
             {"slots": [fs.Answer(body=[_slot(decoded=1)], times=3), fs.Answer(hang=True)]},
             _SUSPICIOUS,
             "stall_timeout",
-            1,
             id="a stuck task queue",
         ),
-        pytest.param(
-            [*HALF, fs.Burn(None, 30.0)],
-            {"slots": [fs.Answer(body=[_slot(busy=False)])]},
-            _SUSPICIOUS,
-            "request_lost",
-            0,
-            id="a lost request",
-        ),
-        pytest.param([*HALF, fs.KillSelf()], {}, {}, "server_died", 1, id="a death"),
+        pytest.param([*HALF, fs.KillSelf()], {}, {}, "server_died", id="a death"),
     ],
 )
 def test_a_hang_ends_with_its_reason_and_the_conversation_goes_on(
@@ -124,31 +135,27 @@ def test_a_hang_ends_with_its_reason_and_the_conversation_goes_on(
     server: Any,
     limits: Any,
     reason: str,
-    restarts: int,
 ) -> None:
     monkeypatch.setattr(watch, "SILENT_S", 3.0)  # of a minute
     monkeypatch.setattr(slots, "PAUSE_S", 0.3)  # of 5 s
+    restarts = int(reason != "request_lost")  # the server serves others
     stage = make_stage(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits))
-    first = stage.client.create(*reply, stream=True)
-    if first.status == 200:
-        events = read_sse(first.data)
-        check_events(events)
-        failed = ended(events)
-        assert (events[-1]["type"], events[-2]["type"]) == ("response.failed", "error")
-        assert reason in failed["error"]["message"]
-        kept = stage.client.send("GET", f"/v1/responses/{failed['id']}").json
-        assert kept["output"][0]["content"][0]["text"] == "Once "
-        previous = {"previous_response_id": failed["id"]}
-    else:  # before it had sent anything
-        assert (first.status, first.headers["retry-after"]) == (503, "5")
-        assert reason in first.json["error"]["message"]
-        previous = {}
+    failed = check_hung(stage.client, reply, reason)
     status = stage.rig.wait_restarted(restarts)
     assert (status["slots_used"], status["restart_count"]) == (0, restarts)
     totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
     assert totals["requests"]["failed"] == {reason: 1}
-    second = stage.client.create(**previous)
+    second = stage.client.create(previous_response_id=failed["id"])
     assert (second.status, second.json["output"][0]["content"][0]["text"]) == (200, "Hello")
+
+
+def test_before_its_headers_a_hang_is_a_503(make_stage: MakeStage) -> None:
+    stage = make_stage(timeouts=TIMEOUTS)
+    reply = stage.client.create(fs.WaitClose(), stream=True)
+    assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+    assert "headers_timeout" in reply.json["error"]["message"]
+    stage.rig.wait_restarted(1)
+    assert stage.client.create().status == 200
 
 
 def test_silent_work_is_not_a_hang(make_stage: MakeStage) -> None:
@@ -171,37 +178,13 @@ def test_a_neighbours_long_batch_is_not_a_hang(make_stage: MakeStage) -> None:
 # ---------------------------------------------------------------- somebody else's server
 
 
-@pytest.mark.parametrize(
-    ("reply", "server", "limits", "reason"),
-    [
-        pytest.param([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout", id="SIGSTOP"),
-        pytest.param([*HALF, fs.WaitClose()], {}, {}, "stall_timeout", id="a decode that dies"),
-        pytest.param(
-            [*HALF, fs.WaitClose()],
-            {"slots": [fs.Answer(body=[_slot(busy=False)])]},
-            _SUSPICIOUS,
-            "request_lost",
-            id="a lost request",
-        ),
-        pytest.param(
-            [*HALF, fs.Burn(None, 30.0)],
-            {"slots": [fs.Answer(body=[_slot(decoded=3)])]},
-            _SUSPICIOUS,
-            "stall_timeout",
-            id="a server that spins",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("reply", "server", "limits", "reason"), HANGS)
 def test_a_hung_upstream_is_told_to_its_client(
     make_client: MakeClient, reply: Steps, server: Any, limits: Any, reason: str
 ) -> None:
-    client = make_client(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits))
-    events = read_sse(client.create(*reply, stream=True).data)
-    check_events(events)
-    assert (events[-1]["type"], events[-2]["type"]) == ("response.failed", "error")
-    assert reason in ended(events)["error"]["message"]
-    kept = client.send("GET", f"/v1/responses/{ended(events)['id']}").json
-    assert kept["output"][0]["content"][0]["text"] == "Once "
+    check_hung(
+        make_client(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits)), reply, reason
+    )
 
 
 @pytest.mark.parametrize("target", ["/v1/responses", "/v1/chat/completions"])
