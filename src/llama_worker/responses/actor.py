@@ -39,7 +39,7 @@ MakeListener = Callable[[ResponsesProxyConfig, Ref[ProxyMessage]], Listener]
 
 
 class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
-    """See the module. `make_listener` binds the port and raises OSError where it cannot; called on
+    """Owns what outlives a request. `make_listener` binds the port and raises OSError where it cannot; called on
     a thread."""
 
     role = "responses-proxy"
@@ -63,7 +63,7 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
         self._stopped = False
 
     def handle(self, message: ProxyMessage) -> None:
-        """See the messages' own docstrings."""
+        """Handle one message."""
         match message:
             case StartListening(reply=reply):
                 self._begin(reply)

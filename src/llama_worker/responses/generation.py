@@ -47,7 +47,7 @@ _READ_BYTES = 65536
 class ChatExchange:
     """A stream of events for one thread, which waits for them; only the Abort is for others.
 
-    `leased` is told of all that comes, and may have a better reason for a failure.
+    `leased` hears all that comes, and may know a better reason for a failure.
     `before_reading` is called each time, and again after `silence_s` in which nothing came.
     """
 
@@ -241,8 +241,8 @@ class ResponseRun:
 
 
 class ResponseGenerator:
-    """In front of one server, for any number of threads. `remember` is told of each response that
-    is over."""
+    """In front of one server, for any number of threads. `remember` is called with each
+    response that is over."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class ResponseGenerator:
             before_reading=before_reading,
             silence_s=self._heartbeat_s if chat_request.stream else None,
         )
-        # the more is told, the sooner a prompt's standstill shows
+        # with progress reports, a prompt that stands still is found sooner
         body = {**chat_request.body, "return_progress": True}
         if chat.open(body, forwarded(request, exclude=self._not_for_chat)):
             run.to_the_end(chat)
@@ -326,8 +326,8 @@ class ResponseGenerator:
     def _late_role(self, exchange: Exchange, request: HttpRequest) -> LateRole:
         """As the server's template has it now; "user", which every template takes, where it does
         not say."""
-        told = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
-        return late_role_of(told.get("prompt") if isinstance(told, Mapping) else None)
+        answer = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
+        return late_role_of(answer.get("prompt") if isinstance(answer, Mapping) else None)
 
     def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
         """What the server samples with where a request does not say."""
@@ -344,7 +344,7 @@ class ResponseGenerator:
         path: str,
         body: Mapping[str, Any] | None = None,
     ) -> object:
-        """The answer's JSON; None where there is none."""
+        """The answer's JSON; None without an answer, or if it is not JSON."""
         headers = {"Authorization": request.header("authorization")}
         try:
             _, answer = session.ask(

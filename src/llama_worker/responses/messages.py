@@ -1,4 +1,4 @@
-"""What is told to the ResponsesProxyActor. Frozen; `reply` is answered by the actor."""
+"""The messages of the ResponsesProxyActor, which answers each `reply`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Enter(Struct, frozen=True, kw_only=True):
 
 
 class Leave(Struct, frozen=True, kw_only=True):
-    """It is over; what is to be remembered of it has been told."""
+    """The exchange is over; `Remember` came before it, if anything is to be stored."""
 
     exchange_id: int
 

@@ -1,4 +1,4 @@
-"""What of a client's request the upstream is asked as it is, byte for byte, and its reply likewise."""
+"""Requests that go to the upstream as they are, and their replies: byte for byte, as they come."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, st
 
 
 def passed_back(headers: Iterable[tuple[str, str]]) -> Headers:
-    """The upstream's headers, likewise. Which pages may read a reply is ours to say."""
+    """The upstream's headers, but those that belong to its connection, and those of CORS: the proxy
+    says which pages may read a reply."""
     headers = list(headers)
     dropped = {*_HOP_BY_HOP}
     for name, value in headers:

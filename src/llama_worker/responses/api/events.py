@@ -340,7 +340,7 @@ class ResponseEvents:
             self._work_off()
             if not self._waiting or (status == "incomplete" and isinstance(self._open, Call)):
                 break
-            if self._open is None:  # a call that never got a name is none
+            if self._open is None:  # a call without a name is dropped
                 nameless = self._waiting[0].index
                 self._waiting = deque(delta for delta in self._waiting if delta.index != nameless)
             else:

@@ -25,7 +25,7 @@ class Delta(Struct, frozen=True):
 
     @property
     def index(self) -> int:
-        """Of the call; -1 for what is none."""
+        """The call's index; -1 if it is not a call."""
         return self.call.index if self.call is not None else -1
 
 

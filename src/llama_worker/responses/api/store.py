@@ -19,7 +19,7 @@ from llama_worker.responses.api.conversation import Item
 from llama_worker.responses.api.request import Recalled, References
 
 _ENTRY_BYTES = 1024  # of a response beside its text: the entry, its id, its places in the tables
-_ITEM_ID_BYTES = 256  # of each id that can be referred to, likewise
+_ITEM_ID_BYTES = 256  # of each id that can be referred to, about
 
 
 class StoredResponse(Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ class Head(Protocol):
         """GET, POST, ..."""
 
     def header(self, name: str) -> str:
-        """Its value, "" where there is none."""
+        """The header's value; "" if it was not sent."""
 
 
 class AccessPolicy(Struct, frozen=True):

@@ -161,13 +161,13 @@ class WaitingClients(Generic[C]):
 
     def expired(self, now: float) -> list[C]:
         """Those that have."""
-        found = []
+        expired = []
         for kind in self._waiting.values():
             for client, until in kind.items():
                 if until > now:
                     break
-                found.append(client)
-        return found
+                expired.append(client)
+        return expired
 
     def next_to_evict(self) -> C | None:
         """Whose place is given to another: whoever waits longest, the end of a connection or
