@@ -148,6 +148,7 @@ def test_every_message_between_actors_is_in_the_table_with_its_receiver_and_no_o
         "RequestActor": messages.RequestMessage,
         "ToolLoopActor": messages.ToolMessage,
         "WatchdogActor": messages.WatchdogMessage,
+        "UpstreamActor": messages.UpstreamMessage,
     }
     in_code = sorted(
         (actor, kind.__name__) for actor, union in unions.items() for kind in get_args(union)

@@ -27,7 +27,7 @@ from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import access_policy
 from llama_worker.responses.http.client import Client, WaitingClients, refusal_bytes
 from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
-from llama_worker.runtime.threads import run_on_thread
+from llama_worker.runtime.host.threads import run_on_thread
 
 Serve = Callable[[HttpRequest, Client], None]
 """Answers one request, on a thread of its own. OSError: the client's connection is broken."""
