@@ -110,7 +110,7 @@ def test_the_doctor_examines_a_fleet(
     ("executable", "found"),
     [("/nope", None), ("nope", None), ("llama-server", None), ("llama-server", "LLAMA_SERVER")],
 )
-def test_a_fleet_whose_server_cannot_be_started_is_a_problem(
+def test_a_fleet_without_a_server_is_a_problem(
     run: Run, program: MakeProgram, model: str, tmp_path: Path, executable: str, found: str | None
 ) -> None:
     fleet = tmp_path / "fleet.toml"
@@ -139,7 +139,7 @@ def test_the_doctor_tries_the_real_server(run: Run, thin_model: str, tmp_path: P
     assert trial["n_ctx"] > 0
 
 
-def test_the_doctor_leaves_no_program_that_does_not_tell_its_version(
+def test_the_doctor_leaves_no_silent_program_running(
     terminal: OpenTerminal, tmp_path: Path
 ) -> None:
     pid_file, script = tmp_path / "pid", "echo $$ > pid.new && mv pid.new pid\nexec sleep 1000"
@@ -177,9 +177,7 @@ def test_top_asks_the_servers_of_a_fleet(run: Run, fleet: Path) -> None:
     assert coder == ["coder" * 10, "down", "-/2", "-", "-", "-", "-", "-", "connection", "refused"]
 
 
-def test_top_is_live_until_q_and_cuts_names_rather_than_reasons(
-    terminal: OpenTerminal, fleet: Path
-) -> None:
+def test_top_cuts_names_rather_than_reasons(terminal: OpenTerminal, fleet: Path) -> None:
     screen = terminal("top", str(fleet), "--interval", "2")
     screen.expect("planner", count=2)
     screen.send("q")
@@ -188,9 +186,7 @@ def test_top_is_live_until_q_and_cuts_names_rather_than_reasons(
     assert max(map(len, screen.shown.splitlines())) <= COLUMNS
 
 
-def test_one_table_in_a_terminal_tells_nobody_how_to_end_it(
-    terminal: OpenTerminal, fleet: Path
-) -> None:
+def test_a_single_table_mentions_no_keys(terminal: OpenTerminal, fleet: Path) -> None:
     screen = terminal("top", str(fleet), "--once")
     assert screen.wait() == 0
     assert "planner" in screen.shown
@@ -213,9 +209,7 @@ def metrics_url(make_worker: MakeWorker, free_port: Callable[[], int]) -> Iterat
     thread.join()
 
 
-def test_a_hosts_metrics_fit_in_80_columns_until_ctrl_c(
-    terminal: OpenTerminal, metrics_url: str
-) -> None:
+def test_a_hosts_metrics_fit_in_80_columns(terminal: OpenTerminal, metrics_url: str) -> None:
     screen = terminal("top", "--metrics", metrics_url)
     screen.expect("q or Ctrl-C ends")
     screen.send("\x03")

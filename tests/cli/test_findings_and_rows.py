@@ -243,7 +243,7 @@ def test_a_program_that_does_not_tell_its_version(returncode: int, said: str, to
         ((), UNTOLD, []),
     ],
 )
-def test_a_server_with_cuda_must_be_seen_on_a_gpu(
+def test_a_cuda_server_must_be_on_a_gpu(
     gpus: tuple[str, ...] | None, server: ServerFacts, expected: list[tuple[str, str]]
 ) -> None:
     found = doctor_findings.of_server_on_gpus(replace(trial(), gpus=gpus), server)
@@ -290,7 +290,7 @@ def samples(tokens: float = 0, stalled: int = 0, restarts: int = 0) -> Any:
     yield "llama_worker_restarts_total", {**planner, "reason": "server_died"}, float(restarts)
 
 
-def test_tokens_per_second_are_those_of_the_last_minute() -> None:
+def test_tokens_per_second_of_the_last_minute() -> None:
     history = MetricsHistory()
     rounds = [
         (0, 0.0, None),
@@ -303,7 +303,7 @@ def test_tokens_per_second_are_those_of_the_last_minute() -> None:
         assert history.rows(samples(tokens=tokens), at)[0].tokens_per_s == speed
 
 
-def test_the_last_reason_is_what_grew_last_and_none_of_several_old_ones() -> None:
+def test_the_last_reason_is_what_grew_last() -> None:
     history = MetricsHistory()
     steps = [
         (0, 0, ""),
@@ -355,7 +355,7 @@ def test_a_server_that_is_not_ready(health: int, state: str, reason: str) -> Non
     assert row == Row(worker="w", state=state, slots_total=2, last_reason=reason)
 
 
-def test_a_server_with_other_slots_than_the_file_says() -> None:
+def test_a_server_whose_slots_differ_from_the_file() -> None:
     answer = Answers(
         worker="w", slots_configured=1, health=200, slots=[slot(0, 1, 0), slot(1, 2, 0)]
     )
@@ -372,7 +372,7 @@ def test_metrics_serve_where_slots_are_off() -> None:
         assert (row.slots_used, row.tokens_per_s) == (1, speed)
 
 
-def test_a_table_for_pipes_has_columns_and_no_control_characters() -> None:
+def test_a_table_for_pipes_has_aligned_columns() -> None:
     heading, row = plain_table(
         [Row(worker="worker\x1b[2J", state="ready", tokens_per_s=3.14)]
     ).splitlines()

@@ -41,7 +41,7 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[i
     return process.returncode, errors
 
 
-def test_in_front_of_a_server_that_is_there_with_the_environment_in_place_of_options(
+def test_a_proxy_configured_by_the_environment(
     make_worker: MakeWorker, free_port: Callable[[], int]
 ) -> None:
     server, port = make_worker(), free_port()
@@ -65,7 +65,7 @@ def command_of(script: Script, journal: Journal) -> str:
     return shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
 
 
-def test_with_a_server_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
+def test_a_proxys_own_server_ends_with_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     with proxy("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0") as (
         process,

@@ -101,7 +101,7 @@ def test_the_numbers_at_the_end(ended: Any, lines: list[str]) -> None:
     assert run_report.summary(ended) == lines
 
 
-def test_what_the_server_did_not_come_to_count_is_counted_here() -> None:
+def test_tokens_that_the_server_did_not_count() -> None:
     cut = result("canceled", timings={"total_s": 3.0, "tokens_per_second": 2.0})
     assert run_report.summary(cut, 6) == ["6 tokens, 2.0 tokens/s", "3.0 s in all"]
     assert run_report.summary(result("canceled"), 6) == ["6 tokens"]
@@ -137,7 +137,7 @@ def test_every_failure_says_what_to_do(reason: RequestFailReason) -> None:
     assert "what to do: " in "\n".join(run_report.ending(failed(reason), []))
 
 
-def test_a_signal_that_did_not_parse_is_shown_as_it_came() -> None:
+def test_a_malformed_signal_is_shown_as_it_came() -> None:
     signalled: Any = {"tool_name": "t", "arguments": {}, "emitted_at": 0.0, "malformed": "{\x1b"}
     assert run_report.signal_line(signalled) == "signal t (malformed): {␛"
 

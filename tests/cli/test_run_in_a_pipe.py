@@ -14,10 +14,11 @@ from llama_worker.testing.scripts import (
     Exit,
     HttpError,
     KillSelf,
-    Prefill,
+    PromptProgress,
     Reasoning,
     Reply,
     Script,
+    Sleep,
     Text,
     ToolCall,
 )
@@ -33,7 +34,7 @@ ENDS = Script(exits=[Exit(1, "before_bind", log=["error: invalid argument: --fro
 
 def test_the_text_is_all_that_stdout_gets(run: Run, program: MakeProgram, model: str) -> None:
     words = (Reasoning("let me see"), Text("4 [b]\x1b[1m"))
-    server = program(saying(Prefill(100, 50, 0.3), *words), extra="--parallel 1")
+    server = program(saying(PromptProgress(50, 100), Sleep(0.3), *words), extra="--parallel 1")
     done = run("run", model, "2 + 2?", "--server", server.path, "--slots", "2", FORCE_COLOR="1")
     assert (done.returncode, done.stdout) == (0, "4 [b]␛[1m\n")
     warned = ("the server has 1 slots, fewer than the worker's 2", "start it with --parallel 2")
@@ -98,7 +99,7 @@ def test_json_is_the_only_thing_on_stdout(run: Run, program: MakeProgram, model:
     assert 'signal declare_outcome: {"outcome": "success", "summary": "done"}' in done.stderr
 
 
-def test_a_conversation_of_lines_goes_on_when_its_server_dies(
+def test_a_conversation_survives_its_servers_death(
     run: Run, program: MakeProgram, model: str
 ) -> None:
     server = program(Script(launches=[saying(Text("half"), KillSelf()), Script()]))
@@ -200,7 +201,7 @@ def test_a_failure_is_told_with_what_to_do(
         ([], 2, "Missing", "MODEL"),
     ],
 )
-def test_what_cannot_work_is_said_with_what_to_do(
+def test_wrong_usage_says_what_to_do(
     run: Run, model: str, tmp_path: Path, args: list[str], code: int, said: str, todo: str
 ) -> None:
     page = tmp_path / "page.gguf"

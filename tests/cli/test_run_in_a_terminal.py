@@ -38,7 +38,7 @@ def drawn_lines(written: str) -> list[str]:
     return re.split("[\r\n]", CONTROL_SEQUENCE.sub("", re.sub(r"\x1b\[2K|\x1b\[1A", "\r", written)))
 
 
-def test_it_shows_loading_a_bar_dim_reasoning_text_and_numbers(
+def test_it_shows_loading_prefill_reasoning_text_and_numbers(
     terminal: OpenTerminal, program: MakeProgram, model: str, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
@@ -56,7 +56,7 @@ def test_it_shows_loading_a_bar_dim_reasoning_text_and_numbers(
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
 
 
-def test_a_status_line_has_the_width_that_there_is(
+def test_a_status_line_fits_the_width(
     terminal: OpenTerminal, program: MakeProgram, model: str, tmp_path: Path
 ) -> None:
     gate, said = tmp_path / "gate", "loading model 'a/folder/of/models/with-a-long-name.gguf'"

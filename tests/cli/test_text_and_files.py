@@ -135,7 +135,7 @@ def test_a_missing_model_names_those_that_are_there(tmp_path: Path) -> None:
         assert caught.value.reason == "no_model"
 
 
-def test_a_model_in_parts_is_given_by_its_first(tmp_path: Path) -> None:
+def test_a_split_model_is_given_by_part_one(tmp_path: Path) -> None:
     names = part_names("m-00001-of-00002.gguf")
     assert names == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
     assert part_names("m.gguf") == []
@@ -282,7 +282,7 @@ def read_back(data: bytes, folder: Path) -> ContextNeeds | None:
         ),
     ],
 )
-def test_each_token_takes_its_keys_and_values_in_every_layer(
+def test_each_token_takes_memory_in_every_layer(
     tmp_path: Path, more: dict[str, Any], bytes_per_token: int
 ) -> None:
     needs = read_back(gguf({**LLAMA, "tokenizer.ggml.tokens": ["<s>", "a", ""], **more}), tmp_path)
@@ -313,9 +313,7 @@ def test_a_file_that_ends_anywhere_says_nothing(tmp_path: Path) -> None:
         head(1) + packed("k") + struct.pack("<I", ARRAY) + b"\x09\0\0\0\x01" * 9999,
     ],
 )
-def test_a_file_that_leaves_something_out_or_is_odd_says_nothing(
-    tmp_path: Path, odd: bytes
-) -> None:
+def test_an_incomplete_or_odd_file_says_nothing(tmp_path: Path, odd: bytes) -> None:
     assert read_back(odd, tmp_path) is None
 
 
@@ -327,7 +325,7 @@ def test_a_negative_number_is_refused() -> None:
 # ---------------------------------------------------------------- options
 
 
-def test_who_asked_is_told_rather_than_the_server_restarted() -> None:
+def test_the_commands_server_is_never_restarted() -> None:
     extra = ("--ctx-size", "64")
     config = worker_config(Model("m.gguf", 1), FoundServer("exe", ""), port=9, extra_args=extra)
     assert config.server_cmd[0] == "exe"

@@ -47,7 +47,7 @@ def ended(
     ("name", "before", "code"),
     [("llama_worker.errors", signal.SIG_DFL, 130), ("typer", signal.SIG_IGN, 0)],
 )
-def test_ctrl_c_ends_it_at_once_and_quietly_unless_it_is_ignored(
+def test_ctrl_c_ends_it_quietly_unless_ignored(
     name: str, before: signal.Handlers, code: int
 ) -> None:
     done = ended(
@@ -69,9 +69,7 @@ def test_ctrl_c_ends_it_at_once_and_quietly_unless_it_is_ignored(
         ("doctor --json", NO_ROOM),
     ],  # each in its own way
 )
-def test_nobody_reads_the_output_or_there_is_no_room_for_it(
-    words: str, ends: tuple[int, str]
-) -> None:
+def test_output_that_cannot_be_written(words: str, ends: tuple[int, str]) -> None:
     if ends == NOBODY:
         reader, stdout = os.pipe()
         os.close(reader)
@@ -104,7 +102,7 @@ def test_a_reader_that_leaves_ends_it_quietly(program: MakeProgram, model: str) 
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_and_its_server_and_keeps_what_came(
+def test_a_signal_ends_it_and_keeps_what_came(
     program: MakeProgram, model: str, number: int, code: int
 ) -> None:
     server = program(saying(Text("half"), WaitClose()))

@@ -36,7 +36,7 @@ from tests.actors.conftest import HOST, eventually, running
 from tests.ray.stage import TALKING, WAIT_S, Stage, actor, assert_gone, get, tree_of
 
 
-def an_actor_has_the_methods_of_the_handle_and_none_waits_for_another(stage: Stage) -> None:
+def calls_of_an_actor_wait_side_by_side(stage: Stage) -> None:
     worker = actor(stage.config_for(slots=2), num_gpus=1)
     assert get(worker.submit.remote("job", "", "Hello?")) == {
         "ok": False,
@@ -100,7 +100,7 @@ def a_request_can_be_followed_to_its_result(stage: Stage) -> None:
     ray.kill(worker)
 
 
-def an_actor_asks_counts_drains_and_restarts_as_the_handle_does(stage: Stage) -> None:
+def an_actor_asks_counts_drains_and_restarts(stage: Stage) -> None:
     own = stage.folder / "own_events"
 
     def write(event: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def an_actor_asks_counts_drains_and_restarts_as_the_handle_does(stage: Stage) ->
     ray.kill(worker)
 
 
-def who_waits_for_the_worker_to_fail_hears_of_it_from_an_event(stage: Stage) -> None:
+def wait_failed_returns_by_an_event(stage: Stage) -> None:
     worker = actor(stage.config_for(restart=RestartPolicy.never()))
     failed = worker.wait_failed.remote()
     pid = get(worker.start.remote())["pid"]
@@ -156,7 +156,7 @@ def who_waits_for_the_worker_to_fail_hears_of_it_from_an_event(stage: Stage) -> 
     ray.kill(worker)
 
 
-def an_actor_whose_lease_is_over_ends_and_its_server_with_it(stage: Stage) -> None:
+def a_lease_that_is_over_ends_the_server(stage: Stage) -> None:
     worker = actor(stage.config_for())
     seen = tree_of(get(worker.start.remote())["pid"])
     get(worker.renew.remote(3600.0))
@@ -166,7 +166,7 @@ def an_actor_whose_lease_is_over_ends_and_its_server_with_it(stage: Stage) -> No
     assert_gone(seen)
 
 
-def an_error_of_the_worker_reaches_the_caller_with_its_fields(stage: Stage) -> None:
+def errors_reach_the_caller_with_their_fields(stage: Stage) -> None:
     script = Script(exits=[Exit(3, "before_bind", log=["no such model"])])
     worker = actor(stage.config_for(script))
     with pytest.raises(WorkerStartError) as caught:
@@ -181,7 +181,7 @@ def an_error_of_the_worker_reaches_the_caller_with_its_fields(stage: Stage) -> N
         get(without_config.start.remote())
 
 
-def a_port_that_somebody_takes_is_given_up_for_another(stage: Stage) -> None:
+def a_port_that_is_taken_is_replaced(stage: Stage) -> None:
     # in the actor's process: the first port, just after it was chosen
     taken: list[socket.socket] = []
     config_for = stage.config_for()

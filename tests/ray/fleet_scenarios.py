@@ -41,7 +41,7 @@ from tests.ray.stage import (
 )
 
 
-def a_fleet_that_cannot_start_says_what_its_server_said(stage: Stage) -> None:
+def a_fleet_that_cannot_start_says_why(stage: Stage) -> None:
     script = Script(exits=[Exit(3, "before_bind", log=["no such model"])])
     with pytest.raises(WorkerStartError) as caught, Fleet(stage.config_for(script), replicas=1):
         raise AssertionError("it did not start")
@@ -61,7 +61,7 @@ def a_fleet_that_cannot_start_says_what_its_server_said(stage: Stage) -> None:
         broken.close()
 
 
-def a_fleet_for_which_there_is_no_room_has_no_live_replica(stage: Stage) -> None:
+def a_fleet_without_room_has_no_live_replica(stage: Stage) -> None:
     with_room = Fleet(
         stage.config_for(), replicas=2, options={"resources": {"unobtainium": 1}}, name="dreamers"
     )
@@ -87,7 +87,7 @@ def a_fleet_starts_one_replica_on_each_node(stage: Stage) -> None:
     assert nodes == {stage.nodes.first.node_id, stage.nodes.second.node_id}
 
 
-def requests_go_to_free_slots_and_are_refused_when_there_is_none(stage: Stage) -> None:
+def requests_without_a_free_slot_are_refused(stage: Stage) -> None:
     fleet, count = stage.fleet, 8
     barrier = threading.Barrier(count)
     script = {"scripted_reply": steps_json(*TALKING)}
@@ -143,7 +143,7 @@ def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
         fleet.get_worker_status(2).get(timeout=WAIT_S)
 
 
-def a_replica_is_replaced_once_its_requests_have_ended(stage: Stage) -> None:
+def a_replica_is_replaced_after_its_requests(stage: Stage) -> None:
     fleet, gate = stage.fleet, stage.folder / "swap"
     request_id = submitted(fleet, *plain_reply(Text("one "), Gate(gate), Text("two")))
     before = replica_of(fleet, request_id)
@@ -166,7 +166,7 @@ def a_replica_is_replaced_once_its_requests_have_ended(stage: Stage) -> None:
     assert after["place"]["pid"] != before["place"]["pid"]
 
 
-def a_replica_that_does_not_answer_gets_no_request_until_it_does(stage: Stage) -> None:
+def a_silent_replica_gets_no_request(stage: Stage) -> None:
     fleet = stage.fleet
     one, other = ready_replicas(fleet).values()
     os.kill(one["place"]["pid"], signal.SIGSTOP)
@@ -189,7 +189,7 @@ def talking(fleet: Fleet) -> tuple[int, dict[str, Any]]:
     return request_id, replica_of(fleet, request_id)
 
 
-def a_worker_that_failed_for_good_is_replaced_and_its_request_keeps_the_workers_own_reason(
+def a_worker_that_failed_for_good_is_replaced(
     stage: Stage,
 ) -> None:
     fleet = stage.fleet
@@ -230,7 +230,7 @@ def spread_again(fleet: Fleet) -> None:
         one = back(fleet, one)
 
 
-def a_killed_node_takes_nothing_along_that_was_received(stage: Stage) -> None:
+def a_killed_node_loses_nothing_that_was_received(stage: Stage) -> None:
     fleet, second = stage.fleet, stage.nodes.second.node_id
     spread_again(fleet)
     requests = [talking(fleet), talking(fleet)]

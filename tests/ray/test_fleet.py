@@ -72,7 +72,7 @@ def test_a_result_that_came_first_is_taken_once(
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_a_silent_replica_is_not_chosen_until_it_answers(stage: Stage) -> None:
+def test_a_silent_replica_is_not_chosen(stage: Stage) -> None:
     with stage.started(2) as (first, second):
         first.set_reachable(False)
         stage.wait_states(SILENT, READY)
@@ -95,7 +95,7 @@ def test_an_admission_without_an_answer_goes_elsewhere(stage: Stage) -> None:
         assert "cancel" not in second.calls
 
 
-def test_a_request_whose_connection_breaks_is_lost_and_cancelled(stage: Stage) -> None:
+def test_a_request_without_its_connection_is_cancelled(stage: Stage) -> None:
     with stage.started(1) as (actor,):
         actor.breaks = True
         result = stage.ended(stage.submit())
@@ -104,7 +104,7 @@ def test_a_request_whose_connection_breaks_is_lost_and_cancelled(stage: Stage) -
         assert "cancel" in actor.calls  # it may live, and would work on for nobody
 
 
-def test_a_replica_is_replaced_when_its_lease_is_over(stage: Stage) -> None:
+def test_a_lease_that_is_over_replaces_the_replica(stage: Stage) -> None:
     with stage.started(1, lease_s=0.5) as (first,):
         first.set_reachable(False)
         stage.wait_states(SILENT)

@@ -116,7 +116,7 @@ def finished(text: str) -> Progress:
     }
 
 
-def test_a_copy_grows_piece_by_piece_under_the_fleets_id() -> None:
+def test_a_copy_grows_under_the_fleets_id() -> None:
     request = RequestCopy(7, progress("one ", "hm"))
     request.update(progress("two ", output_chars=8))
     whole = {"text": "one two ", "reasoning": "hm", "text_offset": 8, "reasoning_offset": 2}
@@ -126,7 +126,7 @@ def test_a_copy_grows_piece_by_piece_under_the_fleets_id() -> None:
     assert (request.is_over, request.result()) == (False, None)
 
 
-def test_a_copy_ends_with_its_replicas_result_and_cannot_be_lost_any_more() -> None:
+def test_a_copy_with_a_result_cannot_be_lost() -> None:
     request = RequestCopy(7, finished("all"))
     request.lose("too late", 200.0)
     result = request.result()
@@ -153,7 +153,7 @@ def test_a_lost_copy_keeps_everything_that_came() -> None:
     assert after == {**after, "phase": "done", "completed_at": 200.0, **lost}
 
 
-def test_a_request_does_not_end_before_it_began_though_the_clocks_of_two_machines_differ() -> None:
+def test_differing_clocks_end_no_request_before_it_began() -> None:
     request = RequestCopy(7, progress(""))
     request.lose("gone", 99.0)
     assert request.status()["completed_at"] == 100.0
@@ -178,7 +178,7 @@ def public_methods(kind: type) -> dict[str, list[str]]:
     }
 
 
-def test_the_actor_has_every_method_of_the_handle_with_its_parameters() -> None:
+def test_the_actor_has_every_method_of_the_handle() -> None:
     handle, actor = public_methods(LlamaWorker), public_methods(RayWorker)
     del handle["iter_output"]  # it blocks its caller between two chunks; `follow` stands for it
     assert {name: actor.get(name) for name in handle} == handle
@@ -198,7 +198,7 @@ asyncio.run(main())
 """
 
 
-def test_a_lease_ends_a_process_whose_event_loop_is_held_up() -> None:
+def test_a_lease_ends_a_held_up_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HELD_UP], capture_output=True, text=True, timeout=WAIT_S, check=False
     )
@@ -224,9 +224,7 @@ def test_a_lease_ends_a_process_whose_event_loop_is_held_up() -> None:
         (FleetClosed("small"), "fleet 'small' is closed; create another Fleet"),
     ],
 )
-def test_an_error_says_what_is_lost_and_survives_pickling(
-    error: LlamaWorkerError, text: str
-) -> None:
+def test_errors_name_the_loss_and_survive_pickling(error: LlamaWorkerError, text: str) -> None:
     assert str(error) == text
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is type(error)
@@ -246,7 +244,7 @@ def config_for(port: int) -> WorkerConfig:
     return WorkerConfig("w", "127.0.0.1", port, ["llama-server"])
 
 
-def test_a_function_that_cannot_travel_is_named_with_the_way_out() -> None:
+def test_a_function_that_cannot_be_pickled_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(
         ConfigError, match=r"cannot be sent to another machine: .*lock.*made inside the function"
@@ -254,7 +252,7 @@ def test_a_function_that_cannot_travel_is_named_with_the_way_out() -> None:
         Fleet(lambda port: config_for(port if lock else 0), replicas=1)
 
 
-def test_a_config_in_the_place_of_a_function_is_a_mistake() -> None:
+def test_a_config_instead_of_a_function_is_refused() -> None:
     with pytest.raises(
         TypeError, match="config_for must be a function that makes a WorkerConfig for a port"
     ):
@@ -272,14 +270,12 @@ def test_a_config_in_the_place_of_a_function_is_a_mistake() -> None:
         ({"replicas": 1, "options": {"num_gpu": 1}}, "num_gpu"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_anything_starts(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Fleet(config_for, **settings)
 
 
-def test_without_ray_nothing_is_started_behind_the_hosts_back() -> None:
+def test_without_ray_a_fleet_starts_nothing() -> None:
     with pytest.raises(LlamaWorkerError, match=r"call ray\.init"):
         Fleet(config_for, replicas=1)
     assert not ray.is_initialized()

@@ -138,7 +138,7 @@ def test_an_unpinned_build_joins_no_source_files(
     assert not planned(os.environ).binary.exists()
 
 
-def test_a_build_that_is_not_a_number_is_refused() -> None:
+def test_a_build_must_be_a_number() -> None:
     with pytest.raises(SystemExit, match="no build number: 'b11434'"):
         main("b11434")
 

@@ -37,7 +37,7 @@ def built() -> str:
 @pytest.mark.skipif(
     shutil.which("objdump") is None, reason="objdump, of binutils, is not installed"
 )
-def test_the_binary_holds_no_instruction_of_avx512_or_amx(built: str) -> None:
+def test_the_binary_has_no_avx512_or_amx(built: str) -> None:
     count, beyond = 0, []
     with running("objdump", "--disassemble", "--no-show-raw-insn", built) as (process, output):
         for line in output:
@@ -57,7 +57,7 @@ def test_the_pattern_finds_what_it_is_for() -> None:
     assert list(filter(BEYOND_AVX2.search, beyond + within)) == beyond
 
 
-def test_the_server_names_no_such_feature_of_its_own(
+def test_the_server_names_no_such_feature(
     built: str, thin_model: str, free_port: Callable[[], int]
 ) -> None:
     args = (*SERVER_ARGS, "--ctx-size", "512", "--verbosity", "4")

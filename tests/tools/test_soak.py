@@ -43,7 +43,7 @@ def test_a_condition_is_in_the_command() -> None:
 
 
 @pytest.mark.parametrize(("shim", "found"), [(127, True), (0, False)])
-def test_a_python_behind_an_empty_shim_is_looked_for_in_pyenv(
+def test_a_python_behind_an_empty_shim_is_found(
     shim: int, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shim_path = shell_program(tmp_path / "python3.12", f"exit {shim}")
@@ -56,7 +56,7 @@ def test_a_python_behind_an_empty_shim_is_looked_for_in_pyenv(
     assert pythons.find("python3.13") is None
 
 
-def test_the_table_says_how_often_and_under_which_condition() -> None:
+def test_the_table_names_conditions_and_counts() -> None:
     rounds = [
         Round(ALONE, (), 1.0),
         Round(ALONE, ("a", "a"), 1.0),
@@ -73,7 +73,7 @@ def test_the_table_says_how_often_and_under_which_condition() -> None:
 
 
 @pytest.mark.parametrize(("body", "code"), [("True", 0), ("False", 1)])
-def test_a_soak_ends_with_1_where_a_test_failed(
+def test_a_soak_with_a_failure_ends_with_1(
     body: str,
     code: int,
     tmp_path: Path,

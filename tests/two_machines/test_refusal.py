@@ -17,7 +17,7 @@ REFUSES = "#!/bin/sh\necho 'mount --make-shared failed: Operation not permitted'
     [(None, "there is no `ip`"), (REFUSES, "ip netns add .*: .*Operation not permitted")],
     ids=["no ip", "no right to"],
 )
-def test_without_namespaces_it_says_so_and_ends_with_2(
+def test_without_namespaces_it_ends_with_2(
     ip: str | None,
     said: str,
     tmp_path: Path,
