@@ -53,6 +53,7 @@ def steps(action: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # else the first trace in Python 3.12 sees none of them
     sys.settrace(trace)
     try:
         action()
