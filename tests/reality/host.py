@@ -161,14 +161,15 @@ class Host:
         """The id, as soon as a slot is free."""
         words = max(1, prompt_tokens // TOKENS_PER_WORD)
         prompt = prompt_of(words, f"{name} of {self._episode.seed}")
-        while self._advances():
-            give_up_at = time.monotonic() + UNFINISHED_S
-            while time.monotonic() < give_up_at:
-                answer = self._worker.submit(name, "", prompt, params=params).get(timeout=_ANSWER_S)
-                if answer["ok"]:
-                    return answer["request_id"]
-                time.sleep(0.05)
-        raise AssertionError(answer)
+        give_up_at = time.monotonic() + UNFINISHED_S
+        while True:
+            answer = self._worker.submit(name, "", prompt, params=params).get(timeout=_ANSWER_S)
+            if answer["ok"]:
+                return answer["request_id"]
+            if time.monotonic() >= give_up_at:
+                assert self._advances(), answer
+                give_up_at = time.monotonic() + UNFINISHED_S
+            time.sleep(0.05)
 
     def _advances(self) -> bool:
         """Whether a request of the worker got further since the last call in this thread."""
