@@ -20,7 +20,7 @@ from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams import stream_reader
 from llama_worker.runtime.streams.stream_reader import StreamReader
-from llama_worker.stream.events import Finish, PromptProgress, TextDelta, ToolCallDelta
+from llama_worker.stream.events import Finish, PromptReport, TextDelta, ToolCallDelta
 from llama_worker.types import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
 
@@ -177,7 +177,7 @@ def test_what_is_not_text_is_told_at_once_and_ends_the_batching(streaming: Rig) 
 
 def test_progress_does_not_use_up_the_hurry_of_the_first_token(rig: Rig) -> None:
     rig.server.sendall(HEAD + record({}, prompt_progress={"total": 9, "processed": 1, "cache": 0}))
-    rig.told.wait_events(PromptProgress(1, 9, 0))
+    rig.told.wait_events(PromptReport(1, 9, 0))
     rig.server.sendall(text("first"))
     rig.told.wait_events(TextDelta("first"))
 

@@ -14,15 +14,15 @@ from llama_worker.stream.events import (
     Done,
     EmptyRecord,
     Finish,
-    PromptProgress,
+    PromptReport,
     ReasoningDelta,
     ServerError,
     StreamEvent,
     TextDelta,
-    Timings,
+    TimingsReport,
     ToolCallDelta,
     UnknownContent,
-    Usage,
+    UsageReport,
 )
 from llama_worker.types import RequestPhase
 
@@ -121,12 +121,12 @@ class Advance:
                 return bool(event.text)
             case ToolCallDelta():
                 return bool(event.arguments) or self._is_new_call(event)
-            case PromptProgress(processed=processed, total=total):
+            case PromptReport(processed=processed, total=total):
                 processed = min(processed, total)
                 grown = processed > self._processed
                 self._processed = max(processed, self._processed)
                 return grown
-            case Finish() | Usage() | Timings() | ServerError() | Done():
+            case Finish() | UsageReport() | TimingsReport() | ServerError() | Done():
                 is_first = type(event) not in self._once
                 self._once.add(type(event))
                 return is_first
@@ -165,13 +165,13 @@ class TurnProgress:
         self.last_token_at: float | None = None
         self.last_data_at: float | None = None
         self.last_stream_byte_at: float | None = None
-        self.prompt_progress: PromptProgress | None = None
+        self.prompt_progress: PromptReport | None = None
         self.prompt_progress_at: float | None = None  # the latest report of more than before
         self.batches: tuple[Batch, ...] = ()  # between two reports, the latest
         self._reported_at: float | None = None  # the latest report, also one that was there before
         self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
-        self.usage: Usage | None = None
-        self.timings: Timings | None = None
+        self.usage: UsageReport | None = None
+        self.timings: TimingsReport | None = None
         self.is_over = False  # its connection is closed, its tokens are counted
         self._deltas = 0
         self._advance = Advance()
@@ -224,13 +224,13 @@ class TurnProgress:
             case ToolCallDelta():
                 if advanced:
                     self._count(1, at)
-            case PromptProgress():
+            case PromptReport():
                 if advanced:
                     self._batch_done(event, at)
                 self.prompt_progress, self._reported_at = event, at
-            case Usage():
+            case UsageReport():
                 self.usage = event
-            case Timings():
+            case TimingsReport():
                 self.timings = event
                 self._prompt_measured(event)
             case _:
@@ -244,7 +244,7 @@ class TurnProgress:
         if self.first_token_at is None:
             self.first_token_at = at
 
-    def _prompt_measured(self, timings: Timings) -> None:
+    def _prompt_measured(self, timings: TimingsReport) -> None:
         """Where no progress was reported the whole prompt counts as one batch."""
         ended_at, read = self.first_token_at, timings.prompt_n
         seconds = (timings.prompt_ms or 0.0) / 1000
@@ -253,7 +253,7 @@ class TurnProgress:
         began_at, depth = ended_at - seconds, (timings.cache_n or 0) + read
         self.batches = (Batch(began_at, ended_at, read, depth),)
 
-    def _batch_done(self, told: PromptProgress, at: float) -> None:
+    def _batch_done(self, told: PromptReport, at: float) -> None:
         """It began with the latest report: until then the batches were its neighbours'."""
         before = self.prompt_progress
         if before is not None and self._reported_at is not None:

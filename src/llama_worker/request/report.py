@@ -15,7 +15,7 @@ from llama_worker.request.ending import Outcome, failed
 from llama_worker.request.output import Output
 from llama_worker.request.progress import Progress, TurnProgress, last_progress_at
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.stream.events import Usage
+from llama_worker.stream.events import UsageReport
 from llama_worker.types import (
     ChatMessage,
     ExitSignal,
@@ -46,7 +46,7 @@ class RequestTotals(Struct, kw_only=True):
     liveness_at: float | None = None
     # Of turns that are over, the one under way not counted:
     tokens: int = 0
-    usage: Usage | None = None
+    usage: UsageReport | None = None
     first_token_at: float | None = None
     progress_at: float | None = None
     stream_byte_at: float | None = None
@@ -60,8 +60,10 @@ class RequestTotals(Struct, kw_only=True):
         self.stream_byte_at = _later(self.stream_byte_at, turn.last_stream_byte_at)
         self.tokens += turn.tokens
         if turn.usage is not None:
-            before = self.usage or Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
-            self.usage = Usage(
+            before = self.usage or UsageReport(
+                prompt_tokens=0, completion_tokens=0, cached_tokens=0
+            )
+            self.usage = UsageReport(
                 prompt_tokens=before.prompt_tokens + turn.usage.prompt_tokens,
                 completion_tokens=before.completion_tokens + turn.usage.completion_tokens,
                 cached_tokens=(before.cached_tokens or 0) + (turn.usage.cached_tokens or 0),

@@ -48,7 +48,7 @@ LAST_WORDS_S = 2.0  # what a dead process had sent may still be on its way throu
 # ---------------------------------------------------------------- states
 
 
-class _Waiting(Struct, frozen=True, kw_only=True):
+class _Timed(Struct, frozen=True, kw_only=True):
     """Until the deadline, in monotonic seconds."""
 
     since: float
@@ -60,7 +60,7 @@ class _Waiting(Struct, frozen=True, kw_only=True):
         return self.since + self.limit_s + self.put_off_s
 
 
-class Prompting(_Waiting, frozen=True, kw_only=True):
+class Prompting(_Timed, frozen=True, kw_only=True):
     """The BIOS provider writes the prompt of the next turn, which continues after `batch`."""
 
     batch: ToolBatch | None = None
@@ -70,13 +70,13 @@ class Streaming(Struct, frozen=True):
     """The server works on the turn; its watch decides how long that may take."""
 
 
-class Settling(_Waiting, frozen=True, kw_only=True):
+class Settling(_Timed, frozen=True, kw_only=True):
     """The turn has its finish reason; usage, [DONE] or an error record may still follow."""
 
     limit_s: float = SETTLE_S
 
 
-class Disconnected(_Waiting, frozen=True, kw_only=True):
+class Disconnected(_Timed, frozen=True, kw_only=True):
     """The connection broke. The server's death may explain it: it may be told, or is asked for."""
 
     failure: StreamFailure
@@ -89,14 +89,14 @@ class Disconnected(_Waiting, frozen=True, kw_only=True):
         return cls(since=now, limit_s=LATE_NEWS_S, failure=failure, is_asked=True)
 
 
-class ReadingRest(_Waiting, frozen=True, kw_only=True):
+class ReadingRest(_Timed, frozen=True, kw_only=True):
     """The server died; what it had sent before is read."""
 
     outcome: Outcome
     limit_s: float = LAST_WORDS_S
 
 
-class RunningTools(_Waiting, frozen=True, kw_only=True):
+class RunningTools(_Timed, frozen=True, kw_only=True):
     """A call of the turn runs; the next one of the batch is ordered once it has returned."""
 
     batch: ToolBatch
@@ -117,15 +117,11 @@ PHASES: Mapping[type[State], RequestPhase] = {  # of the other states: the turn'
 
 def deadline(state: State) -> float | None:
     """When a Tick is due; None: none is."""
-    return state.until if isinstance(state, _Waiting) else None
+    return state.until if isinstance(state, _Timed) else None
 
 
 def put_off(state: State, now: float) -> State | None:
     """Behind a gap: the state with the time again that was lost, at most its whole limit, once."""
-    if (
-        not isinstance(state, _Waiting)
-        or state.put_off_s
-        or not (lost_s := gap_s(state.until, now))
-    ):
+    if not isinstance(state, _Timed) or state.put_off_s or not (lost_s := gap_s(state.until, now)):
         return None
     return replace(state, put_off_s=lost_s + min(lost_s, state.limit_s))

@@ -11,13 +11,13 @@ from llama_worker.request.progress import TurnProgress
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
 from llama_worker.stream.events import (
     EmptyRecord,
-    PromptProgress,
+    PromptReport,
     ReasoningDelta,
     TextDelta,
-    Timings,
+    TimingsReport,
     ToolCallDelta,
     UnknownContent,
-    Usage,
+    UsageReport,
     encodable,
 )
 from llama_worker.stream.loops import TextLoopFound, TextLoopWatch
@@ -25,7 +25,7 @@ from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.stream.turn_end import TurnEnd
 
-_Other = ToolCallDelta | PromptProgress | Usage | Timings | EmptyRecord | UnknownContent
+_Other = ToolCallDelta | PromptReport | UsageReport | TimingsReport | EmptyRecord | UnknownContent
 Said = TextDelta | ReasoningDelta | _Other
 """What comes while a turn goes on; its last words are the request's."""
 
@@ -140,7 +140,9 @@ class Turn(TurnProgress):
                 if self._arguments is not None and self.hidden_loop is None and event.arguments:
                     self.hidden_loop = self._arguments.feed(event.arguments)
                 return self._put_back_tagged_calls()
-            case PromptProgress() | Usage() | Timings() | EmptyRecord() | UnknownContent():
+            case (
+                PromptReport() | UsageReport() | TimingsReport() | EmptyRecord() | UnknownContent()
+            ):
                 pass  # the model has not said anything that can be shown
             case _:
                 assert_never(event)

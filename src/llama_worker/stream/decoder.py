@@ -16,15 +16,15 @@ from llama_worker.stream.events import (
     Done,
     EmptyRecord,
     Finish,
-    PromptProgress,
+    PromptReport,
     ReasoningDelta,
     ServerError,
     StreamEvent,
     TextDelta,
-    Timings,
+    TimingsReport,
     ToolCallDelta,
     UnknownContent,
-    Usage,
+    UsageReport,
 )
 from llama_worker.stream.failure import context_use
 from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
@@ -173,7 +173,7 @@ def _events(chunk: dict[str, Any], delta_kinds: Container[type]) -> Iterator[Str
     if isinstance(progress, dict):
         processed, total = _count(progress.get("processed")), _count(progress.get("total"))
         if processed is not None and total is not None:
-            yield PromptProgress(processed, total, _count(progress.get("cache")) or 0)
+            yield PromptReport(processed, total, _count(progress.get("cache")) or 0)
     choice = _first_choice(chunk)
     if choice:
         yield from _choice_events(choice, delta_kinds)
@@ -254,17 +254,17 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
     )
 
 
-def _usage(usage: dict[str, Any]) -> Usage:
+def _usage(usage: dict[str, Any]) -> UsageReport:
     details = usage.get("prompt_tokens_details")
-    return Usage(
+    return UsageReport(
         prompt_tokens=_count(usage.get("prompt_tokens")) or 0,
         completion_tokens=_count(usage.get("completion_tokens")) or 0,
         cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
     )
 
 
-def _timings(timings: dict[str, Any]) -> Timings:
-    return Timings(
+def _timings(timings: dict[str, Any]) -> TimingsReport:
+    return TimingsReport(
         cache_n=_count(timings.get("cache_n")),
         prompt_n=_count(timings.get("prompt_n")),
         predicted_n=_count(timings.get("predicted_n")),

@@ -49,7 +49,7 @@ class UnknownContent(Struct, frozen=True):
     fingerprint: int
 
 
-class PromptProgress(Struct, frozen=True):
+class PromptReport(Struct, frozen=True):
     """Tokens of the prompt that are done (those from the cache included), all, and from the
     cache."""
 
@@ -58,13 +58,13 @@ class PromptProgress(Struct, frozen=True):
     cached: int
 
 
-class Usage(Struct, frozen=True):
+class UsageReport(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
 
 
-class Timings(Struct, frozen=True):
+class TimingsReport(Struct, frozen=True):
     """The server's own measurements of this turn; a number that it did not give, or not finite, is
     None."""
 
@@ -100,9 +100,9 @@ StreamEvent = (
     | ToolCallDelta
     | EmptyRecord
     | UnknownContent
-    | PromptProgress
-    | Usage
-    | Timings
+    | PromptReport
+    | UsageReport
+    | TimingsReport
     | ServerError
     | Finish
     | Done

@@ -17,7 +17,7 @@ from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
-from llama_worker.stream.events import PromptProgress, StreamEvent, TextDelta
+from llama_worker.stream.events import PromptReport, StreamEvent, TextDelta
 from llama_worker.stream.failure import disconnected
 from llama_worker.types import SubmitResult
 from tests.simulation.leases import SimAbort
@@ -173,8 +173,8 @@ def every(step_s: float, until: float, event: Callable[[int], StreamEvent]) -> S
     return [(0.0, None), *((step_s * n, event(n)) for n in range(1, int(until / step_s) + 1))]
 
 
-def report(n: int) -> PromptProgress:
-    return PromptProgress(processed=512 * n, total=10_000_000, cached=0)
+def report(n: int) -> PromptReport:
+    return PromptReport(processed=512 * n, total=10_000_000, cached=0)
 
 
 def reads(now: float) -> Slots:

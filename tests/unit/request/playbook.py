@@ -39,7 +39,7 @@ from llama_worker.stream.events import (
     StreamEvent,
     TextDelta,
     ToolCallDelta,
-    Usage,
+    UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason, ToolDef
@@ -223,7 +223,7 @@ def in_tools(of: WorkerConfig | None = None, calls_count: int = 1) -> Play:
     """The first call of so many runs."""
     play = asked(of or WITH_TOOLS)
     calls = (call("add", f'{{"n": {index}}}', index) for index in range(calls_count))
-    assert play >> 101.0 >> (TextDelta("Let me add."), *calls, Usage(10, 5, 2), CALLS)
+    assert play >> 101.0 >> (TextDelta("Let me add."), *calls, UsageReport(10, 5, 2), CALLS)
     assert play >> 102.0 >> Done() << CloseStream << CallTool
     return play
 

@@ -9,15 +9,15 @@ from llama_worker.stream.events import (
     Done,
     EmptyRecord,
     Finish,
-    PromptProgress,
+    PromptReport,
     ReasoningDelta,
     ServerError,
     StreamEvent,
     TextDelta,
-    Timings,
+    TimingsReport,
     ToolCallDelta,
     UnknownContent,
-    Usage,
+    UsageReport,
 )
 
 
@@ -36,12 +36,12 @@ ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, F
         pytest.param([ReasoningDelta("a")] * 3, ALWAYS, id="reasoning"),
         pytest.param([ToolCallDelta(0, "c", None, '{"')] * 3, ALWAYS, id="arguments"),
         pytest.param([ToolCallDelta(0, "c", "look", "")] * 3, ONCE, id="the head of a call"),
-        pytest.param([PromptProgress(7, 100, 0)] * 3, ONCE, id="prompt progress"),
+        pytest.param([PromptReport(7, 100, 0)] * 3, ONCE, id="prompt progress"),
         pytest.param(
-            [Usage(1, tokens, None) for tokens in range(3)], ONCE, id="usage, also another"
+            [UsageReport(1, tokens, None) for tokens in range(3)], ONCE, id="usage, also another"
         ),
         pytest.param(
-            [Timings(None, None, tokens, None) for tokens in range(3)],
+            [TimingsReport(None, None, tokens, None) for tokens in range(3)],
             ONCE,
             id="timings, also others",
         ),
@@ -50,7 +50,7 @@ ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, F
         pytest.param([Done()] * 3, ONCE, id="the end mark"),
         pytest.param([UnknownContent(7)] * 3, ONCE, id="what has no name here"),
         pytest.param(
-            [PromptProgress(processed, 100, 0) for processed in (100, 101, 2**62)],
+            [PromptReport(processed, 100, 0) for processed in (100, 101, 2**62)],
             ONCE,
             id="more of the prompt than there is",
         ),
@@ -65,7 +65,7 @@ def test_the_same_again_and_again(events: list[StreamEvent], advance: list[bool]
 
 
 def test_prompt_progress_advances_only_beyond_all_that_was_reported() -> None:
-    in_circles = [PromptProgress(processed, 100, 0) for processed in (0, 40, 80, 0, 40, 80, 81, 80)]
+    in_circles = [PromptReport(processed, 100, 0) for processed in (0, 40, 80, 0, 40, 80, 81, 80)]
     assert advances(*in_circles) == [True, True, True, False, False, False, True, False]
 
 
@@ -92,11 +92,11 @@ def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
     it = TurnProgress(0.0)
     hear(it, TextDelta("a"), TextDelta("b"), ToolCallDelta(0, "x", "add", "{}"))
     assert it.tokens == 3
-    it.timings = Timings(None, None, 7, None)
+    it.timings = TimingsReport(None, None, 7, None)
     assert it.tokens == 7
-    it.usage = Usage(10, 9, None)
+    it.usage = UsageReport(10, 9, None)
     assert it.tokens == 9
-    it.usage, it.timings = None, Timings(None, None, None, None)
+    it.usage, it.timings = None, TimingsReport(None, None, None, None)
     assert it.tokens == 3
 
 
@@ -108,14 +108,14 @@ def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     hear(it, TextDelta("b"), TextDelta("c"), at=2.0)
     assert it.tokens_per_second() == pytest.approx(2.0)
     assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
-    it.timings = Timings(None, None, None, 40.0)
+    it.timings = TimingsReport(None, None, None, 40.0)
     assert it.tokens_per_second() == 40.0
 
 
 def test_prompt_progress_is_data_only_where_it_grows() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
-        it.hear(PromptProgress(processed=processed, total=100, cached=0), at)
+        it.hear(PromptReport(processed=processed, total=100, cached=0), at)
     assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
     assert [batch[:2] for batch in it.batches] == [(1.0, 5.0), (7.0, 9.0)]
     assert it.repeated_at == (10.0,)
@@ -124,7 +124,7 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
 def test_a_batch_leaves_out_what_was_cached() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (3.0, 1400), (20.0, 1400), (22.5, 1912)):
-        it.hear(PromptProgress(processed=processed, total=2000, cached=900), at)
+        it.hear(PromptReport(processed=processed, total=2000, cached=900), at)
     assert it.batches == (
         Batch(began_at=1.0, ended_at=3.0, tokens=500, depth=1400),
         Batch(began_at=20.0, ended_at=22.5, tokens=512, depth=1912),
@@ -134,15 +134,19 @@ def test_a_batch_leaves_out_what_was_cached() -> None:
 @pytest.mark.parametrize(
     ("timings", "batches"),
     [
-        pytest.param(Timings(100, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 500),), id="whole"),
-        pytest.param(Timings(None, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 400),), id="old"),
-        pytest.param(Timings(100, 0, 1, None, 2000.0), (), id="all of it was cached"),
-        pytest.param(Timings(100, 400, 1, None, -1.0), (), id="no duration"),
-        pytest.param(Timings(100, 400, 1, None), (), id="no duration told"),
+        pytest.param(
+            TimingsReport(100, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 500),), id="whole"
+        ),
+        pytest.param(
+            TimingsReport(None, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 400),), id="old"
+        ),
+        pytest.param(TimingsReport(100, 0, 1, None, 2000.0), (), id="all of it was cached"),
+        pytest.param(TimingsReport(100, 400, 1, None, -1.0), (), id="no duration"),
+        pytest.param(TimingsReport(100, 400, 1, None), (), id="no duration told"),
     ],
 )
 def test_a_prompt_without_reports_is_one_batch(
-    timings: Timings, batches: tuple[Batch, ...]
+    timings: TimingsReport, batches: tuple[Batch, ...]
 ) -> None:
     it = TurnProgress(0.0)
     hear(it, TextDelta("a"), at=5.0)
@@ -153,8 +157,8 @@ def test_a_prompt_without_reports_is_one_batch(
 def test_reports_tell_more_of_batches_than_timings_do() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (3.0, 500)):
-        it.hear(PromptProgress(processed=processed, total=500, cached=0), at)
-    hear(it, TextDelta("a"), Timings(0, 500, 1, None, 9000.0), at=5.0)
+        it.hear(PromptReport(processed=processed, total=500, cached=0), at)
+    hear(it, TextDelta("a"), TimingsReport(0, 500, 1, None, 9000.0), at=5.0)
     assert it.batches == (Batch(1.0, 3.0, 500, 500),)
 
 

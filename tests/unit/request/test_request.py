@@ -21,13 +21,13 @@ from llama_worker.request.turn import Turn
 from llama_worker.stream.events import (
     Done,
     EmptyRecord,
-    PromptProgress,
+    PromptReport,
     ReasoningDelta,
     ServerError,
     StreamEvent,
     TextDelta,
     ToolCallDelta,
-    Usage,
+    UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import NO_FINISH_REASON, TurnEnd
@@ -88,13 +88,13 @@ def test_a_stream_to_its_completion() -> None:
     play = asked()
     assert [message["role"] for message in play.body["messages"]] == ["system", "user"]
     phases = [play.request.phase]
-    events: Events = [OPENED, (EmptyRecord(), PromptProgress(5, 10, 2)), ReasoningDelta("hm")]
+    events: Events = [OPENED, (EmptyRecord(), PromptReport(5, 10, 2)), ReasoningDelta("hm")]
     for at, event in enumerate(events, 101):
         assert play >> float(at) >> event
         phases.append(play.request.phase)
     assert phases == ["waiting", "prefill", "prefill", "generating"]
     assert play >> 104.0 >> (TextDelta("Hel"), TextDelta("lo")) >> 105.0 >> STOP
-    assert play >> 105.1 >> Usage(10, 4, 2)
+    assert play >> 105.1 >> UsageReport(10, 4, 2)
     assert play >> 105.2 >> Done() << CLOSE << Ends("stop", text="Hello", reasoning="hm")
     assert play.record is not None
     assert play.record.result == {
@@ -120,7 +120,7 @@ def test_a_stream_to_its_completion() -> None:
 
 def test_what_a_status_says_on_the_way() -> None:
     play = asked(WITH_TOOLS)
-    assert play >> 101.0 >> OPENED >> 102.0 >> PromptProgress(5, 10, 2)
+    assert play >> 101.0 >> OPENED >> 102.0 >> PromptReport(5, 10, 2)
     assert play >> 103.0 >> TextDelta("x" * 300) >> 104.0 >> ()  # a keepalive
     play.request.saw_liveness(103.5)
     assert play.request.status() == {
@@ -310,7 +310,9 @@ def test_a_dead_server_that_had_finished_had_answered(
     begin: Callable[[], Play], last: Event
 ) -> None:
     play = reading_rest(begin())
-    assert play >> (STOP, Usage(3, 4, None)) >> last << CLOSE << Ends("stop", tokens_received=4)
+    assert (
+        play >> (STOP, UsageReport(3, 4, None)) >> last << CLOSE << Ends("stop", tokens_received=4)
+    )
 
 
 @pytest.mark.parametrize("last", [closed(), Done()])
@@ -477,7 +479,7 @@ def test_calls_run_one_by_one() -> None:
 def test_output_is_that_of_every_turn() -> None:
     play = in_tools()
     assert play >> returned("3") << PostChat
-    said = (ReasoningDelta("ok"), TextDelta("It is 3."), Usage(20, 6, None), STOP)
+    said = (ReasoningDelta("ok"), TextDelta("It is 3."), UsageReport(20, 6, None), STOP)
     usage = {"prompt_tokens": 30, "completion_tokens": 11, "cached_tokens": 2}
     end = Ends("stop", text="Let me add.It is 3.", reasoning="ok", usage=usage, tokens_received=11)
     assert play >> 104.0 >> said >> Done() << CLOSE_SECOND << end
@@ -492,7 +494,7 @@ def trace_of(play: Play, *names: str) -> list[Any]:
 
 def test_a_failed_tool_fails_the_request() -> None:
     play = in_tools()
-    detail, usage = "tool 'add' raised: no", Usage(10, 5, 2)
+    detail, usage = "tool 'add' raised: no", UsageReport(10, 5, 2)
     end = Ends("tool_execution_error", text="Let me add.", fail_detail=detail, tokens_received=5)
     assert play >> 103.0 >> returned(detail, ok=False) << DROP << end
     assert play.record is not None
@@ -895,5 +897,5 @@ def test_a_server_without_a_limit_is_cut_off(params: Any, most: int | None) -> N
 
 def test_a_count_that_stands_still_saves_nobody() -> None:
     play = asked(params={"max_tokens": 100})
-    said = [(TextDelta(f"{number} "), Usage(10, 1, 0)) for number in range(190)]
+    said = [(TextDelta(f"{number} "), UsageReport(10, 1, 0)) for number in range(190)]
     assert play >> tuple(event for pair in said for event in pair) << CLOSE << Ends("max_tokens")

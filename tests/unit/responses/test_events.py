@@ -17,14 +17,14 @@ from llama_worker.stream.events import (
     Done,
     EmptyRecord,
     Finish,
-    PromptProgress,
+    PromptReport,
     ReasoningDelta,
     ServerError,
     StreamEvent,
     TextDelta,
-    Timings,
+    TimingsReport,
     ToolCallDelta,
-    Usage,
+    UsageReport,
 )
 from tests.responses.oracle import Event, check_events, read_sse
 
@@ -147,17 +147,17 @@ streams = st.lists(
         st.builds(ReasoningDelta, texts),
         calls,
         calls,
-        st.builds(Usage, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9)),
+        st.builds(UsageReport, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9)),
         st.sampled_from(
             [
                 EmptyRecord(),
-                PromptProgress(1, 2, 0),
+                PromptReport(1, 2, 0),
                 Finish("stop"),
                 Finish("length"),
                 Finish("tool_calls"),
             ]
         ),
-        st.sampled_from([Timings(1, 2, 3, None), HEARTBEAT]),
+        st.sampled_from([TimingsReport(1, 2, 3, None), HEARTBEAT]),
     ),
     max_size=30,
 )
@@ -339,7 +339,7 @@ def test_what_a_failure_cut_is_never_reported_done(
     assert not [event for event in events if event["type"].endswith(".done")]
 
 
-@pytest.mark.parametrize("before", [(), (Finish("stop"),), (Finish("stop"), Usage(1, 1, 0))])
+@pytest.mark.parametrize("before", [(), (Finish("stop"),), (Finish("stop"), UsageReport(1, 1, 0))])
 @pytest.mark.parametrize(
     ("message", "code"),
     [
@@ -424,7 +424,9 @@ def test_calls_come_back_as_the_client_knows_the_tool(
 
 
 @pytest.mark.parametrize(
-    "counts", [Usage(7, 5, 3), Timings(3, 4, 5, None)], ids=["usage", "timings in its place"]
+    "counts",
+    [UsageReport(7, 5, 3), TimingsReport(3, 4, 5, None)],
+    ids=["usage", "timings in its place"],
 )
 @pytest.mark.parametrize("ending", [Finish("stop"), FAILURE])
 def test_usage_is_told_also_of_a_failure(counts: StreamEvent, ending: StreamEvent) -> None:

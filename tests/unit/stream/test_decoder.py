@@ -12,15 +12,15 @@ from llama_worker.stream.events import (
     Done,
     EmptyRecord,
     Finish,
-    PromptProgress,
+    PromptReport,
     ReasoningDelta,
     ServerError,
     StreamEvent,
     TextDelta,
-    Timings,
+    TimingsReport,
     ToolCallDelta,
     UnknownContent,
-    Usage,
+    UsageReport,
 )
 from llama_worker.stream.sse import ErrorField
 from llama_worker.types import ContextUse
@@ -57,7 +57,7 @@ TIMINGS = {
 }
 PROGRESS = {"total": 9, "cache": 2, "processed": 5, "time_ms": 7}
 CONTEXT: ContextUse = {"n_prompt_tokens": 5000, "n_ctx": 4096}
-NO_TIMINGS = Timings(cache_n=None, prompt_n=None, predicted_n=None, predicted_per_second=None)
+NO_TIMINGS = TimingsReport(cache_n=None, prompt_n=None, predicted_n=None, predicted_per_second=None)
 TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": "{"}}
 
 
@@ -132,28 +132,28 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
         # progress, usage and timings
         (
             chunk({"role": "assistant"}, prompt_progress=PROGRESS),
-            [PromptProgress(processed=5, total=9, cached=2)],
+            [PromptReport(processed=5, total=9, cached=2)],
         ),
-        ({"prompt_progress": {"total": 9, "processed": 5}}, [PromptProgress(5, 9, 0)]),
+        ({"prompt_progress": {"total": 9, "processed": 5}}, [PromptReport(5, 9, 0)]),
         ({"prompt_progress": {"total": None, "processed": 5}}, [EmptyRecord()]),
         (
             {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}},
-            [Usage(4, 2, None)],
+            [UsageReport(4, 2, None)],
         ),
         (
             {"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}},
-            [Usage(4, 0, 3)],
+            [UsageReport(4, 0, 3)],
         ),
         (
             {"usage": {"prompt_tokens_details": None, "completion_tokens": True}},
-            [Usage(0, 0, None)],
+            [UsageReport(0, 0, None)],
         ),
         (
             {"usage": {"prompt_tokens": 1 << 63, "completion_tokens": (1 << 63) - 1}},
-            [Usage(0, (1 << 63) - 1, None)],
+            [UsageReport(0, (1 << 63) - 1, None)],
         ),
         ({"timings": {}}, [NO_TIMINGS]),
-        ({"timings": TIMINGS}, [Timings(3, 1, 8, 40.0, 4.5)]),
+        ({"timings": TIMINGS}, [TimingsReport(3, 1, 8, 40.0, 4.5)]),
         ({"timings": {"predicted_n": float("inf"), "cache_n": 1.5}}, [NO_TIMINGS]),
         ({"timings": {"predicted_per_second": 10**400, "prompt_n": -1}}, [NO_TIMINGS]),
     ],
@@ -173,13 +173,13 @@ def test_the_events_of_one_chunk_come_in_their_order() -> None:
         prompt_progress=PROGRESS,
     )
     kinds = [
-        PromptProgress,
+        PromptReport,
         ReasoningDelta,
         TextDelta,
         ToolCallDelta,
         Finish,
-        Usage,
-        Timings,
+        UsageReport,
+        TimingsReport,
         ServerError,
     ]
     assert [type(event) for event in decode(full)] == kinds

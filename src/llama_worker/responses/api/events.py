@@ -22,15 +22,15 @@ from llama_worker.stream.events import (
     Done,
     EmptyRecord,
     Finish,
-    PromptProgress,
+    PromptReport,
     ReasoningDelta,
     ServerError,
     StreamEvent,
     TextDelta,
-    Timings,
+    TimingsReport,
     ToolCallDelta,
     UnknownContent,
-    Usage,
+    UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.reasoning import ReasoningSplitter, SplitText
@@ -109,8 +109,8 @@ class ResponseEvents:
         self._waiting: deque[Delta] = deque()
         self._call_ids: set[str] = set()
         self._closed_calls: set[int] = set()
-        self._usage: Usage | None = None
-        self._timings: Timings | None = None
+        self._usage: UsageReport | None = None
+        self._timings: TimingsReport | None = None
 
     @property
     def deadline(self) -> float | None:
@@ -155,11 +155,11 @@ class ResponseEvents:
                 self._take_delta(Delta("call", call=event))
             case Finish() | ServerError() | Done():
                 return self._conclude(self._turn_end.feed(event, now))
-            case Usage():
+            case UsageReport():
                 self._usage = event
-            case Timings():
+            case TimingsReport():
                 self._timings = event
-            case EmptyRecord() | UnknownContent() | PromptProgress():
+            case EmptyRecord() | UnknownContent() | PromptReport():
                 pass
             case _:
                 assert_never(event)
@@ -369,7 +369,9 @@ class ResponseEvents:
         if usage is None:
             cached = (timings.cache_n if timings else None) or 0
             read = (timings.prompt_n if timings else None) or 0
-            usage = Usage(cached + read, (timings.predicted_n if timings else None) or 0, cached)
+            usage = UsageReport(
+                cached + read, (timings.predicted_n if timings else None) or 0, cached
+            )
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
