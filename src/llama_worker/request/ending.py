@@ -60,8 +60,7 @@ def failed(
 
 
 def after_turn(finish_reason: str | None, found: Partition, iterations_left: int) -> Outcome | None:
-    """What a turn that came to its regular end makes of its request; None: its normal calls are to
-    be run."""
+    """How a finished turn ends its request; None: its normal calls run first."""
     if finish_reason == "length":
         return TOKEN_LIMIT  # a call may be cut off: none is run
     if found.problem is not None:

@@ -170,8 +170,7 @@ class LeasedRequest:
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick is due: until then what a dead server had sent is read, or news awaited that
-        would explain a broken connection."""
+        """When a Tick is due; None: none is."""
         return None if self._ended else self._until
 
     @property
@@ -184,8 +183,7 @@ class LeasedRequest:
         self._totals.liveness_at = at
 
     def progress(self) -> Progress:
-        """Not waited for is a server whose client takes its time with what has come: that has a
-        limit of its own."""
+        """`concluding` while a slow client is served: nobody waits for the server then."""
         concluding = not self._waits or not self._is_open
         return build_progress(
             self._totals,

@@ -41,8 +41,7 @@ class _Text:
 
 
 class Output:
-    """Text and reasoning of every turn, in order, with nothing inserted. `loop` is set once one was
-    found."""
+    """Text and reasoning of every turn, in order. `loop` is set once one was found."""
 
     def __init__(self, detector: LoopDetector | None) -> None:
         self.loop: LoopFound | TextLoopFound | None = None
@@ -66,8 +65,7 @@ class Output:
         return self._reasoning.chars
 
     def add_rest(self, reasoning: str, text: str) -> None:
-        """Append what was held back when the request ends for another reason: no loop is looked for
-        any more."""
+        """Append what was held back when the request ends; it is not searched for loops."""
         if self.loop is None:
             self._reasoning.append(reasoning)
             self._text.append(text)
@@ -101,8 +99,7 @@ def is_answered_by(question: ReadOutput, text_chars: int, reasoning_chars: int) 
 
 
 class WaitingReads:
-    """Questions that wait. Their replies are held weakly: a host may wait with a timeout, again and
-    again."""
+    """Held weakly: a host may wait with a timeout, again and again."""
 
     def __init__(self) -> None:
         self._reads: list[tuple[weakref.ref[Reply[OutputChunk | NotFound]], int, int, int]] = []

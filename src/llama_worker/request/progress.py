@@ -46,8 +46,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far one request is. All times but `dispatched_at` are of the turn (HTTP exchange) under
-    way."""
+    """How far one request is. All times but `dispatched_at` are of its current turn."""
 
     request_id: int
     phase: RequestPhase
@@ -67,8 +66,7 @@ class Progress:
     in_one_piece: bool = False  # no stream: nothing comes until the reply is complete
 
     def only_repeats_since(self, at: float) -> bool:
-        """The server has sent the same again and again since then: its loop goes in circles, or
-        this request waits for its turn."""
+        """The server only repeats itself since then: it hangs, or serves others first."""
         return len(self.repeated_at) == REPEATS_KEPT and self.repeated_at[0] > at
 
     @property
@@ -210,8 +208,7 @@ class TurnProgress:
         return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
 
     def hear(self, event: StreamEvent, at: float) -> bool:
-        """Take note of the event; whether it brings the turn forward: then it is its latest
-        data."""
+        """Take note of the event. True: it brings the turn forward."""
         advanced = self._advance.by(event)
         if advanced:
             self.last_data_at = at

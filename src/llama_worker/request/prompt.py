@@ -87,8 +87,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
         return replace(self, head=head, body=(*self.body, *_with_volatile(added, _volatile(bios))))
 
     def since_prompt(self, *, text: str, reasoning: str) -> list[ChatMessage]:
-        """From the user prompt on, with what the model said to the last of it: what a follow-up has
-        between its `messages` and its own prompt."""
+        """From the user prompt on, with the model's last answer: what a follow-up continues."""
         said = [_assistant(text, reasoning)] if text or reasoning else []
         return [*self.body[self.prompt_at :], *said]
 
@@ -240,8 +239,7 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
 
 
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:
-    """Whether the prompt ends as `ServerTraits.opens_thinking` says: no parameter touches the
-    template."""
+    """Whether no parameter changes how the template ends the prompt."""
     return _TEMPLATE_PARAMS.isdisjoint(config.default_params.keys() | params.keys())
 
 

@@ -76,8 +76,7 @@ def _part_kinds(*contents: str | Sequence[ContentPart] | None) -> Iterator[str]:
 
 
 def _checked_content(name: str, value: object) -> str | list[ContentPart]:
-    """Text, or a copy of a list of parts. Parts of a kind that is not known here are the server's
-    to judge."""
+    """Text, or a copy of a list of parts; the server judges parts of unknown kinds."""
     if isinstance(value, str):
         checked_str(name, value)
         return value

@@ -84,8 +84,7 @@ class ToolUse:
     def record_result(
         self, batch: ToolBatch, result: str, at: float, *, error: str | None = None
     ) -> ToolBatch:
-        """The running call returned `result`, or the model is told so of its `error`: the next one
-        is due."""
+        """The running call returned; or it failed, and `result` tells the model so."""
         self._totals.trace.append({**self._entry(batch, at, error), "result": result})
         return replace(batch, results=(*batch.results, result), started_at=at)
 
@@ -170,8 +169,7 @@ def encode_result(value: Any) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """`json.dumps` writes keys that are numbers or None as strings: the model would read another
-    value."""
+    """Refuse keys that are no strings: `json.dumps` would turn them into strings."""
     unchecked = [value]
     while unchecked:
         item = unchecked.pop()

@@ -31,8 +31,7 @@ Said = TextDelta | ReasoningDelta | _Other
 
 
 class Turn(TurnProgress):
-    """Feed it the events; each call returns (reasoning, text) that may be shown, reasoning coming
-    first."""
+    """Takes events; returns the (reasoning, text) that may be shown, reasoning first."""
 
     def __init__(
         self,
@@ -65,8 +64,7 @@ class Turn(TurnProgress):
 
     @property
     def is_runaway(self) -> bool:
-        """Whether its server keeps to no limit, by whichever count is higher: what a server
-        reports may stand still."""
+        """Whether its server ignores the token limit; its own count may stand still."""
         limit = self._runaway_tokens
         return limit is not None and max(self.tokens, self.deltas) > limit
 
@@ -77,7 +75,7 @@ class Turn(TurnProgress):
 
     @property
     def said_text(self) -> str:
-        """The turn's text, likewise: without tool calls."""
+        """The turn's text without tool calls."""
         return "".join(self._said[1])
 
     def take(self, event: Said, at: float) -> tuple[str, str]:
@@ -126,8 +124,7 @@ class Turn(TurnProgress):
         return [*self._assembler.take_complete(names), *tagged]
 
     def calls(self) -> list[RawCall | MalformedCall]:
-        """The calls of the turn, structured ones and those found in the text. Call `finish`
-        before."""
+        """The turn's calls, structured and tagged ones. Call `finish` before."""
         tagged = self._filter.calls if self._filter is not None else []
         return [*self._assembler.calls(), *tagged]
 
@@ -158,8 +155,7 @@ class Turn(TurnProgress):
             self.hidden_loop = self._held.feed(text)
 
     def _put_back_tagged_calls(self) -> str:
-        """In native mode: beside a structured call tagged ones are text, and so is all that
-        comes."""
+        """In native mode, beside a structured call, tagged calls are text from now on."""
         if self._prompted or self._filter is None:
             return ""
         text = self._filter.put_back()

@@ -37,7 +37,7 @@ class RawCall(Struct, frozen=True):
 
 
 class MalformedCall(Struct, frozen=True):
-    """Text that opens a tagged call and is none. It stays in the visible text too."""
+    """A malformed tagged call. It stays in the visible text, too."""
 
     text: str
 
@@ -63,8 +63,7 @@ class Partition(Struct, frozen=True):
 
 
 def tool_call_id(number: int) -> str:
-    """The worker's id of a request's `number`-th call: 9 alphanumerics, the one form every template
-    takes."""
+    """The id of a request's `number`-th call: 9 alphanumerics, which every template takes."""
     if not 0 <= number < 10**8:
         raise ValueError(f"number must be from 0 to {10**8 - 1}, not {number}")
     return f"c{number:08d}"
@@ -91,8 +90,7 @@ class ToolCallAssembler:
         self._by_index: dict[int, _Fragments] = {}
 
     def feed(self, delta: ToolCallDelta) -> None:
-        """Adds a fragment: id and name are assigned (they may come again, whole), arguments
-        appended."""
+        """Add a fragment: id and name are replaced, arguments appended."""
         call = self._by_index.setdefault(delta.index, _Fragments(None, "", []))
         call.call_id = delta.call_id or call.call_id
         call.name = delta.name or call.name
@@ -101,8 +99,7 @@ class ToolCallAssembler:
             call.grew = True
 
     def take_complete(self, names: Collection[str]) -> list[RawCall]:
-        """Calls of these tools whose arguments are a whole JSON object by now: nothing can follow
-        that."""
+        """Calls of these tools whose arguments are a complete JSON object by now."""
         complete = []
         for call in self._by_index.values():
             if not call.grew or call.taken or call.name not in names:

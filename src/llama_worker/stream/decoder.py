@@ -301,8 +301,7 @@ def _error(error: Any) -> ServerError:
 
 
 def _text(value: Any) -> str | None:
-    """A string that is not empty; the strings of a list of content parts, joined; None for all
-    else."""
+    """A string, or the joined strings of content parts; None if empty or of another type."""
     if isinstance(value, list):
         parts = [part.get("text") for part in value if isinstance(part, dict)]
         value = "".join(part for part in parts if isinstance(part, str))

@@ -13,15 +13,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class TextDelta(
     msgspec.Struct, frozen=True
 ):  # there are many of these: it costs a fifth of a dataclass
-    """Text of the answer; `count` deltas of the server that came together and follow one
-    another."""
+    """Text of the answer: `count` consecutive deltas of the server, joined."""
 
     text: str
     count: int = 1
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
-    """Reasoning, likewise."""
+    """Reasoning: `count` consecutive deltas of the server, joined."""
 
     text: str
     count: int = 1
@@ -50,8 +49,7 @@ class UnknownContent(Struct, frozen=True):
 
 
 class PromptReport(Struct, frozen=True):
-    """Tokens of the prompt that are done (those from the cache included), all, and from the
-    cache."""
+    """Tokens of the prompt: read so far (cached ones included), in all, and cached."""
 
     processed: int
     total: int
@@ -65,8 +63,7 @@ class UsageReport(Struct, frozen=True):
 
 
 class TimingsReport(Struct, frozen=True):
-    """The server's own measurements of this turn; a number that it did not give, or not finite, is
-    None."""
+    """The server's own measurements of this turn; None: not given, or not finite."""
 
     cache_n: int | None
     prompt_n: int | None
@@ -110,8 +107,7 @@ StreamEvent = (
 
 
 def encodable(text: str) -> str:
-    """The text with each lone surrogate replaced: JSON may hold such, and nobody could encode or
-    store it. Pure."""
+    """The text with lone surrogates, which JSON may hold and UTF-8 may not, replaced."""
     if text.isascii() or _SURROGATE.search(text) is None:
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -14,8 +14,7 @@ _MAX_MESSAGE_CHARS = 2000
 
 
 class StreamFailure(Struct, frozen=True, kw_only=True):
-    """`connect_failed`, `stream_disconnected`, `protocol_error`, `http_error` or
-    `context_exceeded`."""
+    """Why an exchange with the server failed; `detail` is for a person."""
 
     reason: RequestFailReason
     detail: str
@@ -24,8 +23,7 @@ class StreamFailure(Struct, frozen=True, kw_only=True):
 
 
 def exceeds_context(message: str, kind: str | None) -> bool:
-    """Whether a server's error says that the prompt does not fit (b11434; builds before September
-    2025)."""
+    """Whether an error says that the prompt does not fit (b11434; before September 2025)."""
     return kind == "exceed_context_size_error" or "exceeds the available context size" in message
 
 
@@ -38,8 +36,7 @@ def context_use(error: Mapping[str, Any]) -> ContextUse | None:
 
 
 def describe_http_error(status: int, body: bytes) -> StreamFailure:
-    """A failure with the server's own message and the status: `http_error`, or a reason that is
-    plainer."""
+    """The failure, with the server's own message and the status."""
     text = body.decode(errors="replace").strip()
     try:
         told = json.loads(text)
@@ -69,8 +66,7 @@ def disconnected(where: str, cause: str | None = None) -> StreamFailure:
 
 
 def refuses_tools(failure: StreamFailure) -> bool:
-    """Whether a server refused the request because it was offered tools (and not for one of
-    them)."""
+    """Whether a server takes no tools at all (and does not just refuse one of them)."""
     detail = failure.detail.lower()
     return failure.http_status is not None and any(
         words in detail
@@ -88,8 +84,7 @@ def refuses_tools(failure: StreamFailure) -> bool:
 
 
 def reports_malformed_call(message: str) -> bool:
-    """Whether the server says that the model wrote a tool call that it could not read (b11434 and
-    older)."""
+    """Whether the server says that the model wrote a malformed tool call (b11434 and older)."""
     text = message.lower()
     said = ("failed to parse tool call", "failed to parse input at pos")  # the second: b8334, b9378
     return ("does not match the expected" in text and "format" in text) or any(

@@ -131,8 +131,7 @@ def _periods(window: str, longest: int) -> Iterator[int]:
 
 
 class LineLoopWatch:
-    """Finds a line, or a block of lines, that comes again and again; decided by completed lines
-    alone."""
+    """Finds a line, or a block of lines, that repeats; completed lines alone decide."""
 
     def __init__(self, config: LoopDetector) -> None:
         self._config = config

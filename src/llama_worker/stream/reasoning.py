@@ -99,8 +99,7 @@ class ReasoningSplitter:
         return SplitText(self._reasoning.feed(self._tag_start), "")
 
     def _may_be_repeated(self) -> bool:
-        """Whether content may yet repeat `reasoning_content`: neither text nor a thought was found
-        in it so far."""
+        """Whether content may still repeat `reasoning_content`: it has begun nothing of its own."""
         return self._at is _At.HEAD or (self._at is _At.THOUGHT and not self._reasoning.begun)
 
     def _head(self, text: str) -> SplitText:
@@ -188,8 +187,7 @@ class _Trimmer:
 
 
 class _Original:
-    """The `reasoning_content` so far, and how much of it the content has repeated; outer whitespace
-    aside."""
+    """The trimmed `reasoning_content` so far, and how much of it content has repeated."""
 
     def __init__(self) -> None:
         self._text = io.StringIO()

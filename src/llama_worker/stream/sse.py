@@ -29,8 +29,7 @@ SseRecord = str | ErrorField
 
 
 class SseDecoder:
-    """Takes bytes as they come, split anywhere; a record is out as soon as the byte that ends it is
-    in."""
+    """Takes bytes split anywhere; a record is out with the byte that ends it."""
 
     def __init__(self) -> None:
         self.error: str | None = None  # why the bytes are not SSE; nothing is decoded any more
@@ -66,8 +65,7 @@ class SseDecoder:
         return records
 
     def has_partial(self) -> bool:
-        """A record has begun and not ended: when the body ends, it is a truncated one, not
-        dispatched."""
+        """A record has begun and not ended; if the body ends here, it is truncated."""
         return bool(self._bom or self._partial) and not self._partial.startswith(b":")
 
     def _without_bom(self, data: bytes) -> bytes:
@@ -79,8 +77,7 @@ class SseDecoder:
         return data.removeprefix(_BOM)
 
     def _with_lf(self, data: bytes) -> bytes:
-        """Every line end as one LF. A CR counts at once, so that the record it ends need not
-        wait."""
+        """Every line end as one LF. A CR counts at once: the record that it ends is complete."""
         if not data:
             return data
         if self._after_cr:
@@ -145,8 +142,7 @@ class _RecordTooLargeError(Exception):
 
 
 def _drop_leading_comments(partial: bytearray) -> None:
-    """Remove whole comment lines, and of an unfinished one all but its colon: comments may be
-    endless."""
+    """Remove comments, of an unfinished one all but its colon: one may be endless."""
     while partial.startswith(b":"):
         end = partial.find(b"\n")
         if end < 0:

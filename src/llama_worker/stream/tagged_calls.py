@@ -61,8 +61,7 @@ class TaggedCallFilter:
         return taken
 
     def put_back(self) -> str:
-        """The turn has a structured call, so tagged ones are text; returns all that was held back.
-        The last call."""
+        """Tagged calls are text after all; returns what was held back. The last call."""
         self.calls.clear()
         literal = self._undecided.with_calls.read() if self._undecided is not None else ""
         return literal + "".join(self._held)
@@ -167,8 +166,7 @@ class _Undecided:
 
 
 class _UnseenText:
-    """A text that grows unseen, behind one that was seen. `loops`: a watch over both would have
-    found a loop."""
+    """Text that nobody sees yet. `loops`: a watch over all of it would have found a loop."""
 
     def __init__(self, detector: LoopDetector | None) -> None:
         self.loops = False
@@ -252,8 +250,7 @@ class _CallScanner:
         self._room = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
 
     def scan(self, text: str, start: int) -> int:
-        """Reads on at `start`; returns where it stopped: at the end of `text` unless there is a
-        verdict."""
+        """Read on at `start`; returns where it stopped: before the end only with a verdict."""
         at, end = start, min(len(text), start + self._room)
         while at < end and self.verdict is _Verdict.OPEN:
             at = self._step(text, at, end)

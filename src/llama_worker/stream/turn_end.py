@@ -20,8 +20,7 @@ LastWord = Finish | ServerError | Done
 
 
 class Finished(Struct, frozen=True):
-    """The model came to its end; `reason` as the server names it, None where it said `[DONE]`
-    without one."""
+    """The model finished; `reason` as the server names it, None after a bare `[DONE]`."""
 
     reason: str | None
 
@@ -30,8 +29,7 @@ Verdict = Finished | ServerError | StreamFailure
 
 
 class TurnEnd:
-    """Feed it what may end the turn; each entry returns the verdict once there is one, else
-    None."""
+    """Takes what may end the turn; each method returns the verdict once there is one."""
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
