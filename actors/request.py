@@ -129,10 +129,7 @@ class RequestActor(Child[RequestMessage]):
         now = self._runtime.now()
         self._transport, self._tools, self._process = order.transport, order.tools, order.process
         self._request = Request(
-            order,
-            config=self._config,
-            unix_offset=self._runtime.unix_offset(),
-            now=now,
+            order, config=self._config, unix_offset=self._runtime.unix_offset(), now=now
         )
         self._send(self._request.begin(now))
 

@@ -10,20 +10,10 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker import exit_tools
-from llama_worker.bios import (
-    PromptError,
-    default_bios,
-    prompted_tools_text,
-    run_bios,
-)
+from llama_worker.bios import PromptError, default_bios, prompted_tools_text, run_bios
 from llama_worker.stream.calls import RawCall
 from llama_worker.stream.tagged_calls import TaggedCallFilter
-from llama_worker.types import (
-    BiosContext,
-    BiosText,
-    ToolCallMode,
-    ToolDef,
-)
+from llama_worker.types import BiosContext, BiosText, ToolCallMode, ToolDef
 from tests.conftest import Speechless
 
 ADD: ToolDef = {
@@ -50,9 +40,7 @@ every_mode = pytest.mark.parametrize("mode", ["native", "prompted", "auto"])
 
 
 @every_mode
-def test_the_stable_bios_stays_the_same(
-    mode: ToolCallMode,
-) -> None:
+def test_the_stable_bios_stays_the_same(mode: ToolCallMode) -> None:
     bios = default_bios(replace(CONTEXT, tool_call_mode=mode))
     assert (
         bios.volatile == "Time: 2026-10-01 12:30:05+02:00 (Europe/Berlin)\nTool iterations left: 8"
@@ -67,9 +55,7 @@ def test_the_stable_bios_stays_the_same(
 
 
 @every_mode
-def test_the_bios_says_how_to_call_a_tool(
-    mode: ToolCallMode,
-) -> None:
+def test_the_bios_says_how_to_call_a_tool(mode: ToolCallMode) -> None:
     stable = default_bios(replace(CONTEXT, tool_call_mode=mode)).stable
     shown = prompted_tools_text((ADD,), (ESCALATE,))
     for said in (

@@ -39,12 +39,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def begin(
-        cls,
-        bios: BiosText | str,
-        submission: Submission,
-        config: WorkerConfig,
-        *,
-        prompted: bool,
+        cls, bios: BiosText | str, submission: Submission, config: WorkerConfig, *, prompted: bool
     ) -> Conversation:
         """The first turn.
 
@@ -192,9 +187,7 @@ _MORE_TOKENS = 64
 
 
 def request_body(
-    config: WorkerConfig,
-    params: Mapping[str, Any],
-    conversation: Conversation,
+    config: WorkerConfig, params: Mapping[str, Any], conversation: Conversation
 ) -> dict[str, Any]:
     """The chat request. The caller's parameters win over the worker's defaults, but not over what
     the worker owns. In prompted mode the model learns of the tools from its prompt alone."""

@@ -43,12 +43,7 @@ from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import encodable
 from llama_worker.stream.failure import StreamFailure, refuses_tools
 from llama_worker.stream.turn_end import Finished, LastWord, Verdict
-from llama_worker.types import (
-    OutputChunk,
-    RequestFailReason,
-    RequestPhase,
-    RequestStatus,
-)
+from llama_worker.types import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 # of a tool's error: a model's context is small, and a traceback may be long
 _MAX_ERROR_CHARS = 2000
@@ -78,9 +73,8 @@ class Request:
         self.state: State  # from `begin` on
         self._config = config
         self._prompts = Prompts(config, order.submission, prompted=order.prompted)
-        self._opens_thinking = order.opens_thinking and keeps_prompt_end(
-            config, order.submission.params
-        )
+        params = order.submission.params
+        self._opens_thinking = order.opens_thinking and keeps_prompt_end(config, params)
         self._totals = RequestTotals(
             request_id=self.request_id,
             job_name=self.job_name,
@@ -102,7 +96,8 @@ class Request:
     def step(self, message: messages.RequestMessage, now: float) -> Effects:
         """What follows from a message; nothing, if it is for an earlier turn or another request."""
         effects = self._step(message, now)
-        return [*self._tools.take_new_signals(), *effects]
+        signals = self._tools.take_new_signals()
+        return [*signals, *effects] if signals else effects
 
     def _step(self, message: messages.RequestMessage, now: float) -> Effects:
         match self.state, message:
@@ -279,7 +274,8 @@ class Request:
                     self.state = states.Settling(since=at)
                 continue
             output.add(*turn.take(event, at))
-            self._tools.record_exits(turn, at)
+            if self._tools.exit_names:
+                self._tools.record_exits(turn, at)
             loop = output.loop or turn.hidden_loop
             if loop is not None:
                 return self._end(after_loop(loop), at)
@@ -363,7 +359,6 @@ class Request:
         return [messages.DropTool(turn_id=self._turn_id), *following] if drop else following
 
     def _go_on(self, batch: ToolBatch, at: float) -> Effects:
-        """The batch's next call; after the last one the next turn."""
         return self._write_bios(batch, at) if batch.is_done else self._run_call(batch)
 
     # ------------------------------------------------------------ the end

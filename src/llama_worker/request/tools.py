@@ -42,7 +42,7 @@ class ToolUse:
 
     def __init__(self, config: WorkerConfig, totals: RequestTotals) -> None:
         self._normal_names = [tool["function"]["name"] for tool in config.normal_tools]
-        self._exit_names = [tool["function"]["name"] for tool in config.exit_tools]
+        self.exit_names = [tool["function"]["name"] for tool in config.exit_tools]
         self._max_iterations = config.max_tool_iterations
         self._totals = totals
         self._announced_count = 0  # of the signals
@@ -50,11 +50,13 @@ class ToolUse:
 
     @property
     def offered(self) -> bool:
-        return bool(self._normal_names or self._exit_names)
+        return bool(self._normal_names or self.exit_names)
 
     def take_new_signals(self) -> list[SignalEmitted]:
         """Those recorded since the last time."""
         totals, count = self._totals, self._announced_count
+        if len(totals.signals) == count:  # nearly always
+            return []
         self._announced_count = len(totals.signals)
         return [
             SignalEmitted(request_id=totals.request_id, job_name=totals.job_name, signal=signal)
@@ -63,7 +65,7 @@ class ToolUse:
 
     def record_exits(self, turn: Turn, now: float) -> None:
         """Record the exit calls that are complete so far, while the turn goes on."""
-        if self._exit_names and (exits := turn.take_exits(self._exit_names)):
+        if exits := turn.take_exits(self.exit_names):
             self._tell_apart(exits, now)
 
     def take_calls(self, turn: Turn, now: float) -> Partition:
@@ -118,7 +120,7 @@ class ToolUse:
         found = partition(
             calls,
             self._normal_names,
-            self._exit_names,
+            self.exit_names,
             emitted_at=self._totals.unix(now),
             first_number=self._totals.calls_count + 1,
         )

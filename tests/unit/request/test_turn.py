@@ -7,11 +7,7 @@ import pytest
 from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.turn import Said, Turn
 from llama_worker.stream.calls import RawCall
-from llama_worker.stream.events import (
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-)
+from llama_worker.stream.events import ReasoningDelta, TextDelta, ToolCallDelta
 
 TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = RawCall(None, "add", '{"a": 1}', TAGGED)

@@ -211,9 +211,7 @@ def test_an_error_is_recognised_wrapped_or_not(
 @pytest.mark.parametrize(
     "text", ["x", "{half", '{"a": 1}}', "null", "[]", "[DONE", "[" * 100_000, "9" * 5000, " "]
 )
-def test_what_is_no_json_object_is_an_error(
-    text: str,
-) -> None:
+def test_what_is_no_json_object_is_an_error(text: str) -> None:
     assert decode_record(ErrorField(text)) == (ServerError(text, None, None),)
     with pytest.raises(ProtocolError) as raised:
         decode_record(text)
@@ -332,9 +330,7 @@ def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
     ],
     ids=["an error", "an error object", "a call"],
 )
-def test_nesting_of_any_depth_raises_nothing(
-    form: str,
-) -> None:
+def test_nesting_of_any_depth_raises_nothing(form: str) -> None:
     good = records(chunk({"content": "x"}))
     for depth in range(700, 1100):  # of Python's limit, 1000, the test's own frames are a part
         record = f"data: {form % ('[' * depth + ']' * depth)}\n\n".encode()

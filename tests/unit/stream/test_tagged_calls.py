@@ -279,9 +279,7 @@ def test_holding_back_changes_neither_the_text_nor_its_loop(scraps: list[str]) -
 
 
 @given(st.lists(st.sampled_from(SCRAPS), max_size=30))
-def test_text_released_early_always_ends_in_a_loop(
-    scraps: list[str],
-) -> None:
+def test_text_released_early_always_ends_in_a_loop(scraps: list[str]) -> None:
     text, seen, literal = "".join(scraps), Output(KEEN), Output(KEEN)
     seen.add("", shown_at_once(text, KEEN))
     literal.add("", text)
