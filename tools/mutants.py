@@ -141,8 +141,8 @@ class Hunter:
         copy = copies.get()
         stages = {stage for each in tried for stage in self.stages(each)} - {*self._simulation}
         tests = {path for stage in stages for path in stage.command if path.startswith(TESTS)}
-        everything = (*self._simulation, Stage("tests", _pytest(sorted(tests))))
-        failed = [stage for stage in everything if not _holds(stage, copy)]
+        beside = [Stage("tests", _pytest(sorted(tests)))] if tests else []
+        failed = [stage for stage in (*self._simulation, *beside) if not _holds(stage, copy)]
         copies.put(copy)
         for stage in failed:
             print(f"fails without a mutant: {' '.join(stage.command)}", flush=True)
