@@ -14,11 +14,8 @@ from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.types import RequestFailReason, RequestState
 from tests.simulation.bench import Bench, quiet_bench
 from tests.simulation.scheduler import SimulatedActor
-from tests.simulation.server import Build, Reply
+from tests.simulation.server import Reply
 
-FAST = Build(
-    slots=2, prefill_tokens_per_s=500.0, decode_tokens_per_s=50.0, batch_tokens=512, load_s=1.0
-)
 FOUND_S = EVERY_S + ANSWER_S + 5.0
 RESTARTED_S = 30.0
 
@@ -30,7 +27,7 @@ def actor_of(bench: Bench, name: str) -> SimulatedActor:
 @pytest.mark.parametrize("name", ["request[0]", "process", "transport", "watchdog", "tool_loop"])
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: bool) -> None:
-    bench = quiet_bench(FAST)
+    bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: Reply(
         key=f"r{request_id}",
@@ -77,7 +74,7 @@ def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: boo
 
 
 def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = quiet_bench(FAST)
+    bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     posted: list[int] = []
 
@@ -108,7 +105,7 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
 
 
 def test_a_handler_that_returns_in_time_costs_nothing() -> None:
-    bench = quiet_bench(FAST)
+    bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: Reply(
         key="r", prompt_tokens=100, reasoning_tokens=0, text_tokens=2_000, step_tokens=1

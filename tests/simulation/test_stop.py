@@ -5,15 +5,11 @@ from __future__ import annotations
 from llama_worker.server.termination import Signal
 from tests.simulation.bench import quiet_bench
 from tests.simulation.runtime import SimServerProcess
-from tests.simulation.server import Build, Reply
-
-FAST = Build(
-    slots=2, prefill_tokens_per_s=500.0, decode_tokens_per_s=50.0, batch_tokens=512, load_s=1.0
-)
+from tests.simulation.server import Reply
 
 
 def test_sigterm_comes_as_soon_as_every_stream_is_closed() -> None:
-    bench = quiet_bench(FAST)
+    bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     signals: list[tuple[Signal, float]] = []
 
