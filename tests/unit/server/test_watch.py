@@ -23,6 +23,7 @@ from llama_worker.messages import (
 from llama_worker.request.progress import Progress
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.health import HealthCounter
+from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import Look, LookAtSlots, ProbeReadiness, ServerWatch
 from tests.virtual_watch import Nobody, generating, probed
@@ -242,3 +243,37 @@ def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
         assert step.watch.deadline == 6.0
         step(Unwatch(request_id=1, data_at=None, completed=False), 2.0)
         assert step.watch.deadline == due_at
+
+
+def stalled_at(decodes: bool) -> float | None:
+    """When a request that says nothing from 100.0 on is given up, within 1,000 s; its slot decodes,
+    or stands still."""
+    profile = TimeoutProfile(health_probe_interval_s=None)
+    step, data_at = ready(profile), 100.0
+    step(Watch(request_id=1, request=Nobody()), data_at)
+    while True:
+        due_at = step.watch.deadline
+        assert due_at is not None
+        pending = [(effect, due_at) for effect in step(Tick(), due_at)]
+        while pending:
+            effect, now = pending.pop(0)
+            if isinstance(effect, messages.Stalled):
+                return now
+            if isinstance(effect, messages.ReportProgress):
+                reply = told(generating(data_at))
+                answer = replace(reply, for_verdict=effect.for_verdict)
+                pending += [(each, now) for each in step(answer, now)]
+            elif isinstance(effect, LookAtSlots):
+                decoded = int(now) if decodes else 50
+                slot = Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=decoded)
+                seen = messages.SlotsSeen(epoch=1, look=SlotsLook(asked_at=now, slots=(slot,)))
+                pending += [(each, now) for each in step(seen, now)]
+        if due_at > 1100.0:
+            return None
+
+
+def test_who_decodes_in_silence_is_spared() -> None:
+    assert stalled_at(decodes=True) is None
+    gave_up_at = stalled_at(decodes=False)
+    assert gave_up_at is not None
+    assert gave_up_at < 400.0
