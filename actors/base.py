@@ -12,16 +12,10 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import pykka
 
+from llama_worker.actors.messages import ActorDied, ReportedIn, ReportIn, WorkerMessage
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
-from llama_worker.messages import (
-    ActorDied,
-    Mailbox,
-    ReportedIn,
-    ReportIn,
-    Tick,
-    WorkerMessage,
-)
+from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.ports import ActorRunner, Clock, Runtime, Timer
 from llama_worker.server.roll_call import Member

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from llama_worker.actors.base import Child, Line, LiveCount, Ref
+from llama_worker.actors.messages import RequestMessage, WorkerMessage
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
@@ -12,16 +13,9 @@ from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
-from llama_worker.messages import (
-    LaunchFailed,
-    ProcessMessage,
-    RequestMessage,
-    ToolMessage,
-    TransportMessage,
-    WatchdogMessage,
-    WorkerMessage,
-)
+from llama_worker.request.messages import ToolMessage, TransportMessage
 from llama_worker.runtime.ports import Runtime
+from llama_worker.server.messages import LaunchFailed, ProcessMessage, WatchdogMessage
 from llama_worker.server.roll_call import Member
 from llama_worker.types import StartFailReason
 

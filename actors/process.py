@@ -11,26 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from llama_worker.actors.base import Alarm, Child, LiveCount, members
+from llama_worker.actors.messages import WorkerMessage
 from llama_worker.errors import described_error
-from llama_worker.messages import (
-    CheckServer,
+from llama_worker.mailbox import Mailbox, Tick
+from llama_worker.request.messages import CheckServer, ServerChecked
+from llama_worker.runtime.ports import ServerProcess
+from llama_worker.server.messages import (
     EvidenceKept,
     Exited,
     Launch,
     Launched,
     LaunchFailed,
-    Mailbox,
     MeasureMemory,
     MemoryMeasured,
     ProcessMessage,
-    ServerChecked,
     ServerNews,
     Terminate,
-    Tick,
     Unkillable,
-    WorkerMessage,
 )
-from llama_worker.runtime.ports import ServerProcess
 from llama_worker.server.termination import (
     FORCE_S,
     Absent,

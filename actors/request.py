@@ -17,34 +17,31 @@ from typing import Any, assert_never
 from msgspec.structs import asdict
 
 from llama_worker.actors.base import Alarm, Child, members
-from llama_worker.messages import (
+from llama_worker.actors.messages import BeginLease, EndLease, RequestMessage
+from llama_worker.mailbox import Mailbox, Tick
+from llama_worker.request.messages import (
     Abandon,
     Begin,
-    BeginLease,
     BiosWritten,
     CheckServer,
     CloseStream,
     DropTool,
-    EndLease,
     FlushStream,
     GetStatus,
     HurryStream,
-    Mailbox,
     OpenStream,
-    ProcessMessage,
     ProgressReported,
     Question,
     ReadOutput,
     ReportProgress,
     RequestEnded,
-    RequestMessage,
+    RequestInput,
     RunTool,
     ServerChecked,
     SignalEmitted,
     StreamEvents,
     StreamFlushed,
     StreamOpened,
-    Tick,
     ToolMessage,
     ToolsRefused,
     TransportMessage,
@@ -69,7 +66,7 @@ class RequestActor(Child[RequestMessage]):
         self._request: Request | LeasedExchange | None = None
         self._transport: Mailbox[TransportMessage] | None = None
         self._tools: Mailbox[ToolMessage] | None = None
-        self._process: Mailbox[ProcessMessage] | None = None
+        self._process: Mailbox[CheckServer] | None = None
         self._stream: TurnId | None = None  # the newest that was opened
         self._hurried_at = -math.inf
         self._flushing: deque[tuple[TurnId, Question]] = deque()  # asked; the stream is flushed
@@ -135,12 +132,12 @@ class RequestActor(Child[RequestMessage]):
 
     def _end_lease(self, order: EndLease) -> None:
         if self._request is order.exchange:
-            self._step(order)
+            order.exchange.hear_out(self._runtime.now())
             if order.exchange.has_ended:
                 self._forget_request()
                 self._send([])
 
-    def _step(self, message: RequestMessage) -> None:
+    def _step(self, message: RequestInput) -> None:
         if self._request is not None:
             self._send(self._request.step(message, self._runtime.now()))
 

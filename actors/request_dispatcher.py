@@ -7,27 +7,22 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from llama_worker.actors.children import Children
-from llama_worker.messages import (
+from llama_worker.actors.messages import AwaitResult, BeginLease, EndLease, GetResult, ReleaseResult
+from llama_worker.mailbox import Reply
+from llama_worker.request.messages import (
     Abandon,
-    AwaitResult,
     Begin,
-    BeginLease,
     CancelRequest,
-    EndLease,
-    GetResult,
     GetStatus,
     Question,
     ReadOutput,
-    ReleaseResult,
-    Reply,
-    Unwatch,
-    Watch,
 )
 from llama_worker.request.output import WaitingReads, read_output
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.runtime.host.futures import WeakList
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.server.messages import Unwatch, Watch
 from llama_worker.types import (
     NotFound,
     NotReady,

@@ -10,28 +10,8 @@ from llama_worker.actors.children import Children
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.messages import (
-    Abandon,
-    BecameReady,
-    CloseAllStreams,
-    Drain,
-    EvidenceKept,
-    Exited,
-    GpuFaulted,
-    Launch,
-    Launched,
-    MeasureMemory,
-    MemoryMeasured,
-    ProbeNow,
-    Restart,
-    ServerMessage,
-    Stalled,
-    StandDown,
-    Start,
-    Stop,
-    Terminate,
-    Tick,
-)
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.server import lifecycle
 from llama_worker.server.journal import Journal
@@ -48,6 +28,25 @@ from llama_worker.server.lifecycle_states import (
     RecordRestart,
     Resolve,
     Stopped,
+)
+from llama_worker.server.messages import (
+    BecameReady,
+    Drain,
+    EvidenceKept,
+    Exited,
+    GpuFaulted,
+    Launch,
+    Launched,
+    MeasureMemory,
+    MemoryMeasured,
+    ProbeNow,
+    Restart,
+    ServerMessage,
+    Stalled,
+    StandDown,
+    Start,
+    Stop,
+    Terminate,
 )
 from llama_worker.server.recycling import Worn, worn
 from llama_worker.server.suspicion import Doubt, Suspicion, Trouble, is_degenerate

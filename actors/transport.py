@@ -11,7 +11,7 @@ from typing import Any, assert_never
 
 from llama_worker.actors.base import Child, members
 from llama_worker.errors import described_error
-from llama_worker.messages import (
+from llama_worker.request.messages import (
     CloseAllStreams,
     CloseStream,
     FlushStream,

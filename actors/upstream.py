@@ -14,29 +14,24 @@ from collections import deque
 from collections.abc import Iterator
 
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
+from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.messages import (
-    Abandon,
-    EndLease,
-    HealthLost,
-    Lease,
-    Probed,
-    ProbeOutcome,
-    ProgressReported,
-    ReportProgress,
-    ServerChecked,
-    SlotsSeen,
-    Stalled,
-    StandDown,
-    Tick,
-    Unwatch,
-    UpstreamMessage,
-    Watch,
-    WatchdogMessage,
-)
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import Abandon, ProgressReported, ReportProgress, ServerChecked
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.ports import Abortable, UpstreamRuntime
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.server.messages import (
+    HealthLost,
+    Probed,
+    ProbeOutcome,
+    SlotsSeen,
+    Stalled,
+    StandDown,
+    Unwatch,
+    Watch,
+    WatchdogMessage,
+)
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import LookAtSlots, News, Order, ProbeReadiness, ServerWatch
 from llama_worker.types import RequestFailReason

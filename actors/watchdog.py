@@ -15,17 +15,17 @@ from msgspec.structs import replace
 
 from llama_worker.actors.base import Alarm, Child, members
 from llama_worker.errors import described_error
-from llama_worker.messages import (
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import ReportProgress
+from llama_worker.runtime.ports import Abortable
+from llama_worker.server.messages import (
     BecameReady,
     Probed,
     ProbeOutcome,
-    ReportProgress,
     SlotsSeen,
     StandDown,
-    Tick,
     WatchdogMessage,
 )
-from llama_worker.runtime.ports import Abortable
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import (
     Look,

@@ -13,38 +13,37 @@ from typing import Any
 
 from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.actors.children import Children
+from llama_worker.actors.messages import (
+    ActorDied,
+    AwaitResult,
+    EndLease,
+    GetDebugInfo,
+    GetResult,
+    GetWorkerStatus,
+    Lease,
+    ReleaseResult,
+    ReportedIn,
+    ReportIn,
+    Submit,
+    WaitSlot,
+    WorkerMessage,
+)
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
 from llama_worker.config.command import masked_server_cmd
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import ConfigError, LlamaWorkerError, RequestRefused, WorkerClosed
-from llama_worker.messages import (
-    ActorDied,
-    AwaitResult,
+from llama_worker.mailbox import Reply, Tick
+from llama_worker.request.messages import (
     CancelRequest,
     CountTokens,
-    EndLease,
-    GetDebugInfo,
-    GetResult,
     GetStatus,
-    GetWorkerStatus,
-    Lease,
-    Observed,
     ReadOutput,
-    ReleaseResult,
-    Reply,
-    ReportedIn,
-    ReportIn,
     RequestEnded,
     SignalEmitted,
-    Stalled,
-    Submit,
-    Tick,
     ToolsRefused,
     ToolThreadReturned,
     ToolThreadStuck,
-    WaitSlot,
-    WorkerMessage,
 )
 from llama_worker.request.prompt import OWNED_PARAMS
 from llama_worker.request.report import lost_record
@@ -53,6 +52,7 @@ from llama_worker.runtime.host.futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
+from llama_worker.server.messages import Observed, Stalled
 from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
 from llama_worker.server.suspicion import Trouble
 from llama_worker.server.traits import unsupported

@@ -10,22 +10,21 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.messages import (
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import ProgressReported, ReportProgress
+from llama_worker.request.progress import Progress
+from llama_worker.server.messages import (
     BecameReady,
     EvidenceSeen,
     Launch,
     Launched,
     Probed,
     ProbeOutcome,
-    ProgressReported,
-    ReportProgress,
     SlotsSeen,
     StandDown,
-    Tick,
     Watch,
     WatchdogMessage,
 )
-from llama_worker.request.progress import Progress
 from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import Look, LookAtSlots, News, ProbeReadiness, ServerWatch

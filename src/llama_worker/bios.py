@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable
 
 from llama_worker.errors import described_error
-from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import BiosContext, BiosProvider, BiosText, ToolDef
+
+CALL_OPEN = "<tool_call>"
+CALL_CLOSE = "</tool_call>"
 
 STATUS_OPEN = "<worker_status>"
 STATUS_CLOSE = "</worker_status>"
@@ -32,6 +34,11 @@ _WITHOUT_CALLS = (
     "If you have no way of your own to call a tool, write the call as plain text: an XML element "
     'named tool_call that holds nothing but a JSON object with the keys "name" and "arguments".'
 )
+
+
+def tagged_call(name: str, arguments_json: str) -> str:
+    """A call the way prompted mode writes it."""
+    return f'{CALL_OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments_json}}}{CALL_CLOSE}'
 
 
 class PromptError(Exception):

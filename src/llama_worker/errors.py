@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from traceback import format_exception_only
 
-from llama_worker.server import start_advice
+from llama_worker.config import start_advice
 from llama_worker.types import RequestResult, StartFailReason, SubmitErrorCode
 
 _SHOWN_LOG_LINES = 20

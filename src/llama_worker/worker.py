@@ -14,6 +14,16 @@ from typing import Any, Generic, Self, TypeVar
 import pykka
 
 from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.actors.messages import (
+    AwaitResult,
+    GetDebugInfo,
+    GetResult,
+    GetWorkerStatus,
+    HostMessage,
+    ReleaseResult,
+    Submit,
+    WaitSlot,
+)
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import (
@@ -24,31 +34,15 @@ from llama_worker.config.validation import (
     optional,
 )
 from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
-from llama_worker.messages import (
-    AwaitResult,
-    CancelRequest,
-    CountTokens,
-    Drain,
-    GetDebugInfo,
-    GetResult,
-    GetStatus,
-    GetWorkerStatus,
-    HostMessage,
-    ReadOutput,
-    ReleaseResult,
-    Reply,
-    Restart,
-    Start,
-    Stop,
-    Submit,
-    WaitSlot,
-)
+from llama_worker.mailbox import Reply
+from llama_worker.request.messages import CancelRequest, CountTokens, GetStatus, ReadOutput
 from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WorkerFuture
 from llama_worker.runtime.ports import Runtime
 from llama_worker.runtime.process.free_port import free_port
 from llama_worker.runtime.process.server_program import find_server
 from llama_worker.runtime.real import RealRuntime
+from llama_worker.server.messages import Drain, Restart, Start, Stop
 from llama_worker.startable import Startable
 from llama_worker.types import (
     ChatMessage,

@@ -14,12 +14,14 @@ from unittest.mock import Mock
 import pykka
 import pytest
 
-from llama_worker import LlamaWorkerError, WorkerClosed, messages
+from llama_worker import LlamaWorkerError, WorkerClosed
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.tool_loop import ToolLoopActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
+from llama_worker.request.messages import Begin, OpenStream, RequestEnded, RunTool, StreamEvents
+from llama_worker.server.messages import BecameReady, Exited, Start, Watch
 from llama_worker.testing.scripts import (
     Headers,
     Text,
@@ -59,12 +61,12 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Arm:
 @pytest.mark.parametrize(
     ("actor", "kind", "error"),
     [
-        (RequestActor, messages.Begin, RuntimeError),  # it has no record to hand over
-        (TransportActor, messages.OpenStream, RuntimeError),
-        (ToolLoopActor, messages.RunTool, RuntimeError),
-        (WatchdogActor, messages.Watch, RuntimeError),
-        (RequestActor, messages.StreamEvents, SystemExit),
-        (RequestActor, messages.StreamEvents, Speechless),
+        (RequestActor, Begin, RuntimeError),  # it has no record to hand over
+        (TransportActor, OpenStream, RuntimeError),
+        (ToolLoopActor, RunTool, RuntimeError),
+        (WatchdogActor, Watch, RuntimeError),
+        (RequestActor, StreamEvents, SystemExit),
+        (RequestActor, StreamEvents, Speechless),
     ],
 )
 def test_a_death_fails_the_request_and_is_survived(
@@ -96,10 +98,10 @@ class Bystander(pykka.ThreadingActor):
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        (messages.Start, SystemExit),
-        (messages.BecameReady, RuntimeError),
-        (messages.RequestEnded, RuntimeError),
-        (messages.Exited, RuntimeError),
+        (Start, SystemExit),
+        (BecameReady, RuntimeError),
+        (RequestEnded, RuntimeError),
+        (Exited, RuntimeError),
     ],
 )
 def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing_but_the_hosts_own_actors(
@@ -117,7 +119,7 @@ def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing_but_the_hosts
                 rig.worker.submit("job", "", "x", params={"scripted_reply": steps_json(*steps)})
             )
         futures += [rig.worker.result(1), rig.worker.result(2), rig.worker.get_worker_status()]
-        if kind is messages.RequestEnded:
+        if kind is RequestEnded:
             assert happened.wait(WAIT_S)
         futures.append(rig.worker.stop())
     assert happened.wait(WAIT_S)

@@ -17,11 +17,13 @@ import psutil
 import pytest
 
 from llama_worker.actors.base import SupervisedActor
-from llama_worker.messages import FlushStream, HurryStream, Probed, StreamEvents, Tick
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import FlushStream, HurryStream, StreamEvents
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.timers import HeapTimer, TimerThread
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.stream_reader import TICK_S
+from llama_worker.server.messages import Probed
 from llama_worker.testing.scripts import Reply, Script, Sleep, Tokens, plain_reply, steps_json
 from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from llama_worker.messages import GpuFaulted
 from llama_worker.runtime.probes import gpu_watch
 from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.messages import GpuFaulted
 from llama_worker.testing.scripts import Finish, Text, WaitClose
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.scripted_nvml import Gpu, NVMLError, ScriptedNvml

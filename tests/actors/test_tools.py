@@ -17,7 +17,7 @@ import pytest
 
 from llama_worker import RestartPolicy, RunningCall
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
-from llama_worker.messages import ToolThreadStuck
+from llama_worker.request.messages import ToolThreadStuck
 from llama_worker.runtime.host import host_code
 from llama_worker.testing.scripts import (
     DoneMarker,

@@ -31,7 +31,7 @@ import pykka
 
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerClosed, WorkerConfig, WorkerStartError
 from llama_worker.actors.base import Child, SupervisedActor
-from llama_worker.messages import Submit
+from llama_worker.actors.messages import Submit
 from llama_worker.request.request import Request
 from llama_worker.request.table import RequestRecord
 from llama_worker.runtime.host.futures import WorkerFuture

@@ -20,9 +20,11 @@ from llama_worker import (
     TimeoutProfile,
     default_bios,
     exit_tools,
-    messages,
 )
+from llama_worker.actors.messages import RequestMessage, UpstreamMessage, WorkerMessage
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
+from llama_worker.request.messages import ToolMessage, TransportMessage
+from llama_worker.server.messages import ProcessMessage, WatchdogMessage
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
 from tests.recordings import builds
@@ -142,13 +144,13 @@ def test_every_reason_is_explained_once_and_no_other(section: str) -> None:
 
 def test_every_message_between_actors_is_in_the_table_with_its_receiver_and_no_other() -> None:
     unions = {
-        "WorkerActor": messages.WorkerMessage,
-        "ProcessActor": messages.ProcessMessage,
-        "TransportActor": messages.TransportMessage,
-        "RequestActor": messages.RequestMessage,
-        "ToolLoopActor": messages.ToolMessage,
-        "WatchdogActor": messages.WatchdogMessage,
-        "UpstreamActor": messages.UpstreamMessage,
+        "WorkerActor": WorkerMessage,
+        "ProcessActor": ProcessMessage,
+        "TransportActor": TransportMessage,
+        "RequestActor": RequestMessage,
+        "ToolLoopActor": ToolMessage,
+        "WatchdogActor": WatchdogMessage,
+        "UpstreamActor": UpstreamMessage,
     }
     in_code = sorted(
         (actor, kind.__name__) for actor, union in unions.items() for kind in get_args(union)

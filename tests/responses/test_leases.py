@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker import ConfigError, Recycle, WorkerState
+from llama_worker.actors.messages import BeginLease, RequestMessage
 from llama_worker.actors.request import RequestActor
-from llama_worker.messages import BeginLease, RequestMessage
 from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.server import slots, watch

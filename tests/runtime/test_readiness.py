@@ -17,7 +17,6 @@ import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
 from llama_worker.gaps import LATE_S
-from llama_worker.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
@@ -27,6 +26,7 @@ from llama_worker.runtime.probes.readiness import (
     owns_port,
 )
 from llama_worker.runtime.process.canary import canary_body, canary_problem
+from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from tests.actors.conftest import WAIT_S
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
+from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams import stream_reader

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import requests
 
-from llama_worker.stream.tagged_calls import tagged_call
+from llama_worker.bios import tagged_call
 from llama_worker.testing.scripts import (
     Headers,
     Reply,

@@ -5,15 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llama_worker.actors.base import Ref
-from llama_worker.messages import (
-    EndLease,
-    Lease,
-    OpenStream,
-    StreamClosed,
-    StreamEvents,
-    StreamOpened,
-    WorkerMessage,
-)
+from llama_worker.actors.messages import EndLease, Lease, WorkerMessage
+from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.session import Aborted
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange

@@ -12,29 +12,19 @@ from msgspec import structs
 
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError
-from llama_worker.messages import (
+from llama_worker.mailbox import Mailbox, Reply
+from llama_worker.request.messages import (
     BiosWritten,
     CallEnded,
     CountTokens,
-    Died,
-    EvidenceSeen,
-    Exited,
-    GpuFaulted,
-    Launched,
-    LaunchFailed,
-    Mailbox,
     OpenStream,
-    Probed,
-    ProbeOutcome,
-    Reply,
     RunTool,
-    SlotsSeen,
     StreamClosed,
     StreamEvents,
     StreamOpened,
+    ToolThreadNews,
     ToolThreadReturned,
     ToolThreadStuck,
-    WorkerMessage,
 )
 from llama_worker.request.orders import TurnId, WriteBios
 from llama_worker.runtime.http.token_count import COUNT_S
@@ -42,6 +32,17 @@ from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
+from llama_worker.server.messages import (
+    Died,
+    EvidenceSeen,
+    Exited,
+    GpuFaulted,
+    Launched,
+    LaunchFailed,
+    Probed,
+    ProbeOutcome,
+    SlotsSeen,
+)
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
@@ -543,7 +544,7 @@ class SimToolThread:
 
     def __init__(self, turn_id: TurnId) -> None:
         self.has_returned = False
-        self.given_up_to: Mailbox[WorkerMessage] | None = None
+        self.given_up_to: Mailbox[ToolThreadNews] | None = None
         self._turn_id = turn_id
 
     def is_alive(self) -> bool:
@@ -554,7 +555,7 @@ class SimToolThread:
         """It runs, and nobody waits for it."""
         return self.given_up_to is not None and not self.has_returned
 
-    def give_up(self, reply_to: Mailbox[WorkerMessage]) -> None:
+    def give_up(self, reply_to: Mailbox[ToolThreadNews]) -> None:
         if not self.has_returned:
             self.given_up_to = reply_to
             reply_to.tell(ToolThreadStuck(turn_id=self._turn_id))

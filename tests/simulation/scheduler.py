@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from llama_worker.actors.base import Child
-from llama_worker.messages import Tick
+from llama_worker.mailbox import Tick
 from tests.simulation.promises import Promise
 from tests.simulation.trace import Trace
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llama_worker.messages import Stalled
+from llama_worker.server.messages import Stalled
 from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, WorkerState
 from tests.simulation.dice import Dice

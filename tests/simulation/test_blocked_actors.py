@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from llama_worker.actors.request import RequestActor
-from llama_worker.messages import RequestMessage
+from llama_worker.request.messages import RequestInput
 from llama_worker.request.orders import PostChat
 from llama_worker.request.request import Effect, Request
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
@@ -85,7 +85,7 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
     bench.machine.reply_to = reply_to
     whole = Request.step
 
-    def step(request: Request, message: RequestMessage, now: float) -> Sequence[Effect]:
+    def step(request: Request, message: RequestInput, now: float) -> Sequence[Effect]:
         effects = whole(request, message, now)
         if any(isinstance(effect, PostChat) for effect in effects):
             stuck = actor_of(bench, "request[0]").actor

@@ -14,20 +14,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from llama_worker.messages import (
+from llama_worker.actors.messages import EndLease
+from llama_worker.request.messages import (
     CancelRequest,
     CloseStream,
-    EndLease,
-    Exited,
     ServerChecked,
-    Stop,
     StreamClosed,
     StreamEvents,
-    Unkillable,
-    Watch,
 )
 from llama_worker.runtime.host.futures import WeakList
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
+from llama_worker.server.messages import Exited, Stop, Unkillable, Watch
 from llama_worker.server.restart_budget import Lockout, RestartAfter
 from llama_worker.types import RequestPhase
 from tests.simulation.faults import KINDS

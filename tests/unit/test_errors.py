@@ -20,7 +20,7 @@ from llama_worker import (
     WorkerStartError,
     WorkerStopError,
 )
-from llama_worker.server.start_advice import described, lack_of_memory, not_executed
+from llama_worker.config.start_advice import described, lack_of_memory, not_executed
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from llama_worker import (
 from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import harmless, one_line, seconds
-from llama_worker.server.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
+from llama_worker.config.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
 
 # `0.00.003.896 I srv    load_model: ` (b11434)
 _LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")

@@ -12,15 +12,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from llama_worker.messages import (
-    Abandon,
-    CancelRequest,
-    EndLease,
-    RequestEnded,
-    RequestMessage,
-    ServerChecked,
-    Tick,
-)
+from llama_worker.mailbox import Tick
 from llama_worker.request.ending import (
     CANCELED,
     COMPLETED,
@@ -29,6 +21,13 @@ from llama_worker.request.ending import (
     Outcome,
     failed,
     failed_by,
+)
+from llama_worker.request.messages import (
+    Abandon,
+    CancelRequest,
+    RequestEnded,
+    RequestInput,
+    ServerChecked,
 )
 from llama_worker.request.orders import AskIfServerDied
 from llama_worker.request.output import Output, read_output
@@ -128,7 +127,7 @@ class LeasedRequest:
 
     # ------------------------------------------------------------ from the slot's actor
 
-    def step(self, message: RequestMessage, now: float) -> LeaseEffects:
+    def step(self, message: RequestInput, now: float) -> LeaseEffects:
         """What follows from a message."""
         match message:
             case CancelRequest(request_id=self.request_id):
@@ -140,8 +139,6 @@ class LeasedRequest:
                     self.given_up, self._until = outcome, now + LAST_WORDS_S
                     return []
                 return self._give_up(outcome if self.is_broken else self.given_up or outcome, now)
-            case EndLease() if self.is_broken and self._until is None:
-                self._until = now + DEATH_NEWS_S
             case ServerChecked(request_id=self.request_id) if self._is_unexplained:
                 if not message.is_gone:
                     return self._give_up(self._last_outcome, now)
@@ -152,6 +149,11 @@ class LeasedRequest:
                 self._is_asked, self._until = True, now + LATE_NEWS_S
                 return [AskIfServerDied(request_id=self.request_id)]
         return []
+
+    def hear_out(self, now: float) -> None:
+        """The exchange is over. Where its connection broke, news of why may follow."""
+        if self.is_broken and self._until is None:
+            self._until = now + DEATH_NEWS_S
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
         """End it whatever it waits for."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 import weakref
 
 from llama_worker.config.profiles import LoopDetector
-from llama_worker.messages import ReadOutput, Reply
+from llama_worker.mailbox import Reply
+from llama_worker.request.messages import ReadOutput
 from llama_worker.stream.loops import LoopFound, LoopWatch, TextLoopFound
 from llama_worker.types import NotFound, OutputChunk
 

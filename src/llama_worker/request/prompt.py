@@ -15,13 +15,12 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
+from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, tagged_call
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.request.submission import Submission
 from llama_worker.request.tools import ToolBatch
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
-from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import BiosText, ChatMessage, SystemPromptMode
 
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"

@@ -17,10 +17,10 @@ The words for how things end, each for one thing:
 
 from __future__ import annotations
 
-from llama_worker import messages
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import masked
-from llama_worker.request import states
+from llama_worker.mailbox import Tick
+from llama_worker.request import messages, states
 from llama_worker.request.ending import (
     CANCELED,
     SERVER_GONE,
@@ -93,13 +93,13 @@ class Request:
     def begin(self, now: float) -> Effects:
         return self._write_bios(None, now)
 
-    def step(self, message: messages.RequestMessage, now: float) -> Effects:
+    def step(self, message: messages.RequestInput, now: float) -> Effects:
         """What follows from a message; nothing, if it is for an earlier turn or another request."""
         effects = self._step(message, now)
         signals = self._tools.take_new_signals()
         return [*signals, *effects] if signals else effects
 
-    def _step(self, message: messages.RequestMessage, now: float) -> Effects:
+    def _step(self, message: messages.RequestInput, now: float) -> Effects:
         match self.state, message:
             case (
                 states.Streaming() | states.Settling() | states.ReadingRest(),
@@ -142,7 +142,7 @@ class Request:
                 return self._give_up(failed(message.reason, message.detail), now)
             case _, messages.CancelRequest(request_id=self.request_id):
                 return self._end(CANCELED, now)
-            case _, messages.Tick():
+            case _, Tick():
                 return self._tick(now)
         return []
 
@@ -175,7 +175,7 @@ class Request:
 
     @property
     def deadline(self) -> float | None:
-        """When a messages.Tick is due; None: none is."""
+        """When a Tick is due; None: none is."""
         return states.deadline(self.state)
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> Effects:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.messages import SignalEmitted
+from llama_worker.request.messages import SignalEmitted
 from llama_worker.request.report import RequestTotals
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawCall, partition

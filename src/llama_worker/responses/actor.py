@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from llama_worker.actors.base import LiveCount, Ref, SupervisedActor, members
-from llama_worker.messages import Reply
+from llama_worker.mailbox import Reply
 from llama_worker.responses.api.store import ResponseStore
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from llama_worker.messages import Mailbox
+from llama_worker.mailbox import Mailbox
 from llama_worker.responses.api.compaction import compacted, compaction_request
 from llama_worker.responses.api.conversation import Item
 from llama_worker.responses.api.events import ResponseEvents, sse

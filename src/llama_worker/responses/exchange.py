@@ -8,7 +8,8 @@ from typing import TypeVar
 import pykka
 from msgspec import Struct
 
-from llama_worker.messages import EndLease, Lease, Mailbox
+from llama_worker.actors.messages import EndLease, Lease
+from llama_worker.mailbox import Mailbox
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage

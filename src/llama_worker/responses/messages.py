@@ -6,7 +6,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from llama_worker.messages import Reply
+from llama_worker.mailbox import Reply
 from llama_worker.responses.api.request import References
 from llama_worker.responses.api.store import Found, StoredResponse
 

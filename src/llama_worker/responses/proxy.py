@@ -10,9 +10,10 @@ from typing import Any
 import pykka
 
 from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.actors.upstream import UpstreamActor
 from llama_worker.errors import ConfigError
-from llama_worker.messages import EndLease, Lease, Mailbox, UpstreamMessage
+from llama_worker.mailbox import Mailbox
 from llama_worker.responses.actor import ResponsesProxyActor
 from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig

@@ -12,21 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from llama_worker.messages import (
+from llama_worker.mailbox import Mailbox
+from llama_worker.request.messages import (
     BiosWritten,
     CountTokens,
-    EvidenceSeen,
-    GpuFaulted,
-    Mailbox,
     OpenStream,
-    Probed,
     RunTool,
-    ServerNews,
-    SlotsSeen,
     StreamClosed,
-    WorkerMessage,
+    ToolThreadNews,
 )
 from llama_worker.request.orders import WriteBios
+from llama_worker.server.messages import EvidenceSeen, GpuFaulted, Probed, ServerNews, SlotsSeen
 from llama_worker.server.termination import Signal
 
 
@@ -97,7 +93,7 @@ class ToolThread(Protocol):
     def is_alive(self) -> bool:
         """Whether it still runs."""
 
-    def give_up(self, reply_to: Mailbox[WorkerMessage]) -> None:
+    def give_up(self, reply_to: Mailbox[ToolThreadNews]) -> None:
         """Tell the call, unless it has returned, that nobody waits for it any more. Quick.
 
         `reply_to` gets ToolThreadStuck and, once it returns, ToolThreadReturned.

@@ -9,17 +9,12 @@ from functools import partial
 from typing import Any
 
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.messages import (
+from llama_worker.mailbox import Mailbox
+from llama_worker.request.messages import (
     BiosWritten,
     CountTokens,
-    EvidenceSeen,
-    GpuFaulted,
-    Mailbox,
     OpenStream,
-    Probed,
     RunTool,
-    ServerNews,
-    SlotsSeen,
     StreamClosed,
 )
 from llama_worker.request.orders import WriteBios
@@ -38,6 +33,7 @@ from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_process import GuardedServer
 from llama_worker.runtime.process.server_program import host_environment, server_environment
 from llama_worker.runtime.streams.stream_reader import StreamReader
+from llama_worker.server.messages import EvidenceSeen, GpuFaulted, Probed, ServerNews, SlotsSeen
 
 _logger = logging.getLogger("llama_worker")
 

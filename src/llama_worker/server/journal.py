@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from llama_worker.messages import Observed
 from llama_worker.request.progress import last_progress_at
 from llama_worker.request.table import Admitted
+from llama_worker.server.messages import Observed
 from llama_worker.server.timeouts import ages
 from llama_worker.server.totals import Totals
 from llama_worker.types import EventHandler, RestartRecord, WorkerDebugInfo

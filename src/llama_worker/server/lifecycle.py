@@ -13,27 +13,10 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from llama_worker.config.profiles import RestartPolicy
+from llama_worker.config.start_advice import described
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.messages import (
-    Abandon,
-    BecameReady,
-    CloseAllStreams,
-    Died,
-    Drain,
-    Exited,
-    GpuFaulted,
-    HealthLost,
-    Launch,
-    LaunchFailed,
-    Restart,
-    Start,
-    StartupFailed,
-    Stop,
-    StreamsClosed,
-    Terminate,
-    Tick,
-    Unkillable,
-)
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,
@@ -50,9 +33,24 @@ from llama_worker.server.lifecycle_states import (
     ToRestart,
     ToStopped,
 )
+from llama_worker.server.messages import (
+    BecameReady,
+    Died,
+    Drain,
+    Exited,
+    GpuFaulted,
+    HealthLost,
+    Launch,
+    LaunchFailed,
+    Restart,
+    Start,
+    StartupFailed,
+    Stop,
+    Terminate,
+    Unkillable,
+)
 from llama_worker.server.recycling import Worn
 from llama_worker.server.restart_budget import Lockout, RestartBudget
-from llama_worker.server.start_advice import described
 from llama_worker.server.suspicion import Trouble
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 

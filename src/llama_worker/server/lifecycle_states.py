@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.messages import Abandon, CloseAllStreams, Launch, Start, Stop, Terminate
+from llama_worker.request.messages import Abandon, CloseAllStreams
+from llama_worker.server.messages import Launch, Start, Stop, Terminate
 
 # ---------------------------------------------------------------- states
 

@@ -6,7 +6,7 @@ other probe a look, and is not asked again until it has returned.
 
 from __future__ import annotations
 
-from llama_worker.messages import EvidenceSeen
+from llama_worker.server.messages import EvidenceSeen
 
 
 class LookRounds:

@@ -10,7 +10,8 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.gaps import gap_s
-from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
+from llama_worker.mailbox import Tick
+from llama_worker.server.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate
 
 # From SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the thread
 # which it interrupts may hold, and then waits for ever; a second signal ends it at once.

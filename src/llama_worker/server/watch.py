@@ -24,34 +24,31 @@ from msgspec import Struct
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import FORGIVEN_IN_A_ROW, NO_GAPS, gap_s
-from llama_worker.messages import (
+from llama_worker.mailbox import Mailbox, Tick
+from llama_worker.request.messages import ProgressReported, ReportProgress
+from llama_worker.request.progress import Batch, Progress, newest
+from llama_worker.server.builds import answers_in_batches
+from llama_worker.server.health import HealthCounter
+from llama_worker.server.look_rounds import LookRounds
+from llama_worker.server.messages import (
     BecameReady,
     EvidenceSeen,
     GpuFaulted,
     HealthLost,
     Launch,
     Launched,
-    Mailbox,
     Observed,
     Probed,
     ProbeNow,
     ProbeOutcome,
-    ProgressReported,
-    ReportProgress,
-    RequestMessage,
     SlotsSeen,
     Stalled,
     StandDown,
     StartupFailed,
-    Tick,
     Unwatch,
     Watch,
     WatchdogMessage,
 )
-from llama_worker.request.progress import Batch, Progress, newest
-from llama_worker.server.builds import answers_in_batches
-from llama_worker.server.health import HealthCounter
-from llama_worker.server.look_rounds import LookRounds
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import (
     LOOK_TIMEOUT_S,
@@ -140,7 +137,7 @@ class ServerWatch:
         self._probe_began_at = 0.0
         # When the probe began that was answered last within the time that a look has.
         self._answered_at: float | None = None
-        self._requests: dict[int, Mailbox[RequestMessage]] = {}
+        self._requests: dict[int, Mailbox[ReportProgress]] = {}
         self._watched_since: float | None = None  # until the first look of this watching
         self._progress: dict[int, Progress] = {}  # what each request said last
         self._ledger = DataLedger()
@@ -168,7 +165,7 @@ class ServerWatch:
         return self._pid
 
     @property
-    def requests(self) -> dict[int, Mailbox[RequestMessage]]:
+    def requests(self) -> dict[int, Mailbox[ReportProgress]]:
         """The requests in flight, by id."""
         return self._requests
 
@@ -407,7 +404,7 @@ class ServerWatch:
 
     # ------------------------------------------------------------ liveness and verdicts
 
-    def _watch(self, request_id: int, request: Mailbox[RequestMessage], now: float) -> None:
+    def _watch(self, request_id: int, request: Mailbox[ReportProgress], now: float) -> None:
         self._requests[request_id] = request
         if len(self._requests) == 1:
             self._liveness_at = None

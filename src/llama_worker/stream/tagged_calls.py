@@ -8,19 +8,13 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
+from llama_worker.bios import CALL_CLOSE, CALL_OPEN
 from llama_worker.config.profiles import LoopDetector
 from llama_worker.stream.calls import MAX_JSON_DEPTH, MalformedCall, RawCall, parse_arguments
 from llama_worker.stream.loops import LoopWatch
 
-CALL_OPEN = "<tool_call>"
-CALL_CLOSE = "</tool_call>"
 MAX_TAGGED_CALL_CHARS = 1 << 20
 """The longest tagged call, tags included; a longer one is malformed. Bounds what the filter holds back."""
-
-
-def tagged_call(name: str, arguments_json: str) -> str:
-    """A call the way prompted mode writes it."""
-    return f'{CALL_OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments_json}}}{CALL_CLOSE}'
 
 
 class TaggedCallFilter:

@@ -10,11 +10,12 @@ import pytest
 from msgspec import Struct
 
 from llama_worker.actors.base import LiveCount
+from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.actors.upstream import UpstreamActor
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.messages import EndLease, Lease, Probed, ProbeOutcome, SlotsSeen
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.events import PromptReport, StreamEvent, TextDelta

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.messages import (
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import (
     Abandon,
     Begin,
     BiosWritten,
@@ -19,13 +20,12 @@ from llama_worker.messages import (
     CancelRequest,
     CloseStream,
     RequestEnded,
-    RequestMessage,
+    RequestInput,
     ServerChecked,
     SignalEmitted,
     StreamClosed,
     StreamEvents,
     StreamOpened,
-    Tick,
 )
 from llama_worker.request.orders import CallTool, PostChat, TurnId, WriteBios
 from llama_worker.request.request import Effect, Request
@@ -50,7 +50,7 @@ ADD: ToolDef = {"type": "function", "function": {"name": "add"}}
 SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
 LINE = f"{'y' * 40}\n"
 
-Event = RequestMessage | StreamEvent | float | Callable[["Play"], RequestMessage]
+Event = RequestInput | StreamEvent | float | Callable[["Play"], RequestInput]
 
 
 def config(**changed: Any) -> WorkerConfig:
@@ -109,7 +109,7 @@ class Play:
 
     def __rshift__(self, event: Event | tuple[StreamEvent, ...]) -> Play:
         assert not self._effects, f"not named: {self._effects}"
-        message: RequestMessage
+        message: RequestInput
         if isinstance(event, float):
             self.now, message = event, Tick()
         elif isinstance(event, tuple | StreamEvent):
@@ -240,7 +240,7 @@ BOOM = ServerError("boom", 500, None)
 TAGGED = '<tool_call>{"name": "signal", "arguments": {"s": 1}}</tool_call>'
 
 
-def OPENED(play: Play) -> RequestMessage:
+def OPENED(play: Play) -> RequestInput:
     return StreamOpened(turn_id=play.turn, at=play.now)
 
 
@@ -252,11 +252,11 @@ TOOLS_REFUSED = failure("http_error", "HTTP 500: tools param requires --jinja fl
 RESET = failure("stream_disconnected")
 
 
-def closed(why: StreamFailure | None = None) -> Callable[[Play], RequestMessage]:
+def closed(why: StreamFailure | None = None) -> Callable[[Play], RequestInput]:
     return lambda play: StreamClosed(turn_id=play.turn, failure=why, at=play.now)
 
 
-def bios(text: str = "bios", error: str | None = None) -> Callable[[Play], RequestMessage]:
+def bios(text: str = "bios", error: str | None = None) -> Callable[[Play], RequestInput]:
     """The BIOS of the next turn is written."""
     return lambda play: BiosWritten(
         turn_id=(play.turn[0], play.turn[1] + 1), bios=text, error=error
@@ -265,7 +265,7 @@ def bios(text: str = "bios", error: str | None = None) -> Callable[[Play], Reque
 
 def returned(
     text: str, *, ok: bool = True, call_id: str | None = None
-) -> Callable[[Play], RequestMessage]:
+) -> Callable[[Play], RequestInput]:
     """The call that runs has returned, or another one."""
     return lambda play: CallEnded(
         turn_id=play.turn, call_id=call_id or play.call_id, ok=ok, text=text, at=play.now

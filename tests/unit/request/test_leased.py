@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker.messages import (
+from llama_worker.mailbox import Tick
+from llama_worker.request.leased import LeasedRequest, LeaseEffects
+from llama_worker.request.messages import (
     Abandon,
     CancelRequest,
-    EndLease,
     RequestEnded,
-    RequestMessage,
+    RequestInput,
     ServerChecked,
-    Tick,
 )
-from llama_worker.request.leased import LeasedRequest, LeaseEffects
 from llama_worker.request.orders import AskIfServerDied
 from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted
@@ -34,7 +33,6 @@ from llama_worker.types import RequestPhase, RequestResult
 
 DIED = Abandon(reason=Reason.SERVER_DIED, detail="exit code -9")
 STALLED = Abandon(reason=Reason.STALL_TIMEOUT, detail="no data")
-END: EndLease = EndLease(exchange=None)  # type: ignore[arg-type]
 BROKEN = disconnected("in mid-stream")
 
 
@@ -118,7 +116,7 @@ def test_a_slow_client_is_not_waited_for() -> None:
         (Abandon(request_id=8, reason=Reason.STALL_TIMEOUT, detail=""), None),
     ],
 )
-def test_what_ends_it_is_its_reason(order: RequestMessage, reason: Reason | None) -> None:
+def test_what_ends_it_is_its_reason(order: RequestInput, reason: Reason | None) -> None:
     effects = speaking().step(order, 9.0)
     assert (result(effects)["fail_reason"] if effects else None) == reason
 
@@ -162,7 +160,7 @@ def broken() -> LeasedRequest:
     request = speaking()
     request.closed(BROKEN)
     assert request.end(3.0) is None
-    assert request.step(END, 3.0) == []
+    request.hear_out(3.0)
     assert request.deadline == 3.0 + DEATH_NEWS_S
     return request
 
@@ -179,7 +177,7 @@ def test_a_broken_connection_waits_for_its_reason() -> None:
         (Tick(), Reason.STREAM_DISCONNECTED),
     ],
 )
-def test_it_is_asked_whether_the_server_died(news: RequestMessage, reason: Reason) -> None:
+def test_it_is_asked_whether_the_server_died(news: RequestInput, reason: Reason) -> None:
     request = broken()
     assert request.step(Tick(), 3.0 + DEATH_NEWS_S) == [AskIfServerDied(request_id=7)]
     assert request.deadline == 3.0 + DEATH_NEWS_S + LATE_NEWS_S

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from llama_worker.config.profiles import LoopDetector
-from llama_worker.messages import ReadOutput
+from llama_worker.request.messages import ReadOutput
 from llama_worker.request.output import Output, WaitingReads, is_answered_by
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types import NotFound, OutputChunk

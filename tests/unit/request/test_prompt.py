@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
+from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, tagged_call
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.request.prompt import SYSTEM_PROMPT_DELIMITER, Conversation, Prompts
 from llama_worker.request.submission import Submission
 from llama_worker.stream.calls import ParsedCall
-from llama_worker.stream.tagged_calls import tagged_call
 from llama_worker.types import BiosText, ChatMessage, SystemPromptMode
 from tests.unit.request.playbook import ADD, PLAIN, SIGNAL, WITH_TOOLS, config
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_worker.bios import STATUS_OPEN
-from llama_worker.messages import (
+from llama_worker.request.messages import (
     CancelRequest,
     CloseStream,
     DropTool,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llama_worker.messages import EvidenceSeen
 from llama_worker.runtime.host.host_code import look
+from llama_worker.server.messages import EvidenceSeen
 from llama_worker.types import LivenessEvidence
 
 

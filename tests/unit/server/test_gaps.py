@@ -10,7 +10,8 @@ import pytest
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS, gap_s
-from llama_worker.messages import ProbeOutcome, Stalled, StartupFailed, Tick
+from llama_worker.mailbox import Tick
+from llama_worker.server.messages import ProbeOutcome, Stalled, StartupFailed
 from llama_worker.server.slots import Slot
 from tests.virtual_watch import VirtualWatch, generating
 

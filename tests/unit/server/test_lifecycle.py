@@ -11,26 +11,8 @@ from msgspec import structs
 
 from llama_worker.config.profiles import RestartPolicy
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.messages import (
-    Abandon,
-    BecameReady,
-    CloseAllStreams,
-    Died,
-    Drain,
-    Exited,
-    GpuFaulted,
-    HealthLost,
-    Launch,
-    LaunchFailed,
-    Restart,
-    Start,
-    StartupFailed,
-    Stop,
-    StreamsClosed,
-    Terminate,
-    Tick,
-    Unkillable,
-)
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.lifecycle import Drained, Lifecycle, step
 from llama_worker.server.lifecycle_states import (
@@ -47,6 +29,22 @@ from llama_worker.server.lifecycle_states import (
     ToFailed,
     ToRestart,
     ToStopped,
+)
+from llama_worker.server.messages import (
+    BecameReady,
+    Died,
+    Drain,
+    Exited,
+    GpuFaulted,
+    HealthLost,
+    Launch,
+    LaunchFailed,
+    Restart,
+    Start,
+    StartupFailed,
+    Stop,
+    Terminate,
+    Unkillable,
 )
 from llama_worker.server.recycling import Worn
 from llama_worker.server.restart_budget import RestartBudget

@@ -12,8 +12,15 @@ import pytest
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS, Gaps
-from llama_worker.messages import HealthLost, Launch, ProbeOutcome, Stalled, StandDown, Unwatch
 from llama_worker.request.progress import Batch, Progress
+from llama_worker.server.messages import (
+    HealthLost,
+    Launch,
+    ProbeOutcome,
+    Stalled,
+    StandDown,
+    Unwatch,
+)
 from llama_worker.server.pace import PACE_MIN_S, PACE_MULTIPLE, Pace
 from llama_worker.server.slots import (
     LOOK_INTERVAL_S,

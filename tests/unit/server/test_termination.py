@@ -6,8 +6,9 @@ from signal import SIGCONT, SIGKILL
 
 import pytest
 
-from llama_worker.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate, Tick
+from llama_worker.mailbox import Tick
 from llama_worker.server import termination
+from llama_worker.server.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate
 from llama_worker.server.termination import (
     Absent,
     GuardSilence,

@@ -7,22 +7,30 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from llama_worker import messages
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import FORGIVEN_IN_A_ROW
-from llama_worker.messages import (
-    Launch,
-    Launched,
-    ProbeNow,
-    ProbeOutcome,
-    StandDown,
-    Tick,
-    Unwatch,
-    Watch,
-)
+from llama_worker.mailbox import Tick
+from llama_worker.request.messages import ProgressReported, ReportProgress
 from llama_worker.request.progress import Progress
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.health import HealthCounter
+from llama_worker.server.messages import (
+    BecameReady,
+    GpuFaulted,
+    HealthLost,
+    Launch,
+    Launched,
+    Observed,
+    ProbeNow,
+    ProbeOutcome,
+    SlotsSeen,
+    Stalled,
+    StandDown,
+    StartupFailed,
+    Unwatch,
+    Watch,
+    WatchdogMessage,
+)
 from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import Look, LookAtSlots, ProbeReadiness, ServerWatch
@@ -42,12 +50,10 @@ class Watched:
     def __init__(self, profile: TimeoutProfile, *, probes_count: int = 0) -> None:
         self.watch = ServerWatch(profile, probes_count=probes_count, me=Nobody())
 
-    def __call__(self, message: messages.WatchdogMessage, now: float) -> list[Any]:
+    def __call__(self, message: WatchdogMessage, now: float) -> list[Any]:
         """What follows from a message, apart from the notes for the evidence of a kill."""
         return [
-            effect
-            for effect in self.watch.step(message, now)
-            if not isinstance(effect, messages.Observed)
+            effect for effect in self.watch.step(message, now) if not isinstance(effect, Observed)
         ]
 
 
@@ -59,15 +65,15 @@ def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
         if isinstance(effect, Look):
             step(effect.seen, 0.1)
     assert step(probed(ProbeOutcome.READY), 0.1) == [
-        messages.BecameReady(epoch=1, traits=ServerTraits()),
+        BecameReady(epoch=1, traits=ServerTraits()),
         LookAtSlots(epoch=1),
     ]
-    assert step(messages.SlotsSeen(epoch=1, look=None), 0.1) == []
+    assert step(SlotsSeen(epoch=1, look=None), 0.1) == []
     return step
 
 
-def told(progress: Progress) -> messages.ProgressReported:
-    return messages.ProgressReported(progress=progress, for_verdict=True)
+def told(progress: Progress) -> ProgressReported:
+    return ProgressReported(progress=progress, for_verdict=True)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def told(progress: Progress) -> messages.ProgressReported:
     ],
 )
 def test_no_verdict_falls_before_every_request_was_heard(
-    next_message: messages.WatchdogMessage, at: float, busy_neighbour: bool
+    next_message: WatchdogMessage, at: float, busy_neighbour: bool
 ) -> None:
     step = ready(STALLS_AFTER_1_S)
     for request_id in (1, 2):
@@ -93,16 +99,14 @@ def test_no_verdict_falls_before_every_request_was_heard(
     assert step(told(generating(0.0)), 60.1) == []
     stalled, *asked_again = step(next_message, at)
     assert (stalled.request_id, stalled.busy_neighbour) == (1, busy_neighbour)
-    assert [type(effect) for effect in asked_again] == [messages.ReportProgress] * isinstance(
+    assert [type(effect) for effect in asked_again] == [ReportProgress] * isinstance(
         next_message, Tick
     )
 
 
 PROBE = ProbeReadiness(epoch=1, root_pid=7, first=False)
 DOUBT = ProbeNow(epoch=1, cause="a broken connection")
-DOUBT_CONFIRMED = messages.HealthLost(
-    epoch=1, detail="a broken connection, and then the probe failed: told"
-)
+DOUBT_CONFIRMED = HealthLost(epoch=1, detail="a broken connection, and then the probe failed: told")
 
 
 def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
@@ -158,7 +162,7 @@ def test_a_late_probe_behind_one_in_time_is_forgiven_anew() -> None:
 
 def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
     step = ready(TimeoutProfile())
-    error = messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
+    error = GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
     assert step(error, 1.0) == [error]
     assert step(replace(error, epoch=2), 1.0) == []
     step(StandDown(), 2.0)
@@ -186,7 +190,7 @@ def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None
     look, asked = step(Tick(), 60.1)
     assert (look.seen.probe, asked.for_verdict) == (quick.probe, True)
     (again,) = step(told(generating(0.0)), 60.1)
-    assert isinstance(again, messages.Stalled)
+    assert isinstance(again, Stalled)
     assert hanging.probe not in [e.seen.probe for e in step(Tick(), 60.2) if isinstance(e, Look)]
 
 
@@ -202,13 +206,13 @@ def test_what_a_probe_saw_before_watching_began_does_not_count(returns_at: float
     looks = step(replace(old.seen, alive=True, at=returns_at), returns_at)
     (reset,) = looks or step(Tick(), 62.05)
     assert reset.seen.fresh
-    asked = [e for e in step(Tick(), 63.0) if isinstance(e, messages.ReportProgress)]
+    asked = [e for e in step(Tick(), 63.0) if isinstance(e, ReportProgress)]
     assert [e.liveness_at for e in asked] == [None]
 
 
 @pytest.mark.parametrize("message", [StandDown(), Launch(epoch=2)])
 def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(
-    message: messages.WatchdogMessage,
+    message: WatchdogMessage,
 ) -> None:
     step = Watched(TimeoutProfile(), probes_count=1)
     step(Launch(epoch=1), 0.0)
@@ -228,7 +232,7 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
     while not news and step.watch.deadline is not None:
         now = step.watch.deadline
         news = step(Tick(), now)
-    assert [type(told) for told in news] == [messages.StartupFailed]
+    assert [type(told) for told in news] == [StartupFailed]
     assert 10.0 <= now <= 10.5
     assert step.watch.deadline is None
 
@@ -257,16 +261,16 @@ def stalled_at(decodes: bool) -> float | None:
         pending = [(effect, due_at) for effect in step(Tick(), due_at)]
         while pending:
             effect, now = pending.pop(0)
-            if isinstance(effect, messages.Stalled):
+            if isinstance(effect, Stalled):
                 return now
-            if isinstance(effect, messages.ReportProgress):
+            if isinstance(effect, ReportProgress):
                 reply = told(generating(data_at))
                 answer = replace(reply, for_verdict=effect.for_verdict)
                 pending += [(each, now) for each in step(answer, now)]
             elif isinstance(effect, LookAtSlots):
                 decoded = int(now) if decodes else 50
                 slot = Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=decoded)
-                seen = messages.SlotsSeen(epoch=1, look=SlotsLook(asked_at=now, slots=(slot,)))
+                seen = SlotsSeen(epoch=1, look=SlotsLook(asked_at=now, slots=(slot,)))
                 pending += [(each, now) for each in step(seen, now)]
         if due_at > 1100.0:
             return None

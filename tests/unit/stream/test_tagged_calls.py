@@ -8,10 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llama_worker.bios import tagged_call
 from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.output import Output
 from llama_worker.stream.calls import MalformedCall, RawCall, parse_arguments
-from llama_worker.stream.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter, tagged_call
+from llama_worker.stream.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ISSUE = '<tool_call>{"name": "signal_issue", "arguments": {"code": "x"}}</tool_call>'

@@ -19,21 +19,21 @@ from llama_worker.bios import PromptError, run_bios
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import takes
 from llama_worker.errors import described_error
-from llama_worker.messages import (
+from llama_worker.mailbox import Mailbox
+from llama_worker.request.messages import (
     BiosWritten,
     CallEnded,
-    EvidenceSeen,
-    Mailbox,
     RunTool,
+    ToolThreadNews,
     ToolThreadReturned,
     ToolThreadStuck,
-    WorkerMessage,
 )
 from llama_worker.request.orders import WriteBios
 from llama_worker.request.tools import ToolResultError, encode_result
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import start_thread
+from llama_worker.server.messages import EvidenceSeen
 from llama_worker.types import BiosContext, BiosText, LivenessProbe, RunningCall
 
 _logger = logging.getLogger("llama_worker")
@@ -51,14 +51,14 @@ class ToolCallThread:
         self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
         self._cancel_task: Callable[[], object] | None = None  # of an async runner
         self._lock = threading.Lock()  # guards what follows
-        self._given_up_to: Mailbox[WorkerMessage] | None = None
+        self._given_up_to: Mailbox[ToolThreadNews] | None = None
         self._has_returned = False
         self._thread = start_thread(name, self._run)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def give_up(self, reply_to: Mailbox[WorkerMessage]) -> None:
+    def give_up(self, reply_to: Mailbox[ToolThreadNews]) -> None:
         """Tell the runner that nobody waits any more, unless it has returned."""
         with self._lock:
             if self._has_returned:

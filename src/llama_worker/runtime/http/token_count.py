@@ -9,7 +9,7 @@ from typing import Any
 from llama_worker.bios import PromptError
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError, described_error
-from llama_worker.messages import CountTokens
+from llama_worker.request.messages import CountTokens
 from llama_worker.request.prompt import Prompts
 from llama_worker.runtime.host.host_code import bios_text
 from llama_worker.runtime.host.threads import run_on_thread

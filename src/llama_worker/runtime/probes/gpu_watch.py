@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import psutil
 
-from llama_worker.messages import GpuFaulted, Mailbox
+from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.probes.liveness_probes import tree_pids
 from llama_worker.server.gpu_faults import (
@@ -22,6 +22,7 @@ from llama_worker.server.gpu_faults import (
     gpu_lost,
     uncorrectable_memory_error,
 )
+from llama_worker.server.messages import GpuFaulted
 
 # nothing wakes a thread that waits in NVML: it ends at most this much later than the server
 WAIT_S: Final = 10.0

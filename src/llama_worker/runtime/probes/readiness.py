@@ -13,13 +13,14 @@ import psutil
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.gaps import gap_s
-from llama_worker.messages import Mailbox, Probed, ProbeOutcome, SlotsSeen
+from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.session import Abort, Endpoint, ask, json_of
 from llama_worker.runtime.probes.liveness_probes import tree_pids
 from llama_worker.runtime.process.canary import canary_body, canary_problem
 from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
+from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
-from llama_worker.messages import RequestMessage
 from llama_worker.request.leased import LeasedRequest, LeaseEffects
+from llama_worker.request.messages import RequestInput
 from llama_worker.request.progress import Progress
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
@@ -131,11 +131,15 @@ class LeasedExchange:
 
     # ------------------------------------------------------------ the slot's actor, as of a `Request`
 
-    def step(self, message: RequestMessage, now: float) -> LeaseEffects:
+    def step(self, message: RequestInput, now: float) -> LeaseEffects:
         with self._over:
             effects = self._leased.step(message, now)
             self._cut_if_over()
         return effects
+
+    def hear_out(self, now: float) -> None:
+        with self._over:
+            self._leased.hear_out(now)
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
         with self._over:

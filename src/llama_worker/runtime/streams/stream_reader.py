@@ -12,7 +12,8 @@ import threading
 import time
 
 from llama_worker.errors import described_error
-from llama_worker.messages import Mailbox, OpenStream, StreamClosed, StreamEvents, StreamOpened
+from llama_worker.mailbox import Mailbox
+from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.session import Abort, Endpoint, Reply, no_reply, send

@@ -1,0 +1,193 @@
+"""What a host asks of its worker, what a worker's actors are told as such, and who takes which message."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from llama_worker.mailbox import Mailbox, Reply, Tick
+from llama_worker.request.messages import (
+    Abandon,
+    Begin,
+    BiosWritten,
+    CallEnded,
+    CancelRequest,
+    CountTokens,
+    GetStatus,
+    Question,
+    ReadOutput,
+    ReportProgress,
+    RequestEnded,
+    ServerChecked,
+    SignalEmitted,
+    StreamFlushed,
+    StreamNews,
+    ToolsRefused,
+    ToolThreadReturned,
+    ToolThreadStuck,
+)
+from llama_worker.request.submission import Submission
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.server.messages import (
+    Drain,
+    Observed,
+    Probed,
+    ProcessMessage,
+    Restart,
+    ServerMessage,
+    SlotsSeen,
+    Stalled,
+    Start,
+    Stop,
+)
+from llama_worker.server.roll_call import Member
+from llama_worker.types import (
+    NotFound,
+    NotReady,
+    RequestResult,
+    SubmitResult,
+    WorkerDebugInfo,
+    WorkerStatus,
+)
+
+
+class ReportIn(Struct, frozen=True):
+    """Tell the WorkerActor `ReportedIn`: who does not is stuck."""
+
+
+class Submit(Struct, frozen=True, kw_only=True):
+    """Admit the submission to a free slot, or refuse it, at once."""
+
+    submission: Submission
+    reply: Reply[SubmitResult]
+
+
+class GetResult(Struct, frozen=True, kw_only=True):
+    """Return a terminal request's result and release it."""
+
+    request_id: int
+    reply: Reply[RequestResult | NotReady | NotFound]
+
+
+class AwaitResult(Struct, frozen=True, kw_only=True):
+    """Answered when the request is terminal; the host's taking the value sends `ReleaseResult`."""
+
+    request_id: int
+    reply: Reply[RequestResult | NotFound]
+
+
+class ReleaseResult(Struct, frozen=True, kw_only=True):
+    """The host has taken the result, or wants none: forget the request, if it has ended.
+
+    Answered whether there was one.
+    """
+
+    request_id: int
+    reply: Reply[bool] | None = None
+
+
+class Lease(Struct, frozen=True, kw_only=True):
+    """Give the exchange a slot, or refuse it, at once: a proxy is about to send its request to the
+    worker's server. `EndLease` follows in any case.
+
+    `exchange`: a handle of the runtime's, locked, for any thread; used by the actor of the slot.
+    """
+
+    job_name: str
+    exchange: LeasedExchange
+    reply: Reply[SubmitResult]
+
+
+class EndLease(Struct, frozen=True, kw_only=True):
+    """The exchange is over: its slot is free, if it has one. To the WorkerActor, which passes it
+    on."""
+
+    exchange: LeasedExchange
+
+
+class WaitSlot(Struct, frozen=True, kw_only=True):
+    """Answered once the server is READY and a slot is free; fails with RequestRefused where none
+    will be."""
+
+    reply: Reply[None]
+
+
+class GetWorkerStatus(Struct, frozen=True, kw_only=True):
+    reply: Reply[WorkerStatus]
+
+
+class GetDebugInfo(Struct, frozen=True, kw_only=True):
+    reply: Reply[WorkerDebugInfo]
+
+
+class ActorDied(Struct, frozen=True, kw_only=True):
+    """One of a launch's actors ended with an exception, or does not answer."""
+
+    member: Member
+    detail: str
+
+
+class ReportedIn(Struct, frozen=True, kw_only=True):
+    """An actor's answer to `ReportIn`."""
+
+    member: Member
+
+
+class BeginLease(Struct, frozen=True, kw_only=True):
+    """The slot is the exchange's: answer for it until it ends."""
+
+    exchange: LeasedExchange
+    process: Mailbox[ProcessMessage]
+
+
+HostMessage = (
+    Start
+    | Stop
+    | Drain
+    | Restart
+    | Submit
+    | Lease
+    | EndLease
+    | WaitSlot
+    | CountTokens
+    | GetStatus
+    | ReadOutput
+    | GetResult
+    | AwaitResult
+    | ReleaseResult
+    | CancelRequest
+    | GetWorkerStatus
+    | GetDebugInfo
+)
+
+WorkerMessage = (
+    HostMessage
+    | ServerMessage
+    | Stalled
+    | Observed
+    | RequestEnded
+    | SignalEmitted
+    | ToolsRefused
+    | ToolThreadStuck
+    | ToolThreadReturned
+    | ActorDied
+    | ReportedIn
+    | Tick
+)
+
+RequestMessage = (
+    Begin
+    | BeginLease
+    | EndLease
+    | CancelRequest
+    | Abandon
+    | Question
+    | StreamFlushed
+    | ServerChecked
+    | StreamNews
+    | BiosWritten
+    | CallEnded
+    | ReportProgress
+    | Tick
+)
+
+UpstreamMessage = Lease | EndLease | Probed | SlotsSeen | Tick

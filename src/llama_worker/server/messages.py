@@ -1,0 +1,283 @@
+"""Orders that decide about the server's life, what is told of its process, and of the watch over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from msgspec import Struct
+
+from llama_worker.mailbox import Mailbox, Reply, Tick
+from llama_worker.request.messages import (
+    CheckServer,
+    ProgressReported,
+    ReportProgress,
+    StreamsClosed,
+)
+from llama_worker.request.progress import Batch, Progress
+from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.slots import SlotsLook, SlotsSilence
+from llama_worker.server.timeouts import Verdict
+from llama_worker.server.traits import ServerTraits
+from llama_worker.types import StartFailReason, WorkerStatus
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """Launch the server; answered when READY, or with a WorkerStartError."""
+
+    reply: Reply[WorkerStatus]
+
+
+class Stop(Struct, frozen=True, kw_only=True):
+    """End requests and server; answered when no process of the tree is left."""
+
+    reply: Reply[None]
+    grace_s: float | None = None  # None: as configured; the exit hook allows less
+
+
+class Drain(Struct, frozen=True, kw_only=True):
+    """Refuse new requests, and stop once the last one has ended; answered as `Stop`."""
+
+    reply: Reply[None]
+
+
+class Restart(Struct, frozen=True, kw_only=True):
+    """Replace the server at once, on the host's order; answered as `Start`."""
+
+    reason: str
+    reply: Reply[WorkerStatus]
+
+
+class Launched(Struct, frozen=True, kw_only=True):
+    """The server's process runs."""
+
+    epoch: int
+    pid: int
+
+
+class LaunchFailed(Struct, frozen=True, kw_only=True):
+    """No process came to be, or none will: the ProcessActor that was to start it has died."""
+
+    epoch: int
+    reason: StartFailReason
+    detail: str
+
+
+class Died(Struct, frozen=True, kw_only=True):
+    """The server's first process has ended; `Exited` follows once the rest of its tree is gone,
+    too."""
+
+    epoch: int
+    returncode: int  # negative: the signal's number
+    lack_of_memory: str | None = None  # what tells that this was it
+
+
+class Unkillable(Struct, frozen=True, kw_only=True):
+    """SIGKILL has no effect on the launch's tree; `Exited` still follows, should it end one day."""
+
+    epoch: int
+    detail: str  # pid, state, what the kernel waits for
+
+
+class Exited(Struct, frozen=True, kw_only=True):
+    """No process of the server's tree is left; told once per `Launched`."""
+
+    epoch: int
+    returncode: int | None  # negative: the signal's number; None: never learnt
+    log_tail: tuple[str, ...]
+    port_taken: bool = False  # somebody else listens on the server's port
+    lack_of_memory: str | None = None  # what tells that it ended for this
+
+
+class EvidenceKept(Struct, frozen=True, kw_only=True):
+    """What was seen of the server's processes just before they were killed."""
+
+    epoch: int
+    processes: Mapping[str, Any]
+    log_tail: tuple[str, ...]
+
+
+class BecameReady(Struct, frozen=True, kw_only=True):
+    """The server answers, and it is ours."""
+
+    epoch: int
+    traits: ServerTraits
+
+
+class StartupFailed(Struct, frozen=True, kw_only=True):
+    """The launch will not become ready: its time is up, or a stranger answers on the port."""
+
+    epoch: int
+    reason: StartFailReason
+    detail: str
+
+
+class HealthLost(Struct, frozen=True, kw_only=True):
+    """The server fails its readiness probe."""
+
+    epoch: int
+    detail: str
+
+
+class GpuFaulted(Struct, frozen=True, kw_only=True):
+    """A GPU that the server uses reported an error."""
+
+    epoch: int
+    fault: GpuFault
+
+
+class Stalled(Struct, frozen=True, kw_only=True):
+    """A verdict on one request in flight."""
+
+    epoch: int
+    request_id: int
+    verdict: Verdict
+    busy_neighbour: bool  # another request of this server received data just now
+
+
+class Observed(Struct, frozen=True, kw_only=True):
+    """What the watchdog knows at this instant; kept for the evidence of a kill."""
+
+    epoch: int
+    at: float
+    activity: str  # what the liveness probes said last; "" where they said nothing
+    liveness_at: float | None
+    requests: tuple[Progress, ...]
+
+
+class MemoryMeasured(Struct, frozen=True, kw_only=True):
+    """The anonymous memory of the launch's tree, swapped out or not; None: it cannot be seen."""
+
+    epoch: int
+    anon_bytes: int | None
+
+
+class Launch(Struct, frozen=True, kw_only=True):
+    """Start the server's process as launch number `epoch`."""
+
+    epoch: int
+
+
+class Terminate(Struct, frozen=True, kw_only=True):
+    """End the tree of launch `epoch`: SIGTERM, and SIGKILL after `grace_s`; 0.0 kills at once."""
+
+    epoch: int
+    grace_s: float
+    keep_evidence: bool = False  # tell `EvidenceKept` first
+
+
+class MeasureMemory(Struct, frozen=True, kw_only=True):
+    """Answered with `MemoryMeasured`, while launch `epoch` runs."""
+
+    epoch: int
+
+
+class Watch(Struct, frozen=True, kw_only=True):
+    """A request is in flight on this mailbox."""
+
+    request_id: int
+    request: Mailbox[ReportProgress]
+
+
+class Unwatch(Struct, frozen=True, kw_only=True):
+    """The request has ended; what it received stays true."""
+
+    request_id: int
+    data_at: float | None
+    batches: tuple[Batch, ...] = ()
+    completed: bool  # else the server may still compute a batch of it
+
+
+class ProbeNow(Struct, frozen=True, kw_only=True):
+    """Something looked wrong: probe the server out of turn; one failure is enough for
+    `HealthLost`."""
+
+    epoch: int
+    cause: str
+
+
+class StandDown(Struct, frozen=True, kw_only=True):
+    """The launch is over: probe nothing any more."""
+
+
+class ProbeOutcome(Enum):
+    READY = "ready"  # 200 with JSON, from a process of ours
+    LOADING = "loading"  # 503: alive, and not ready
+    FAILED = "failed"  # no answer, or not the right one
+    STRANGER = "stranger"  # an answer, from somebody else's process
+    UNFIT = "unfit"  # it answers, and its canary's answer was not the right one
+    LATE = "late"  # it failed so long after its time was over that this machine did not run
+    NO_NEWS = "no_news"  # it was not asked: this machine had no thread or descriptor for it
+
+
+class Probed(Struct, frozen=True, kw_only=True):
+    """From the thread of one readiness probe, its last word."""
+
+    epoch: int
+    outcome: ProbeOutcome
+    detail: str
+    traits: ServerTraits
+
+
+class EvidenceSeen(Struct, frozen=True, kw_only=True):
+    """From a probe's thread: what it said of one look at the server's processes."""
+
+    epoch: int
+    probe: int  # its index
+    round: int
+    alive: bool
+    at: float
+    detail: str
+    fresh: bool  # the first look, which only sets the mark
+    reads: bool = False  # its memory is read from disk
+    blind: bool = False  # this machine lacked what it takes to look
+
+
+class SlotsSeen(Struct, frozen=True, kw_only=True):
+    """From the thread of one look at `/slots`, its last word; None: an answer that tells nothing, or
+    it was not asked."""
+
+    epoch: int
+    look: SlotsLook | SlotsSilence | None
+
+
+ServerMessage = (  # what decides about the server's life
+    Start
+    | Stop
+    | Drain
+    | Restart
+    | Launched
+    | LaunchFailed
+    | Died
+    | Unkillable
+    | Exited
+    | EvidenceKept
+    | BecameReady
+    | StartupFailed
+    | HealthLost
+    | GpuFaulted
+    | StreamsClosed
+    | MemoryMeasured
+)
+
+ServerNews = Launched | LaunchFailed | Died | Exited
+"""What a launch tells the ProcessActor and the WorkerActor: Launched or LaunchFailed; after Launched,
+Died (unless the guard was killed) and one Exited."""
+
+ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | ServerNews | Tick
+
+WatchdogMessage = (
+    Launch
+    | Launched
+    | StandDown
+    | Watch
+    | Unwatch
+    | ProbeNow
+    | Probed
+    | EvidenceSeen
+    | SlotsSeen
+    | ProgressReported
+    | GpuFaulted
+    | Tick
+)
