@@ -44,7 +44,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
     return counts
 
 
-def test_text_that_comes_fast_is_told_four_times_a_second_and_wakes_no_thread_more_often(
+def test_text_that_comes_fast_is_told_each_tick_and_wakes_no_thread_between(
     rig: Rig, told: Counter[type]
 ) -> None:
     before, began = _wakeups(), time.monotonic()

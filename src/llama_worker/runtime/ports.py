@@ -179,7 +179,7 @@ class Runtime(Clock, ActorRunner, Protocol):
         """Post the order's body.
 
         Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
-        gets, too. Of text that comes fast some waits for more, 250 ms at most, unless it is flushed
+        gets, too. Of text that comes fast some waits for more, 280 ms at most, unless it is flushed
         or hurried. Everything else, and the first text, is told at once.
         """
 
