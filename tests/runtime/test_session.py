@@ -21,7 +21,8 @@ import pytest
 from llama_worker.responses.generation import ChatExchange
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.http import session
-from llama_worker.runtime.http.session import Abort, Aborted, Endpoint
+from llama_worker.runtime.http.abortable_socket import Abort, AbortableSocket, Aborted
+from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
@@ -418,14 +419,14 @@ def test_a_port_that_nobody_listens_on_is_refused_also_where_the_kernel_connects
     free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    connect_ex = session._Socket.connect_ex
+    connect_ex = AbortableSocket.connect_ex
 
     def from_that_very_port(made: socket.socket, address: Any) -> int:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
         return connect_ex(made, address)
 
-    monkeypatch.setattr(session._Socket, "connect_ex", from_that_very_port)
+    monkeypatch.setattr(AbortableSocket, "connect_ex", from_that_very_port)
     with pytest.raises(ConnectionRefusedError):
         ask(port)
     with socket.create_server((HOST, port)):

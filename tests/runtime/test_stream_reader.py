@@ -289,7 +289,7 @@ def test_a_stream_that_gets_no_connection_says_why(
     def connect(*args: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(session, "_connect", connect)
+    monkeypatch.setattr(session, "connect", connect)
     told = Told()
     order = OpenStream(turn_id=(1, 1), body={}, reply_to=told)
     endpoint = Endpoint(base_url="http://127.0.0.1:1", connect_timeout_s=WAIT_S)

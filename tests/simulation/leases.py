@@ -8,7 +8,7 @@ from llama_worker.actors.base import Ref
 from llama_worker.actors.messages import EndLease, Lease, WorkerMessage
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.http.session import Aborted
+from llama_worker.runtime.http.abortable_socket import Aborted
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types import SubmitResult
 

@@ -14,7 +14,8 @@ from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.http.session import Abort, Endpoint
+from llama_worker.runtime.http.abortable_socket import Abort
+from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types import RequestFailReason, SubmitErrorCode, SubmitResult

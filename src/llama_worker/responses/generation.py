@@ -25,7 +25,8 @@ from llama_worker.responses.exchange import Exchange, Upstream, has_media, no_st
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import forwarded
 from llama_worker.runtime.http import session
-from llama_worker.runtime.http.session import Abort, Endpoint, Reply
+from llama_worker.runtime.http.abortable_socket import Abort
+from llama_worker.runtime.http.session import Endpoint, Reply
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure

@@ -8,21 +8,16 @@ gives each request a connection of its own, and connections that make their own 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
-import io
 import json
 import os
-import select
 import socket
 import ssl
-import struct
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from http.client import HTTPException
 from http.cookiejar import DefaultCookiePolicy
-from typing import Any, Protocol, cast
+from typing import Any
 
 import requests
 import requests.adapters
@@ -33,7 +28,15 @@ import urllib3.exceptions
 from msgspec import Struct
 
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.runtime.host.shortage import is_shortage
+from llama_worker.runtime.http.abortable_socket import (
+    Abort,
+    AbortableSocket,
+    Aborted,
+    Waiter,
+    connect,
+    left_s,
+    secure,
+)
 from llama_worker.stream.failure import StreamFailure, describe_http_error, disconnected
 from llama_worker.types import RequestFailReason
 
@@ -42,8 +45,6 @@ _MAX_REPLY_BYTES = 4 * 1024 * 1024  # of a small question: /props holds the chat
 _MAX_ERROR_BODY_BYTES = 64 * 1024
 _ERROR_BODY_S = 2.0  # for what an error status says, from the headers on
 _SHOWN_CHARS = 40  # of what is not HTTP
-_MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
@@ -69,69 +70,12 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
-class Aborted(ConnectionAbortedError):
-    """The connection was closed by our own side."""
-
-
-class Abort:
-    """The handle of one request. Thread-safe; `abort` is idempotent and takes no time in any phase.
-
-    Name resolution and a TLS handshake are not cut short, only what would follow them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self.error: Aborted | None = None  # what whoever waits for it gets; None: not aborted
-        # A connection was made, with TLS if there is to be; for the thread that makes it.
-        self.connected = False
-
-    def abort(self) -> None:
-        """Close the connection both ways, which wakes whoever reads, writes or connects, and refuse
-        a later one."""
-        with self._lock:
-            self.error = self.error or Aborted("the request was aborted")
-            if self._socket is not None:
-                shut_down(self._socket)
-
-    def wait_readable(self, timeout_s: float | None) -> bool:
-        """Wait until there is something to read, or the connection's end, however it comes; False:
-        not in time.
-
-        For the thread that reads.
-        """
-        connection = self._socket
-        if connection is None or (isinstance(connection, ssl.SSLSocket) and connection.pending()):
-            return True
-        return _wait(connection, select.POLLIN, timeout_s)
-
-    def attach(self, connection: socket.socket) -> None:
-        """Hand over the socket, as soon as it connects. Raises Aborted where `abort` came
-        first."""
-        with self._lock:
-            if self.error is not None:
-                raise self.error
-            self._socket = connection
-
-    def detach(self) -> None:
-        """The socket is about to be closed: its descriptor may soon be somebody else's."""
-        with self._lock:
-            self._socket = None
-
-
-class Waiter(Protocol):
-    """Called by the thread that waits for a reply: each time before it does, and again after each
-    `silence_s` (None: for ever) in which nothing came."""
-
-    silence_s: float | None
-
-    def before_reading(self) -> None: ...
-
-
 class Reply:
     """A reply whose headers are here. For one thread, which closes it."""
 
-    def __init__(self, response: requests.Response, connection: _Socket, abort: Abort) -> None:
+    def __init__(
+        self, response: requests.Response, connection: AbortableSocket, abort: Abort
+    ) -> None:
         self.status = response.status_code
         self.reason = response.reason or ""
         self.headers: urllib3.HTTPHeaderDict = response.raw.headers
@@ -273,17 +217,6 @@ def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailur
     return StreamFailure(reason=RequestFailReason.CONNECT_FAILED, detail=detail)
 
 
-def shut_down(connection: socket.socket) -> None:
-    """Close it both ways: this wakes whoever waits for it, and tells the server at once."""
-    try:
-        # A server that is blocked in a send, since our window was full, hears no FIN: the close is
-        # to be a reset.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it was not connected, or is no longer
-
-
 # ---------------------------------------------------------------- what `requests` is given
 
 
@@ -295,7 +228,7 @@ class _Request(requests.PreparedRequest):
         self.abort = abort
         self.waiter = waiter
         self.deadline = deadline
-        self.connection: _Socket | None = None
+        self.connection: AbortableSocket | None = None
 
 
 class _Session(requests.Session):
@@ -347,31 +280,25 @@ class _Connection(urllib3.connection.HTTPConnection):
     def connect(self) -> None:
         """Connect, and shake hands where it is TLS, within the connect timeout each."""
         request = self._request
-        timeout_s = _left_s(request.deadline, self.timeout)
-        self.sock = made = self._secure(_connect(request.abort, self.host, self.port, timeout_s))
+        timeout_s = left_s(request.deadline, self.timeout)
+        self.sock = made = self._secure(connect(request.abort, self.host, self.port, timeout_s))
         made.abort, made.waiter, made.deadline = request.abort, request.waiter, request.deadline
         request.abort.attach(made)
         request.abort.connected = True
         request.connection = made
         # From now on: a busy server may leave a long request unread for minutes.
-        self.timeout = _left_s(request.deadline, None)
+        self.timeout = left_s(request.deadline, None)
         made.settimeout(self.timeout)
 
-    def _secure(self, connection: _Socket) -> _Socket:
+    def _secure(self, connection: AbortableSocket) -> AbortableSocket:
         return connection
 
 
 class _TlsConnection(_Connection, urllib3.connection.HTTPSConnection):
-    def _secure(self, connection: _Socket) -> Any:
-        try:
-            context = _tls_context(self.ca_certs, self.ca_cert_dir)
-            # Another object: the first one lets go of the descriptor.
-            secure = context.wrap_socket(connection, server_hostname=self.host)
-        except BaseException:
-            connection.close()
-            raise
+    def _secure(self, connection: AbortableSocket) -> AbortableSocket:
+        secured = secure(connection, self.host, self.ca_certs, self.ca_cert_dir)
         self.is_verified = True
-        return secure
+        return secured
 
 
 class _Pool(urllib3.connectionpool.HTTPConnectionPool):
@@ -380,132 +307,6 @@ class _Pool(urllib3.connectionpool.HTTPConnectionPool):
 
 class _TlsPool(urllib3.connectionpool.HTTPSConnectionPool):
     ConnectionCls = _TlsConnection
-
-
-@functools.cache
-def _tls_context(ca_file: str | None, ca_folder: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=ca_file, capath=ca_folder)
-    context.sslsocket_class = _TlsSocket
-    return context
-
-
-class _KeepsReader:
-    """Part of a socket: keeps the reader from which http.client takes the headers."""
-
-    reader: io.BufferedReader
-    abort: Abort
-    waiter: Waiter | None = None
-    deadline: float | None = None
-    has_ended = False  # the server has closed it
-
-    def makefile(self, *args: Any, **kwargs: Any) -> io.BufferedReader:
-        """Called once, for the headers of the reply."""
-        raw: io.RawIOBase = super().makefile("rb", buffering=0)  # type: ignore[misc]
-        self.reader = io.BufferedReader(_Waiting(raw, cast(_Socket, self)))
-        return self.reader
-
-
-class _Socket(_KeepsReader, socket.socket):  # type: ignore[misc]  # its makefile is of one kind
-    pass
-
-
-class _TlsSocket(_KeepsReader, ssl.SSLSocket):  # type: ignore[misc]
-    pass
-
-
-class _Waiting(io.RawIOBase):
-    """Reads a connection, as long as its waiter and its deadline allow."""
-
-    def __init__(self, raw: io.RawIOBase, connection: _Socket) -> None:
-        self._raw = raw
-        self._connection = connection
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        if self._connection.gettimeout() != 0.0:  # else it was taken over
-            self._wait()
-        count = self._raw.readinto(buffer)
-        self._connection.has_ended = count == 0
-        return count
-
-    def _wait(self) -> None:
-        waiter, deadline = self._connection.waiter, self._connection.deadline
-        silence_s = None
-        while True:
-            if waiter is not None:
-                waiter.before_reading()
-                silence_s = waiter.silence_s
-            if self._connection.abort.wait_readable(_left_s(deadline, silence_s)):
-                return
-            if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError("the time for the reply is up")
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-def _left_s(deadline: float | None, timeout_s: float | None) -> float | None:
-    """The shorter of what is left until then and the timeout."""
-    if deadline is None:
-        return timeout_s
-    left_s = max(deadline - time.monotonic(), 0.0)
-    return left_s if timeout_s is None else min(left_s, timeout_s)
-
-
-# ---------------------------------------------------------------- connecting
-
-
-def _connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> _Socket:
-    """A connected socket, which `abort` knows from the moment at which it begins to connect.
-
-    Each of the host's addresses has `timeout_s`.
-    """
-    refused: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
-    ):
-        made = _Socket(family, kind, protocol)
-        try:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.setblocking(False)
-            begun = made.connect_ex(address)
-            # Not earlier: to shut down a socket that does not connect yet is without effect.
-            abort.attach(made)
-            _finish_connecting(made, begun, timeout_s)
-            return made
-        except BaseException as error:
-            abort.detach()
-            made.close()
-            gives_up = isinstance(error, TimeoutError) or error is abort.error
-            if gives_up or not isinstance(error, OSError) or is_shortage(error):
-                raise
-            refused = error
-    raise refused or OSError(f"{host} has no address")
-
-
-def _finish_connecting(connecting: socket.socket, begun: int, timeout_s: float | None) -> None:
-    """Wait for the end of a connect that gave `begun` (an errno)."""
-    if begun == errno.EINPROGRESS:
-        if not _wait(connecting, select.POLLOUT, timeout_s):
-            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-        begun = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if not begun and connecting.getsockname() == connecting.getpeername():
-        # Nobody listens there, and the port is among those that the kernel hands out: it gave this
-        # very one to us, and connected us to ourselves.
-        shut_down(connecting)
-        begun = errno.ECONNREFUSED
-    if begun:
-        raise OSError(begun, os.strerror(begun))
-    connecting.settimeout(timeout_s)
-
-
-def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> bool:
-    poll = select.poll()
-    poll.register(connection, event)
-    return bool(poll.poll(None if timeout_s is None else min(timeout_s, _MAX_WAIT_S) * 1000))
 
 
 # ---------------------------------------------------------------- errors

@@ -14,7 +14,8 @@ from llama_worker.request.prompt import Prompts
 from llama_worker.runtime.host.host_code import bios_text
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.host.timers import call_at
-from llama_worker.runtime.http.session import Abort, Endpoint, ask, json_of
+from llama_worker.runtime.http.abortable_socket import Abort
+from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.types import TokenCount
 
 COUNT_S = 10.0

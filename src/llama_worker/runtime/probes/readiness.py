@@ -16,7 +16,8 @@ from llama_worker.gaps import gap_s
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import run_probe
-from llama_worker.runtime.http.session import Abort, Endpoint, ask, json_of
+from llama_worker.runtime.http.abortable_socket import Abort
+from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.runtime.probes.liveness_probes import tree_pids
 from llama_worker.runtime.process.canary import canary_body, canary_problem
 from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s

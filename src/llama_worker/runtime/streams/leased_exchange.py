@@ -12,7 +12,7 @@ from llama_worker.request.messages import RequestInput
 from llama_worker.request.progress import Progress
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.runtime.http.session import Abort
+from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure, describe_http_error
 from llama_worker.types import OutputChunk, RequestFailReason, RequestStatus

@@ -16,7 +16,8 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import run_on_thread
-from llama_worker.runtime.http.session import Abort, Endpoint, Reply, no_reply, send
+from llama_worker.runtime.http.abortable_socket import Abort
+from llama_worker.runtime.http.session import Endpoint, Reply, no_reply, send
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure, disconnected

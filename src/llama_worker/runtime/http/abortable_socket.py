@@ -1,0 +1,232 @@
+"""A connection that another thread can cut in every phase: while it connects, sends or waits.
+
+Its reader waits as long as a deadline and a waiter allow, and outlives the headers that http.client
+takes from it.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import io
+import os
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from typing import Any, Protocol, cast
+
+from llama_worker.runtime.host.shortage import is_shortage
+
+_MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s
+
+
+class Aborted(ConnectionAbortedError):
+    """The connection was closed by our own side."""
+
+
+class Abort:
+    """The handle of one request. Thread-safe; `abort` is idempotent and takes no time in any phase.
+
+    Name resolution and a TLS handshake are not cut short, only what would follow them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.error: Aborted | None = None  # what whoever waits for it gets; None: not aborted
+        # A connection was made, with TLS if there is to be; for the thread that makes it.
+        self.connected = False
+
+    def abort(self) -> None:
+        """Close the connection both ways, which wakes whoever reads, writes or connects, and refuse
+        a later one."""
+        with self._lock:
+            self.error = self.error or Aborted("the request was aborted")
+            if self._socket is not None:
+                shut_down(self._socket)
+
+    def wait_readable(self, timeout_s: float | None) -> bool:
+        """Wait until there is something to read, or the connection's end, however it comes; False:
+        not in time.
+
+        For the thread that reads.
+        """
+        connection = self._socket
+        if connection is None or (isinstance(connection, ssl.SSLSocket) and connection.pending()):
+            return True
+        return _wait(connection, select.POLLIN, timeout_s)
+
+    def attach(self, connection: socket.socket) -> None:
+        """Hand over the socket, as soon as it connects. Raises Aborted where `abort` came
+        first."""
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._socket = connection
+
+    def detach(self) -> None:
+        """The socket is about to be closed: its descriptor may soon be somebody else's."""
+        with self._lock:
+            self._socket = None
+
+
+class Waiter(Protocol):
+    """Called by the thread that waits for a reply: each time before it does, and again after each
+    `silence_s` (None: for ever) in which nothing came."""
+
+    silence_s: float | None
+
+    def before_reading(self) -> None: ...
+
+
+class _KeepsReader:
+    """Part of a socket: keeps the reader from which http.client takes the headers."""
+
+    reader: io.BufferedReader
+    abort: Abort
+    waiter: Waiter | None = None
+    deadline: float | None = None
+    has_ended = False  # the server has closed it
+
+    def makefile(self, *args: Any, **kwargs: Any) -> io.BufferedReader:
+        """Called once, for the headers of the reply."""
+        raw: io.RawIOBase = super().makefile("rb", buffering=0)  # type: ignore[misc]
+        self.reader = io.BufferedReader(_Waiting(raw, cast(AbortableSocket, self)))
+        return self.reader
+
+
+class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # its makefile is of one kind
+    pass
+
+
+class _TlsSocket(_KeepsReader, ssl.SSLSocket):  # type: ignore[misc]
+    pass
+
+
+class _Waiting(io.RawIOBase):
+    """Reads a connection, as long as its waiter and its deadline allow."""
+
+    def __init__(self, raw: io.RawIOBase, connection: AbortableSocket) -> None:
+        self._raw = raw
+        self._connection = connection
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        if self._connection.gettimeout() != 0.0:  # else it was taken over
+            self._wait()
+        count = self._raw.readinto(buffer)
+        self._connection.has_ended = count == 0
+        return count
+
+    def _wait(self) -> None:
+        waiter, deadline = self._connection.waiter, self._connection.deadline
+        silence_s = None
+        while True:
+            if waiter is not None:
+                waiter.before_reading()
+                silence_s = waiter.silence_s
+            if self._connection.abort.wait_readable(left_s(deadline, silence_s)):
+                return
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError("the time for the reply is up")
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+# ---------------------------------------------------------------- connecting
+
+
+def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> AbortableSocket:
+    """A connected socket, which `abort` knows from the moment at which it begins to connect.
+
+    Each of the host's addresses has `timeout_s`.
+    """
+    refused: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        made = AbortableSocket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.setblocking(False)
+            begun = made.connect_ex(address)
+            # Not earlier: to shut down a socket that does not connect yet is without effect.
+            abort.attach(made)
+            _finish_connecting(made, begun, timeout_s)
+            return made
+        except BaseException as error:
+            abort.detach()
+            made.close()
+            gives_up = isinstance(error, TimeoutError) or error is abort.error
+            if gives_up or not isinstance(error, OSError) or is_shortage(error):
+                raise
+            refused = error
+    raise refused or OSError(f"{host} has no address")
+
+
+def _finish_connecting(connecting: socket.socket, begun: int, timeout_s: float | None) -> None:
+    """Wait for the end of a connect that gave `begun` (an errno)."""
+    if begun == errno.EINPROGRESS:
+        if not _wait(connecting, select.POLLOUT, timeout_s):
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        begun = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if not begun and connecting.getsockname() == connecting.getpeername():
+        # Nobody listens there, and the port is among those that the kernel hands out: it gave this
+        # very one to us, and connected us to ourselves.
+        shut_down(connecting)
+        begun = errno.ECONNREFUSED
+    if begun:
+        raise OSError(begun, os.strerror(begun))
+    connecting.settimeout(timeout_s)
+
+
+def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> bool:
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(None if timeout_s is None else min(timeout_s, _MAX_WAIT_S) * 1000))
+
+
+def secure(
+    connection: AbortableSocket, host: str, ca_file: str | None, ca_folder: str | None
+) -> AbortableSocket:
+    """Shake hands. Another object: the first one lets go of the descriptor, or is closed."""
+    try:
+        secured = _tls_context(ca_file, ca_folder).wrap_socket(connection, server_hostname=host)
+    except BaseException:
+        connection.close()
+        raise
+    return cast(AbortableSocket, secured)
+
+
+@functools.cache
+def _tls_context(ca_file: str | None, ca_folder: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=ca_file, capath=ca_folder)
+    context.sslsocket_class = _TlsSocket
+    return context
+
+
+def shut_down(connection: socket.socket) -> None:
+    """Close it both ways: this wakes whoever waits for it, and tells the server at once."""
+    try:
+        # A server that is blocked in a send, since our window was full, hears no FIN: the close is
+        # to be a reset.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it was not connected, or is no longer
+
+
+def left_s(deadline: float | None, timeout_s: float | None) -> float | None:
+    """The shorter of what is left until then and the timeout."""
+    if deadline is None:
+        return timeout_s
+    until_deadline_s = max(deadline - time.monotonic(), 0.0)
+    return until_deadline_s if timeout_s is None else min(until_deadline_s, timeout_s)
