@@ -46,7 +46,7 @@ def test_a_foreign_page_gets_nothing_and_moves_nothing(open_to: tuple[Client, li
     assert reached_upstream == []
 
 
-def test_a_page_that_was_named_may_ask_what_it_may_send(
+def test_an_allowed_page_gets_its_preflight(
     open_to: tuple[Client, list[bytes]],
 ) -> None:
     client, reached_upstream = open_to
@@ -64,7 +64,7 @@ def test_a_page_that_was_named_may_ask_what_it_may_send(
 
 
 @pytest.mark.parametrize("asks", [{"Origin": PAGE}, {}], ids=["a page", "a program"])
-def test_only_a_page_that_was_named_is_told_that_it_may_read(
+def test_only_an_allowed_page_may_read(
     open_to: tuple[Client, list[bytes]], asks: dict[str, str]
 ) -> None:
     reply = open_to[0].send("GET", "/v1/models", headers=asks)

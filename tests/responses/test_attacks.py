@@ -74,7 +74,7 @@ def first_event_s(client: Client) -> float:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-def test_a_crowd_that_sends_no_whole_request_delays_nobody(fake: Client) -> None:
+def test_a_silent_crowd_delays_nobody(fake: Client) -> None:
     """Alone and beside the crowd in turns: what else the machine does falls on both."""
     alone, crowded = math.inf, math.inf
     threads = threading.active_count()
@@ -143,7 +143,7 @@ def test_what_has_no_end_is_refused(
     assert fake.create().status == 200
 
 
-def test_a_body_beyond_what_may_wait_costs_its_sender(make_fake: MakeClient) -> None:
+def test_too_much_pending_costs_its_sender(make_fake: MakeClient) -> None:
     fake = make_fake(max_body_bytes=MIB * 32)
     head = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (
         MIB * 32
@@ -191,7 +191,7 @@ def test_where_descriptors_run_out_the_silent_make_room(hello_server: tuple[str,
         assert sum(process.cpu_times()[:2]) - used < 0.2
 
 
-def test_a_client_with_the_descriptor_of_one_that_made_room_has_not_left() -> None:
+def test_a_reused_descriptor_is_a_new_client() -> None:
     """Within one turn: what had happened to that descriptor before is not the new client's."""
     has_left: list[bool] = []
 
@@ -217,7 +217,7 @@ def test_a_client_with_the_descriptor_of_one_that_made_room_has_not_left() -> No
     assert not has_left
 
 
-def test_a_connection_that_cannot_be_watched_is_closed_and_the_next_one_served(
+def test_a_connection_that_cannot_be_watched_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where `max_user_watches` is reached."""
@@ -250,7 +250,7 @@ def test_a_connection_that_cannot_be_watched_is_closed_and_the_next_one_served(
         listener.serve()
 
 
-def test_a_forked_child_keeps_neither_the_port_nor_a_connection(fake: Client) -> None:
+def test_a_forked_child_keeps_no_socket(fake: Client) -> None:
     begin, end = os.pipe()
     with fake.dial(b"GET / HTTP/1.1\r\n") as waiting:
         waiting.settimeout(WAIT_S)
@@ -272,7 +272,7 @@ def test_a_forked_child_keeps_neither_the_port_nor_a_connection(fake: Client) ->
             assert os.waitpid(child, 0)[1] == 0
 
 
-def test_where_all_descriptors_are_taken_it_waits_without_spinning(fake: Client) -> None:
+def test_without_descriptors_it_waits_without_spinning(fake: Client) -> None:
     """Taken by the host program: there is nobody to take one from."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
@@ -291,7 +291,7 @@ def test_where_all_descriptors_are_taken_it_waits_without_spinning(fake: Client)
         assert b"200 OK" in waiting[-1].recv(65536)
 
 
-def test_without_a_thread_a_request_is_refused_and_the_next_one_is_answered(
+def test_a_request_without_a_thread_is_refused(
     fake: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*_: object) -> None:

@@ -128,7 +128,7 @@ def check_hung(client: Client, reply: Steps, reason: str) -> Json:
         pytest.param([*HALF, fs.KillSelf()], {}, {}, "server_died", id="a death"),
     ],
 )
-def test_a_hang_ends_with_its_reason_and_the_conversation_goes_on(
+def test_a_hang_ends_with_its_reason(
     make_stage: MakeStage,
     monkeypatch: pytest.MonkeyPatch,
     reply: Steps,
@@ -285,7 +285,7 @@ def test_the_host_cancels_a_response(make_stage: MakeStage) -> None:
 
 
 @pytest.mark.parametrize("state", ["stopped", "restarting", "draining"])
-def test_without_a_server_clients_are_told_to_come_again(make_stage: MakeStage, state: str) -> None:
+def test_without_a_server_clients_get_503(make_stage: MakeStage, state: str) -> None:
     stage = make_stage(start=state != "stopped", restart=fast_restart(restart_backoff_s=60.0))
     rig = stage.rig
     draining = contextlib.nullcontext()
@@ -372,7 +372,7 @@ def test_a_chat_completion_is_watched_and_unchanged(make_stage: MakeStage, tmp_p
     assert totals["requests"]["completed"] == {"max_tokens": 1}
 
 
-def test_a_hung_chat_completion_ends_as_llama_server_ends_one(make_stage: MakeStage) -> None:
+def test_a_hung_chat_ends_with_an_error_record(make_stage: MakeStage) -> None:
     stage = make_stage(timeouts=TIMEOUTS)
     reply = stage.say(*HALF, fs.WaitClose())
     *_, last = [line for line in reply.data.splitlines() if line]
@@ -384,7 +384,7 @@ def test_a_hung_chat_completion_ends_as_llama_server_ends_one(make_stage: MakeSt
     assert stage.say(*fs.plain_reply(), stream=False).status == 200
 
 
-def test_a_client_that_takes_nothing_is_no_fault_of_the_servers(
+def test_a_slow_client_is_not_the_servers_fault(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make_stage(slots=1)
@@ -396,7 +396,7 @@ def test_a_client_that_takes_nothing_is_no_fault_of_the_servers(
     assert totals["requests"] == {**totals["requests"], "canceled": {"canceled": 1}, "failed": {}}
 
 
-def test_of_a_response_whose_slot_lost_its_actor_nothing_is_kept(
+def test_a_lost_actors_response_leaves_no_record(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, whole = make_stage(slots=1), RequestActor.handle

@@ -62,7 +62,7 @@ def test_the_stream_helper_of_openai(helped: dict[str, Json], scenario: Scenario
     scenario.check(helped[scenario.name])
 
 
-def test_a_tools_result_goes_back_with_the_call_and_the_reasoning(make_client: MakeClient) -> None:
+def test_a_tool_result_follows_its_call_and_reasoning(make_client: MakeClient) -> None:
     """With every line, stored and stateless."""
     jobs = []
     for line, options in product(ai_sdk.LINES, ({}, ai_sdk.STATELESS)):

@@ -36,7 +36,7 @@ def test_the_table_in_the_docs_says_so() -> None:
     assert rows == dict.fromkeys(TESTS, "holds")
 
 
-def test_a_response_without_one_of_its_members_does_not_conform(fake: Client) -> None:
+def test_a_missing_member_does_not_conform(fake: Client) -> None:
     response = fake.create().json
     required = ("presence_penalty", "frequency_penalty", "temperature", "top_p", "usage", "text")
     for name in required:
@@ -48,7 +48,7 @@ def test_a_response_without_one_of_its_members_does_not_conform(fake: Client) ->
             check_reply(200, {**response, name: None})
 
 
-def test_an_event_that_lacks_a_member_does_not_conform(fake: Client) -> None:
+def test_an_event_without_a_member_does_not_conform(fake: Client) -> None:
     events = read_sse(fake.create(*plain_reply(Reasoning("hm"), Text("a")), stream=True).data)
     for event in events:
         lacking: dict[str, Any] = copy.deepcopy(event)
@@ -68,7 +68,7 @@ def test_a_response_says_what_the_server_samples_with(real: Client) -> None:
     assert numbers == [0, 0.5, 0]
 
 
-def test_a_summary_is_what_the_conversation_goes_on_from(fake: Client) -> None:
+def test_a_conversation_goes_on_from_its_summary(fake: Client) -> None:
     first = fake.create(*plain_reply(Text("Yes?")))
     summing_up = fake.create(
         *plain_reply(Reasoning("hm"), Text("They said hi.")),

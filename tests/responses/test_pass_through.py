@@ -110,7 +110,7 @@ def test_a_chunked_request_body_passes_through(through: Through) -> None:
     assert body == b"abcdef"
 
 
-def test_a_client_that_asks_before_it_sends_its_body_is_told_to_go_on(through: Through) -> None:
+def test_expect_continue_is_answered(through: Through) -> None:
     client, upstream = through(answer(b"a"))
     head = (
         b"POST /any HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\nExpect: 100-continue\r\n"

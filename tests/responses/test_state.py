@@ -71,7 +71,7 @@ def test_what_is_not_to_be_stored_is_not(fake: Client, stream: bool) -> None:
         )
 
 
-def test_a_client_goes_on_from_what_it_broke_off(fake: Client) -> None:
+def test_a_client_resumes_what_it_broke_off(fake: Client) -> None:
     """However soon: the proxy may not have noticed yet."""
     said = [Headers(), Role(), Text("Once "), Text("upon "), WaitClose()]
     for _ in range(20):

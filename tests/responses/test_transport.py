@@ -56,7 +56,7 @@ def test_closing_the_proxy_cuts_what_runs(fake: Client) -> None:
             pass
 
 
-def test_closing_the_proxy_ends_what_the_upstream_does_not_read(make_client: MakeClient) -> None:
+def test_closing_cuts_what_the_upstream_ignores(make_client: MakeClient) -> None:
     with socket.create_server((HOST, 0)) as upstream:
         client = make_client(upstream=f"http://{HOST}:{upstream.getsockname()[1]}")
         with client.ask(input="x" * (16 * MIB)), upstream.accept()[0] as connection:
@@ -100,9 +100,7 @@ def test_a_client_that_waits_gets_events(
         assert check_events(read_sse(data + response.read()))["status"] == "completed"
 
 
-def test_a_refusal_that_comes_after_a_heartbeat_is_an_event(
-    make_fake: MakeClient, tmp_path: Path
-) -> None:
+def test_a_refusal_after_a_heartbeat_is_an_event(make_fake: MakeClient, tmp_path: Path) -> None:
     fake, gate = make_fake(heartbeat_s=0.02), tmp_path / "gate"
     refusal = fs.HttpError(400, "too long", "exceed_context_size_error")
     with fake.begun(fs.Gate(gate), refusal, until=b"response.in_progress") as (data, response):
@@ -193,7 +191,7 @@ def test_neither_bodies_nor_keys_are_logged(fake: Client, caplog: pytest.LogCapt
         pytest.param([fs.Answer(reset=True)], "user", id="a server that does not tell"),
     ],
 )
-def test_late_instructions_are_sent_as_the_template_takes_them(
+def test_late_instructions_follow_the_template(
     make_client: MakeClient, answers: list[fs.Answer], role: str
 ) -> None:
     fake = make_client(fs.Script(apply_template=answers))

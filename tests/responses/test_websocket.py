@@ -81,9 +81,7 @@ def test_a_client_that_closes_ends_the_servers_work(fake: Client) -> None:
 @pytest.mark.parametrize(
     "message", ["[]", "{", '{"type": "response.cancel"}', create(input=3), create(tools=3)]
 )
-def test_a_message_that_is_malformed_is_refused_and_the_next_is_answered(
-    fake: Client, message: str
-) -> None:
+def test_a_malformed_message_costs_only_itself(fake: Client, message: str) -> None:
     with opened(fake) as socket:
         (refused,) = turn(socket, message)
         SOCKET_ERROR.validate(refused)
@@ -91,7 +89,7 @@ def test_a_message_that_is_malformed_is_refused_and_the_next_is_answered(
         assert turn(socket, create(stream=False, background=True))[-1]["type"] in TERMINAL
 
 
-def test_a_failure_in_mid_stream_is_one_terminal_event(fake: Client) -> None:
+def test_a_failure_is_one_terminal_event(fake: Client) -> None:
     with opened(fake) as socket:
         events = turn(socket, create(Headers(), Role(), Text("a"), ErrorData()))
         assert events[-1]["type"] == "response.failed"
@@ -134,7 +132,7 @@ def test_a_web_page_gets_no_socket(fake: Client) -> None:
         pass
 
 
-def test_only_so_many_are_open_and_a_place_is_given_back(
+def test_the_number_of_open_sockets_is_bounded(
     make_fake: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "_MAX_SOCKETS", 1)
@@ -181,7 +179,7 @@ def test_what_it_keeps_of_a_conversation_is_bounded(make_fake: MakeClient) -> No
         assert 2 <= kept < 10
 
 
-def test_an_open_one_does_not_hold_the_proxy_up(fake: Client) -> None:
+def test_an_open_socket_does_not_delay_closing(fake: Client) -> None:
     with opened(fake) as socket:
         assert turn(socket, create())[-1]["type"] == "response.completed"
         fake.proxy.close()

@@ -261,7 +261,7 @@ def test_a_hang_costs_only_its_own_request() -> None:
     assert (hung.given_up, well.given_up) == ("stall_timeout", None)
 
 
-def test_a_client_that_takes_nothing_is_not_the_servers_fault() -> None:
+def test_a_slow_client_is_not_the_servers_fault() -> None:
     client, upstream = Client(), World()
     upstream.begin(client)
     client.exchange.opened(0.0)  # from now on its thread writes

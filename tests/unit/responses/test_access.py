@@ -39,9 +39,7 @@ def head(**headers: str) -> HttpRequest:
     ],
 )
 @pytest.mark.parametrize("site", ["", "same-origin", "none"])
-def test_a_program_that_reaches_this_machine_by_its_address_is_let_in(
-    host: str, reached_at: str, site: str
-) -> None:
+def test_a_program_may_use_this_machines_address(host: str, reached_at: str, site: str) -> None:
     assert POLICY.allowed_origin(head(Host=host, Sec_Fetch_Site=site), reached_at) is None
 
 
@@ -88,7 +86,7 @@ def test_what_is_no_origin_cannot_be_allowed(origin: str) -> None:
 @pytest.mark.parametrize(
     "key", ["hush\r\nX-A: b", "hu\nsh", "hush\u00e9", "hu\0sh", "hush\n", " hush", ""]
 )
-def test_a_key_that_does_not_fit_a_header_is_refused(key: str) -> None:
+def test_a_key_unfit_for_a_header_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="api_key must") as refused:
         ResponsesProxyConfig(upstream="http://127.0.0.1:1", api_key=key)
     assert "hu" not in str(refused.value)

@@ -174,7 +174,7 @@ endings = st.sampled_from(
 
 @settings(max_examples=150)
 @given(streams, endings, st.sampled_from(BODIES), st.booleans())
-def test_any_stream_of_events_is_valid_with_heartbeats_at_any_time(
+def test_any_stream_is_valid_with_heartbeats(
     said: list[StreamEvent | object],
     ending: tuple[StreamEvent, ...],
     body: dict[str, Any],
@@ -256,7 +256,7 @@ def test_items_are_what_the_model_meant(
     assert shown(response_of(*said, Finish("stop"), Done())) == items
 
 
-def test_deltas_and_calls_are_passed_on_as_they_come() -> None:
+def test_deltas_and_calls_come_at_once() -> None:
     events = fed()
     for text in ("a", "b"):
         assert [
@@ -309,7 +309,7 @@ FAILURE = ServerError("out of memory", 500, "server_error")
     ],
     ids=["half a call at the limit", "a call at the limit", "failure"],
 )
-def test_what_was_whole_before_the_cut_is_done_and_the_rest_is_kept_for_reference(
+def test_a_cut_keeps_whole_items_done_others_incomplete(
     said: list[StreamEvent], done: str, kept: str
 ) -> None:
     events = fed(*said, Done())
@@ -347,7 +347,7 @@ def test_what_a_failure_cut_is_never_reported_done(
         ("Context size has been exceeded.", "context_length_exceeded"),
     ],
 )
-def test_an_error_record_is_a_failure_also_after_a_finish_reason(
+def test_an_error_after_a_finish_reason_still_counts(
     before: tuple[StreamEvent, ...], message: str, code: str
 ) -> None:
     events = run([TextDelta("a"), *before, ServerError(message, 500, "server_error"), Done()])
@@ -357,7 +357,7 @@ def test_an_error_record_is_a_failure_also_after_a_finish_reason(
 
 
 @pytest.mark.parametrize(("now", "over"), [(NOW + 1.99, False), (NOW + 2.0, True)])
-def test_what_may_follow_a_finish_reason_is_waited_for_two_seconds(now: float, over: bool) -> None:
+def test_two_seconds_are_left_after_a_finish_reason(now: float, over: bool) -> None:
     assert fed(TextDelta("a")).deadline is None
     events = fed(TextDelta("a"), Finish("stop"))
     assert events.deadline == NOW + 2.0
@@ -408,7 +408,7 @@ TEXT = '{"input": "+a\\n"}'
         ("tool_search", "[", {**SEARCH_CALL, "arguments": {}}),
     ],
 )
-def test_calls_come_back_as_the_client_knows_the_tool(
+def test_calls_come_back_in_the_clients_form(
     name: str, arguments: str, shown_as: dict[str, Any]
 ) -> None:
     said = [

@@ -153,7 +153,7 @@ def test_a_request_line_of_another_kind_is_refused(request_: bytes) -> None:
         connection().receive(request_)
 
 
-def test_the_head_is_checked_before_the_body_is_read() -> None:
+def test_the_head_is_checked_before_the_body() -> None:
     def check(request: HttpRequest) -> None:
         raise ApiError(403, request.target)
 
@@ -185,7 +185,7 @@ def test_a_body_may_look_like_a_head() -> None:
     assert request.body == body
 
 
-def test_what_follows_a_chunked_request_waits_for_its_reply() -> None:
+def test_a_pipelined_request_waits_for_the_reply() -> None:
     client = connection()
     get = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     request = client.receive(HEAD + CHUNKED + b"2\r\nok\r\n0\r\n\r\n" + get)
@@ -202,13 +202,13 @@ def test_what_follows_a_chunked_request_waits_for_its_reply() -> None:
 @pytest.mark.parametrize(
     "chunks", [b"65\r\n", b"32\r\n" + b"x" * 50 + b"\r\n33\r\n", b"ffffffffffffffff\r\n"]
 )
-def test_a_chunk_that_is_too_large_is_refused_when_it_is_announced(chunks: bytes) -> None:
+def test_a_large_chunk_is_refused_when_announced(chunks: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         connection().receive(HEAD + CHUNKED + chunks)
     assert refused.value.status == 413
 
 
-def test_a_head_that_is_too_large_costs_no_more_than_its_limit() -> None:
+def test_a_large_head_costs_only_its_limit() -> None:
     client, data = connection(), HEAD + b"X-A: " + b"a" * 16_000_000
 
     def refused() -> tuple[int, int]:
@@ -247,7 +247,7 @@ def measured(action: Callable[[], T]) -> tuple[T, int]:
         pytest.param(b"X-A: ", [b"a" * 10] * 2000, 20_000, id="head"),
     ],
 )
-def test_what_is_held_is_little_more_than_what_is_counted(
+def test_counted_bytes_are_close_to_held_bytes(
     rest: bytes, pieces: list[bytes], counted: int
 ) -> None:
     client = RequestReader(max_body_bytes=1_000_000, check_head=lambda _: None)
@@ -259,7 +259,7 @@ def test_what_is_held_is_little_more_than_what_is_counted(
     assert held < 2.5 * counted
 
 
-def test_a_body_is_not_held_twice_while_its_request_runs() -> None:
+def test_a_running_requests_body_is_held_once() -> None:
     client = RequestReader(max_body_bytes=1_000_000, check_head=lambda _: None)
     client.receive(HEAD + b"Content-Length: 1000000\r\n\r\n" + b"x" * 500_000)
     request, held = measured(lambda: client.receive(b"x" * 500_000))
@@ -267,7 +267,7 @@ def test_a_body_is_not_held_twice_while_its_request_runs() -> None:
     assert held < 1_100_000
 
 
-def test_a_client_that_waits_before_its_body_is_told_to_go_on_once() -> None:
+def test_continue_is_sent_once() -> None:
     client = connection()
     assert client.receive(HEAD + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n") is None
     assert client.wanted_continue() == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -280,9 +280,7 @@ def test_a_client_that_waits_before_its_body_is_told_to_go_on_once() -> None:
      (200, [("Content-Length", "-1")]), (200, [("Content-Length", "0" * 5000)]), (200, [("X-A : b\r\nX-B", "c")]),
      *((200, [(name, "chunked")]) for name in ("Transfer-Encoding ", "A B", "", "X\u00e9"))],
 )  # fmt: skip
-def test_a_reply_that_would_be_read_differently_is_not_begun(
-    status: int, headers: list[tuple[str, str]]
-) -> None:
+def test_an_ambiguous_reply_is_not_begun(status: int, headers: list[tuple[str, str]]) -> None:
     reply = ReplyFramer()
     with pytest.raises(MalformedReply):
         reply.begin(status, headers)
@@ -293,7 +291,7 @@ def test_a_reply_that_would_be_read_differently_is_not_begun(
     assert reply.data(b"ok") + reply.end() == b"ok"
 
 
-def test_a_length_that_is_said_twice_is_sent_once() -> None:
+def test_a_repeated_length_is_sent_once() -> None:
     head = ReplyFramer(is_kept=True).begin(200, [("Content-Length", "2"), ("content-length", "2")])
     assert head == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
 
@@ -317,7 +315,7 @@ def test_head_is_replied_to_without_a_body() -> None:
     assert reply.is_complete
 
 
-def test_a_reply_without_a_length_is_framed_as_the_client_understands_it() -> None:
+def test_framing_follows_the_clients_http_version() -> None:
     for version, framed in ((b"1.1", b"2\r\nok\r\n"), (b"1.0", b"ok")):
         client = connection()
         client.receive(b"GET / HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
@@ -347,7 +345,7 @@ def test_nobody_waits_for_ever(phase: Phase | None, allowed_s: float) -> None:
     assert (len(waiting), waiting.deadline()) == (0, None)
 
 
-def test_a_head_that_drips_gets_no_more_time_and_a_body_does() -> None:
+def test_only_a_dripping_body_gets_more_time() -> None:
     waiting: WaitingClients[str] = WaitingClients()
     waiting.enter("head", Phase.SILENT, -100.0)  # silence before it costs it no time
     for at in (0.0, 10.0):

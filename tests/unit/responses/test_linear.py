@@ -74,7 +74,7 @@ SAID = {"type": "message", "role": "assistant", "content": "x" * 1000}
         pytest.param(CALL, SAID, id="answers behind a call"),
     ],
 )
-def test_a_turn_of_many_items_is_not_copied_with_each(first: Json, more: Json) -> None:
+def test_many_items_cost_linear_time(first: Json, more: Json) -> None:
     one, two = (allocated_bytes([first, *[more] * count]) for count in (N, 2 * N))
     assert two < 2.5 * one
 
@@ -119,12 +119,12 @@ def interleaved(count: int) -> None:
             events.feed(ToolCallDelta(index, None, None, "x"), 0.0)
 
 
-def test_what_waits_for_a_call_is_not_gone_through_with_each_piece() -> None:
+def test_waiting_calls_cost_linear_time() -> None:
     one, two = (steps(lambda count=count: interleaved(count)) for count in (N, 2 * N))  # type: ignore[misc]
     assert two < 2.5 * one
 
 
-def test_a_response_is_read_once_however_many_items_are_referred_to() -> None:
+def test_many_references_read_a_response_once() -> None:
     reads = []
 
     class Counted(StoredResponse, frozen=True):

@@ -85,7 +85,7 @@ SENT_IMAGE = {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}
         ([{"type": "input_text", "text": "a"}, IMAGE], [{"type": "text", "text": "a"}, SENT_IMAGE]),
     ],
 )
-def test_content_is_a_string_unless_it_holds_more_than_text(content: Any, sent: Any) -> None:
+def test_text_alone_is_a_string(content: Any, sent: Any) -> None:
     for item in (
         {"role": "user", "content": content},
         {"type": "message", "role": "user", "content": content},
@@ -115,7 +115,7 @@ def test_a_late_developer_message_stays_in_its_place(late_role: LateRole) -> Non
     ]
 
 
-def test_no_instruction_comes_between_a_call_and_its_result() -> None:
+def test_instructions_never_split_a_call_and_its_result() -> None:
     found = messages(USER, call("x"), call("y"), POLICY, output("x"), output("y"), SAID)
     assert [message["role"] for message in found] == [
         "user",
@@ -160,7 +160,7 @@ TURNS: list[list[dict[str, Any]]] = [  # what the model says, then what is new f
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(TURNS), min_size=1, max_size=5))
-def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(
+def test_each_turn_extends_the_one_before(
     turns: list[list[dict[str, Any]]],
 ) -> None:
     items = [USER]
@@ -170,7 +170,7 @@ def test_the_messages_of_a_turn_begin_with_those_of_the_turn_before(
         assert messages(*items, instructions="A")[: len(before)] == before
 
 
-def test_an_assistant_turn_of_several_items_is_one_message_and_two_answers_are_two() -> None:
+def test_an_assistant_turn_becomes_one_message() -> None:
     said = {
         "type": "message",
         "role": "assistant",
@@ -200,7 +200,7 @@ def test_an_assistant_turn_of_several_items_is_one_message_and_two_answers_are_t
     ]
 
 
-def test_a_call_id_that_comes_again_belongs_to_the_latest_call() -> None:
+def test_a_repeated_call_id_means_the_latest_call() -> None:
     found = messages(call("x"), output("x", "1"), call("x"), output("x", "2"))
     assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == ["c00000001", "c00000002"]
 
@@ -216,7 +216,7 @@ def test_a_call_id_that_comes_again_belongs_to_the_latest_call() -> None:
         ("NaN", '{"malformed_arguments": "NaN"}'),
     ],
 )
-def test_arguments_in_the_history_are_always_a_json_object(arguments: str, sent: str) -> None:
+def test_arguments_in_history_are_json_objects(arguments: str, sent: str) -> None:
     (turn,) = messages(call("x", arguments))
     assert turn["tool_calls"][0]["function"]["arguments"] == sent
 
@@ -259,14 +259,14 @@ def test_any_value_is_a_function_output(value: Any, sent: Any) -> None:
         ({"summary": None, "encrypted_content": None}, None),
     ],
 )
-def test_reasoning_is_restored_from_the_best_that_there_is(
+def test_reasoning_is_restored_from_its_best_form(
     fields: dict[str, Any], restored: str | None
 ) -> None:
     (turn,) = messages(reasoning(**fields), {"role": "assistant", "content": "a"})
     assert turn.get("reasoning_content") == restored
 
 
-def test_reasoning_alone_is_kept_in_the_middle_and_dropped_at_the_end() -> None:
+def test_reasoning_alone_is_dropped_at_the_end() -> None:
     kept = {"role": "assistant", "content": "", "reasoning_content": "hm"}
     assert messages(USER, THOUGHT, USER) == [USER, kept, USER]
     assert messages(USER, THOUGHT) == [USER]
@@ -344,7 +344,7 @@ def test_malformed_requests_are_refused_and_say_where(body: dict[str, Any], para
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000])
-def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
+def test_a_body_must_be_a_json_object(data: bytes) -> None:
     with pytest.raises(ApiError):
         parse_body(data)
 
@@ -376,7 +376,7 @@ def test_every_null_field_is_as_if_absent() -> None:
     assert normalise({"input": "a", **dict.fromkeys(names)}) == normalise({"input": "a"})
 
 
-def test_names_that_differ_are_translated_and_a_stream_with_usage_is_always_asked_for() -> None:
+def test_differing_names_are_translated() -> None:
     body = {
         "input": "a",
         "stream": False,
@@ -392,7 +392,7 @@ def test_names_that_differ_are_translated_and_a_stream_with_usage_is_always_aske
     ("effort", "sent"),
     [("low", {"reasoning_effort": "low"}), ("none", {"enable_thinking": False}), ([], None)],
 )
-def test_an_effort_of_reasoning_is_told_to_the_template(
+def test_the_template_gets_the_reasoning_effort(
     effort: object, sent: dict[str, Any] | None
 ) -> None:
     request = normalise({"input": "a", "reasoning": {"effort": effort}})
@@ -418,7 +418,7 @@ def test_text_format(form: dict[str, Any], sent: Any) -> None:
     assert normalise({"input": "a", "text": {"format": form}}).body.get("response_format") == sent
 
 
-def test_a_tool_is_sent_as_chat_completions_have_it() -> None:
+def test_a_tool_has_the_chat_completions_form() -> None:
     function = {
         "name": "sub",
         "description": "minus",
@@ -483,16 +483,14 @@ def test_tools_are_echoed_as_they_were_given() -> None:
     assert request.warnings == ()
 
 
-def test_a_custom_tool_is_a_function_with_one_string_and_its_grammar_in_words() -> None:
+def test_a_custom_tool_becomes_a_one_string_function() -> None:
     (function,) = offered(normalise({"input": "a", "tools": [PATCH]})).values()
     assert function["parameters"]["required"] == ["input"]
     assert function["description"].startswith("Edits.")
     assert "start: /a/" in function["description"]
 
 
-def test_tools_among_the_input_count_like_the_others_and_one_that_comes_again_is_the_latest_in_its_old_place() -> (
-    None
-):
+def test_tools_among_the_input_count_too() -> None:
     again = {**ADD, "description": "newer"}
     more = {"type": "additional_tools", "role": "developer", "tools": [MCP, again, PATCH]}
     request = normalise({"input": [more, USER], "tools": [ADD, SUB]})
@@ -509,7 +507,7 @@ def test_names_that_would_be_one_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("tools", [[MCP, PATCH], []], ids=["offered", "no longer offered"])
-def test_calls_in_the_history_have_the_names_that_the_model_knows(tools: list[Any]) -> None:
+def test_calls_in_history_keep_the_models_names(tools: list[Any]) -> None:
     items = [
         USER,
         {**call("x"), **LOOKUP},
@@ -524,7 +522,7 @@ def test_calls_in_the_history_have_the_names_that_the_model_knows(tools: list[An
     assert [message["content"] for message in sent[2:]] == ["3", "Done!"]
 
 
-def test_tools_that_the_client_found_are_offered_and_named_to_the_model() -> None:
+def test_found_tools_are_offered_to_the_model() -> None:
     items = [
         USER,
         {
@@ -556,9 +554,7 @@ def test_tools_that_the_client_found_are_offered_and_named_to_the_model() -> Non
         ({"include": [ENCRYPTED_REASONING]}, True),
     ],
 )
-def test_reasoning_is_sealed_where_nothing_else_brings_it_back(
-    fields: dict[str, Any], sealed: bool
-) -> None:
+def test_reasoning_without_state_is_sealed(fields: dict[str, Any], sealed: bool) -> None:
     assert normalise({"input": "a", **fields}).seal_reasoning is sealed
 
 
@@ -600,5 +596,5 @@ def test_nothing_given_is_changed() -> None:
     assert body == before
 
 
-def test_what_the_server_sends_in_place_of_a_refusal_is_a_502() -> None:
+def test_an_odd_status_of_the_server_is_502() -> None:
     assert refused_by_server(302, "HTTP 302: no message").status == 502

@@ -53,13 +53,13 @@ def test_the_least_recently_used_goes_first() -> None:
     assert store.get("resp_1") is not None
 
 
-def test_the_beginning_of_a_conversation_is_used_with_its_end() -> None:
+def test_using_the_end_keeps_the_beginning() -> None:
     store = store_of(stored(1), stored(2), stored(3, 1), stored(4), max_count=3)
     assert store.get("resp_2") is None
     assert history(store, 3) is not None
 
 
-def test_items_are_found_by_id_as_long_as_their_response_is() -> None:
+def test_items_are_forgotten_with_their_response() -> None:
     store = store_of(stored(1), max_count=1)
     wanted = References(item_ids=("msg_1", "msg_9"))
     assert list(store.recall(wanted).recalled().items) == ["msg_1"]
@@ -67,7 +67,7 @@ def test_items_are_found_by_id_as_long_as_their_response_is() -> None:
     assert store.recall(wanted).recalled().items == {}
 
 
-def test_an_item_that_was_sent_again_outlives_either_response() -> None:
+def test_a_repeated_item_outlives_either_response() -> None:
     (said,) = stored(1).response()["output"]
     again = stored_response({"id": "resp_2", "output": []}, [said], None)
     wanted = References(item_ids=("msg_1",))
@@ -79,13 +79,13 @@ def test_an_item_that_was_sent_again_outlives_either_response() -> None:
         assert store.recall(wanted).recalled().items == {}
 
 
-def test_one_that_is_too_large_is_not_kept_and_costs_no_other() -> None:
+def test_a_response_too_large_evicts_no_other() -> None:
     store = store_of(stored(1), stored(2, text="x" * 4000), max_bytes=4000)
     assert store.get("resp_1") is not None
     assert store.get("resp_2") is None
 
 
-def test_what_is_kept_costs_the_process_what_the_limit_says() -> None:
+def test_the_store_stays_within_its_limit() -> None:
     limit = 4 * 1024 * 1024
     store = store_of(max_count=5000, max_bytes=limit)
     tracemalloc.start()
