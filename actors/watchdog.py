@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from msgspec.structs import replace
-
 from llama_worker.actors.base import Alarm, Child, members
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Tick
@@ -20,6 +18,8 @@ from llama_worker.request.messages import ReportProgress
 from llama_worker.runtime.ports import Abortable
 from llama_worker.server.messages import (
     BecameReady,
+    EvidenceSeen,
+    Look,
     Probed,
     ProbeOutcome,
     SlotsSeen,
@@ -28,7 +28,6 @@ from llama_worker.server.messages import (
 )
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import (
-    Look,
     LookAtSlots,
     News,
     Order,
@@ -70,11 +69,11 @@ class WatchdogActor(Child[WatchdogMessage]):
             case ReportProgress():
                 for request in self._watch.requests.values():
                     request.tell(effect)
-            case Look(seen=seen, root_pid=root_pid):
+            case Look():
                 try:
-                    self._runtime.look(seen, root_pid, self.me())
+                    self._runtime.look(effect, self._watch.root_pid, self.me())
                 except RuntimeError:  # the system has no thread left
-                    self.me().tell(replace(seen, blind=True))
+                    self.me().tell(EvidenceSeen(look=effect, at=self._runtime.now(), blind=True))
             case BecameReady(epoch=epoch):
                 self._worker.tell(effect)
                 with contextlib.suppress(RuntimeError):  # no thread left: it is watched without

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from msgspec.structs import replace
-
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported, ReportProgress
@@ -18,6 +16,7 @@ from llama_worker.server.messages import (
     EvidenceSeen,
     Launch,
     Launched,
+    Look,
     Probed,
     ProbeOutcome,
     SlotsSeen,
@@ -27,7 +26,7 @@ from llama_worker.server.messages import (
 )
 from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import Look, LookAtSlots, News, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import LookAtSlots, News, ProbeReadiness, ServerWatch
 from llama_worker.types import RequestPhase
 
 RequestAt = Callable[[float], Progress]
@@ -118,8 +117,8 @@ class VirtualWatch:
         while messages:
             for effect in self.watch.step(messages.popleft(), self.now):
                 match effect:
-                    case Look(seen=seen):
-                        messages.append(self._seen(seen))
+                    case Look():
+                        messages.append(self._seen(effect))
                     case ProbeReadiness():
                         answer = probed(self._readiness(self.now), build=self._build)
                         takes_s = self._probes_take_s(self.now)
@@ -161,8 +160,8 @@ class VirtualWatch:
             self.now = max(self.now, due_at)
             self.tell(Tick())
 
-    def _seen(self, seen: EvidenceSeen) -> EvidenceSeen:
+    def _seen(self, look: Look) -> EvidenceSeen:
         if self._blind(self.now):
-            return replace(seen, blind=True, at=self.now)
-        alive, reads = self._evidence(self.now, seen.fresh), self._reads(self.now)
-        return replace(seen, alive=alive, reads=reads, at=self.now, detail="told")
+            return EvidenceSeen(look=look, blind=True, at=self.now)
+        alive, reads = self._evidence(self.now, look.fresh), self._reads(self.now)
+        return EvidenceSeen(look=look, alive=alive, reads=reads, at=self.now, detail="told")

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from msgspec import structs
-
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError
 from llama_worker.mailbox import Mailbox, Reply
@@ -39,6 +37,7 @@ from llama_worker.server.messages import (
     GpuFaulted,
     Launched,
     LaunchFailed,
+    Look,
     Probed,
     ProbeOutcome,
     SlotsSeen,
@@ -148,14 +147,14 @@ class SimRuntime:
             self, "probe", limit_s, reply_to, answer, otherwise=probed(ProbeOutcome.FAILED)
         )
 
-    def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+    def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         self.machine.need_thread()
 
         def looked() -> None:
-            if seen.fresh and seen.probe == 0:
+            if look.fresh and look.probe == 0:
                 self._activity = ProcessActivity()
             evidence = None
-            server = self.machine.find(root_pid) if seen.probe == 0 else None
+            server = self.machine.find(root_pid) if look.probe == 0 else None
             if server is not None:
                 processes = {
                     (pid, 1.0): Counters(
@@ -173,13 +172,13 @@ class SimRuntime:
                 )
             now = self.scheduler.now
             if evidence is None:
-                reply_to.tell(structs.replace(seen, at=now))
+                reply_to.tell(EvidenceSeen(look=look, at=now))
             else:
                 alive, detail, reads = evidence.alive, evidence.detail, evidence.reads
-                told = structs.replace(seen, alive=alive, reads=reads, at=now, detail=detail)
+                told = EvidenceSeen(look=look, alive=alive, reads=reads, at=now, detail=detail)
                 reply_to.tell(told)
 
-        if seen.probe == 0 or not self.machine.looks_hang:
+        if look.probe == 0 or not self.machine.looks_hang:
             self.scheduler.after(_THREAD_START_S * self.machine.slowness, looked, "look")
 
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SimQuestion:

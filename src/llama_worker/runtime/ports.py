@@ -22,7 +22,14 @@ from llama_worker.request.messages import (
     ToolThreadNews,
 )
 from llama_worker.request.orders import WriteBios
-from llama_worker.server.messages import EvidenceSeen, GpuFaulted, Probed, ServerNews, SlotsSeen
+from llama_worker.server.messages import (
+    EvidenceSeen,
+    GpuFaulted,
+    Look,
+    Probed,
+    ServerNews,
+    SlotsSeen,
+)
 from llama_worker.server.termination import Signal
 
 
@@ -192,10 +199,10 @@ class Runtime(Clock, ActorRunner, Protocol):
         `reply_to` gets one Probed.
         """
 
-    def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-        """Ask liveness probe number `seen.probe`, which forgets what it saw before if `seen.fresh`.
+    def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+        """Ask liveness probe number `look.probe`, which forgets what it saw before if `look.fresh`.
 
-        `reply_to` gets `seen`, with `at`, `alive` and `detail` filled in.
+        `reply_to` gets one EvidenceSeen.
         """
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:

@@ -33,7 +33,14 @@ from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_process import GuardedServer
 from llama_worker.runtime.process.server_program import host_environment, server_environment
 from llama_worker.runtime.streams.stream_reader import StreamReader
-from llama_worker.server.messages import EvidenceSeen, GpuFaulted, Probed, ServerNews, SlotsSeen
+from llama_worker.server.messages import (
+    EvidenceSeen,
+    GpuFaulted,
+    Look,
+    Probed,
+    ServerNews,
+    SlotsSeen,
+)
 
 _logger = logging.getLogger("llama_worker")
 
@@ -142,9 +149,9 @@ class RealRuntime(HostClock):
             reply_to=reply_to,
         )
 
-    def look(self, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-        probe = self._probes[seen.probe]
-        run_probe(partial(host_code.look, probe, seen, root_pid, reply_to))
+    def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+        probe = self._probes[look.probe]
+        run_probe(partial(host_code.look, probe, look, root_pid, reply_to))
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))

@@ -6,12 +6,11 @@ other probe a look, and is not asked again until it has returned.
 
 from __future__ import annotations
 
-from llama_worker.server.messages import EvidenceSeen
+from llama_worker.server.messages import Look
 
 
 class LookRounds:
-    """An `EvidenceSeen` that is returned here is a look to be taken: all in it but what will be
-    seen."""
+    """Each `Look` that is returned here is to be taken."""
 
     def __init__(self, probes_count: int) -> None:
         self._probes = frozenset(range(probes_count))
@@ -23,7 +22,7 @@ class LookRounds:
         self._pending: set[int] = set()  # those of them that the present round waits for
         self._to_reset: set[int] = set()  # probes that still have to forget what they saw before
 
-    def begin(self, epoch: int, *, fresh: bool) -> list[EvidenceSeen]:
+    def begin(self, epoch: int, *, fresh: bool) -> list[Look]:
         """A round: a look by every probe that is not still out. `fresh`: watching begins anew."""
         self._epoch = epoch
         self._round += 1
@@ -38,34 +37,26 @@ class LookRounds:
         self._pending.clear()
         self._to_reset.clear()
 
-    def returned(self, seen: EvidenceSeen) -> EvidenceSeen | None:
+    def returned(self, look: Look) -> Look | None:
         """A probe is back; the look that it has to take at once, if it was out when watching began
         anew."""
-        self._out.discard(seen.probe)
-        if seen.probe in self._to_reset:
-            return self._look(seen.probe)
-        self._pending.discard(seen.probe)
+        self._out.discard(look.probe)
+        if look.probe in self._to_reset:
+            return self._look(look.probe)
+        self._pending.discard(look.probe)
         return None
 
-    def counts(self, seen: EvidenceSeen) -> bool:
+    def counts(self, look: Look) -> bool:
         """Whether the look was begun since watching began."""
-        return seen.round >= self._first_round
+        return look.round >= self._first_round
 
     @property
     def complete(self) -> bool:
         """Every probe that the present round asked is back."""
         return not self._pending
 
-    def _look(self, probe: int) -> EvidenceSeen:
+    def _look(self, probe: int) -> Look:
         fresh = probe in self._to_reset
         self._to_reset.discard(probe)
         self._out.add(probe)
-        return EvidenceSeen(
-            epoch=self._epoch,
-            probe=probe,
-            round=self._round,
-            alive=False,
-            at=0.0,
-            detail="",
-            fresh=fresh,
-        )
+        return Look(epoch=self._epoch, probe=probe, round=self._round, fresh=fresh)

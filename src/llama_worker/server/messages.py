@@ -220,16 +220,22 @@ class Probed(Struct, frozen=True, kw_only=True):
     traits: ServerTraits
 
 
-class EvidenceSeen(Struct, frozen=True, kw_only=True):
-    """From a probe's thread: what it said of one look at the server's processes."""
+class Look(Struct, frozen=True, kw_only=True):
+    """Ask a liveness probe to look at the server's processes; `EvidenceSeen` follows."""
 
     epoch: int
     probe: int  # its index
     round: int
-    alive: bool
-    at: float
-    detail: str
     fresh: bool  # the first look, which only sets the mark
+
+
+class EvidenceSeen(Struct, frozen=True, kw_only=True):
+    """From a probe's thread: what it said of one look."""
+
+    look: Look
+    at: float
+    alive: bool = False
+    detail: str = ""
     reads: bool = False  # its memory is read from disk
     blind: bool = False  # this machine lacked what it takes to look
 

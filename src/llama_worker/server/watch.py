@@ -37,6 +37,7 @@ from llama_worker.server.messages import (
     HealthLost,
     Launch,
     Launched,
+    Look,
     Observed,
     Probed,
     ProbeNow,
@@ -83,13 +84,6 @@ class ProbeReadiness(Struct, frozen=True, kw_only=True):
     epoch: int
     root_pid: int
     first: bool
-
-
-class Look(Struct, frozen=True, kw_only=True):
-    """Ask the liveness probe `seen.probe`; `seen` is to follow, with what it said."""
-
-    seen: EvidenceSeen
-    root_pid: int
 
 
 class LookAtSlots(Struct, frozen=True, kw_only=True):
@@ -451,17 +445,16 @@ class ServerWatch:
         if self._is_blind:  # nobody could see what the server did in the round before
             self._add_gap(now, now - self._round_began_at)
         self._round_began_at, self._is_blind = now, False
-        for seen in self._rounds.begin(self._epoch, fresh=fresh):
-            self._effects.append(Look(seen=seen, root_pid=self._pid))
+        self._effects += self._rounds.begin(self._epoch, fresh=fresh)
 
     def _evidence_seen(self, seen: EvidenceSeen, now: float) -> None:
-        again = self._rounds.returned(seen)
+        again = self._rounds.returned(seen.look)
         if again is not None:
-            self._effects.append(Look(seen=again, root_pid=self._pid))
-        is_old = not self._rounds.counts(seen) or self._watched_since is not None
-        if is_old or seen.epoch != self._epoch:
+            self._effects.append(again)
+        is_old = not self._rounds.counts(seen.look) or self._watched_since is not None
+        if is_old or seen.look.epoch != self._epoch:
             return
-        self._activity[seen.probe] = seen.detail
+        self._activity[seen.look.probe] = seen.detail
         self._is_blind = self._is_blind or seen.blind
         if isinstance(self._stage, StartupWatch) and seen.alive:
             self._stage = self._stage.saw_work(seen.at)
@@ -471,7 +464,7 @@ class ServerWatch:
             if seen.reads:
                 self._reads_at = seen.at
             self._tell_observed(seen.at)
-            if self._rounds.complete and not seen.fresh and not self._is_blind:
+            if self._rounds.complete and not seen.look.fresh and not self._is_blind:
                 self._inquire(now)
 
     def _inquire(self, now: float) -> None:

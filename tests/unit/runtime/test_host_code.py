@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_worker.runtime.host.host_code import look
-from llama_worker.server.messages import EvidenceSeen
+from llama_worker.server.messages import Look
 from llama_worker.types import LivenessEvidence
 
 
@@ -46,14 +46,14 @@ def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
         raise SystemExit(4)
 
     logger = logging.getLogger("llama_worker")
-    seen = EvidenceSeen(epoch=1, probe=0, round=1, alive=False, at=0.0, detail="", fresh=False)
+    order = Look(epoch=1, probe=0, round=1, fresh=False)
     told, probe = Told(), Probe(error)
     if logging_raises:
         logger.addFilter(refuse)
     try:
-        look(probe, seen, 1, told)
+        look(probe, order, 1, told)
         probe.error = None
-        look(probe, seen, 1, told)
+        look(probe, order, 1, told)
     finally:
         logger.removeFilter(refuse)
     assert [(evidence.alive, evidence.detail) for evidence in told] == [(False, ""), (True, "work")]

@@ -16,10 +16,12 @@ from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.messages import (
     BecameReady,
+    EvidenceSeen,
     GpuFaulted,
     HealthLost,
     Launch,
     Launched,
+    Look,
     Observed,
     ProbeNow,
     ProbeOutcome,
@@ -33,7 +35,7 @@ from llama_worker.server.messages import (
 )
 from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import Look, LookAtSlots, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import LookAtSlots, ProbeReadiness, ServerWatch
 from tests.virtual_watch import Nobody, generating, probed
 
 STALLS_AFTER_1_S = TimeoutProfile(
@@ -63,7 +65,7 @@ def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
     step(Launch(epoch=1), 0.0)
     for effect in [*step(Launched(epoch=1, pid=7), 0.0), *step(Tick(), 0.1)]:
         if isinstance(effect, Look):
-            step(effect.seen, 0.1)
+            step(EvidenceSeen(look=effect, at=0.1), 0.1)
     assert step(probed(ProbeOutcome.READY), 0.1) == [
         BecameReady(epoch=1, traits=ServerTraits()),
         LookAtSlots(epoch=1),
@@ -172,12 +174,12 @@ def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
 def test_evidence_comes_before_the_question_and_the_question_before_the_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
     assert step(Watch(request_id=1, request=Nobody()), 60.0) == []
-    first, second = (effect.seen for effect in step(Tick(), 60.05))
+    first, second = step(Tick(), 60.05)
     assert (first.fresh, second.fresh) == (True, True)
-    assert [step(seen, 60.05) for seen in (first, second)] == [[], []]
-    first, second = (effect.seen for effect in step(Tick(), 60.1))
-    assert step(first, 60.11) == []
-    (asked,) = step(replace(second, alive=True, at=60.1), 60.12)
+    assert [step(EvidenceSeen(look=look, at=60.05), 60.05) for look in (first, second)] == [[], []]
+    first, second = step(Tick(), 60.1)
+    assert step(EvidenceSeen(look=first, at=60.1), 60.11) == []
+    (asked,) = step(EvidenceSeen(look=second, alive=True, at=60.1), 60.12)
     assert (asked.for_verdict, asked.liveness_at) == (True, 60.1)
     assert step(told(generating(0.0)), 60.13) == []  # it works
 
@@ -185,13 +187,13 @@ def test_evidence_comes_before_the_question_and_the_question_before_the_verdict(
 def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
     step(Watch(request_id=1, request=Nobody()), 60.0)
-    hanging, quick = (effect.seen for effect in step(Tick(), 60.05))
-    assert step(quick, 60.05) == []
+    hanging, quick = step(Tick(), 60.05)
+    assert step(EvidenceSeen(look=quick, at=60.05), 60.05) == []
     look, asked = step(Tick(), 60.1)
-    assert (look.seen.probe, asked.for_verdict) == (quick.probe, True)
+    assert (look.probe, asked.for_verdict) == (quick.probe, True)
     (again,) = step(told(generating(0.0)), 60.1)
     assert isinstance(again, Stalled)
-    assert hanging.probe not in [e.seen.probe for e in step(Tick(), 60.2) if isinstance(e, Look)]
+    assert hanging.probe not in [e.probe for e in step(Tick(), 60.2) if isinstance(e, Look)]
 
 
 @pytest.mark.parametrize("returns_at", [62.02, 62.5])
@@ -203,9 +205,9 @@ def test_what_a_probe_saw_before_watching_began_does_not_count(returns_at: float
     step(Watch(request_id=2, request=Nobody()), 62.0)
     if returns_at > 62.05:
         assert step(Tick(), 62.05) == []  # the probe is still out
-    looks = step(replace(old.seen, alive=True, at=returns_at), returns_at)
+    looks = step(EvidenceSeen(look=old, alive=True, at=returns_at), returns_at)
     (reset,) = looks or step(Tick(), 62.05)
-    assert reset.seen.fresh
+    assert reset.fresh
     asked = [e for e in step(Tick(), 63.0) if isinstance(e, ReportProgress)]
     assert [e.liveness_at for e in asked] == [None]
 
@@ -222,7 +224,7 @@ def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(
     assert step(probed(ProbeOutcome.READY), 0.3) == []
     assert step(Launched(epoch=1, pid=7), 0.3) == []
     assert step(ProbeNow(epoch=1, cause="late"), 0.3) == []
-    assert step(replace(look.seen, alive=True, at=0.3), 0.3) == []
+    assert step(EvidenceSeen(look=look, alive=True, at=0.3), 0.3) == []
 
 
 def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None:

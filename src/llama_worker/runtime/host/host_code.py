@@ -13,8 +13,6 @@ from collections.abc import Callable, Coroutine
 from datetime import datetime
 from typing import Any
 
-from msgspec.structs import replace
-
 from llama_worker.bios import PromptError, run_bios
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import takes
@@ -33,7 +31,7 @@ from llama_worker.request.tools import ToolResultError, encode_result
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import start_thread
-from llama_worker.server.messages import EvidenceSeen
+from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types import BiosContext, BiosText, LivenessProbe, RunningCall
 
 _logger = logging.getLogger("llama_worker")
@@ -141,14 +139,12 @@ def bios_text(
     return run_bios(config.bios_provider, context)
 
 
-def look(
-    probe: LivenessProbe, seen: EvidenceSeen, root_pid: int, reply_to: Mailbox[EvidenceSeen]
-) -> None:
+def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
     """One probe's look at the server's processes. One that raises, or returns something odd, brings
     no news."""
     alive, reads, detail, blind = False, False, "", False
     try:
-        if seen.fresh:
+        if order.fresh:
             probe.reset()
         evidence = probe.probe(root_pid, time.monotonic())
         if evidence is not None:
@@ -159,4 +155,6 @@ def look(
         if not blind:
             log_exception(_logger, "a liveness probe failed")
     now = time.monotonic()
-    reply_to.tell(replace(seen, alive=alive, reads=reads, detail=detail, blind=blind, at=now))
+    reply_to.tell(
+        EvidenceSeen(look=order, at=now, alive=alive, detail=detail, reads=reads, blind=blind)
+    )
