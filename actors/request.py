@@ -135,7 +135,7 @@ class RequestActor(Child[RequestMessage]):
             order.exchange.hear_out(self._runtime.now())
             if order.exchange.has_ended:
                 self._forget_request()
-                self._send([])
+            self._send([])
 
     def _step(self, message: RequestInput) -> None:
         if self._request is not None:
