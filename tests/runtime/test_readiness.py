@@ -22,10 +22,11 @@ from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
     ReadinessProbe,
     SlotsQuestion,
+    canary_body,
+    canary_problem,
     models_outcome,
     owns_port,
 )
-from llama_worker.runtime.process.canary import canary_body, canary_problem
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from tests.actors.conftest import WAIT_S
 

@@ -23,7 +23,7 @@ import pykka
 T = TypeVar("T")
 W = TypeVar("W")
 _SWEEP_MIN = 64
-_UNNOTICED_S = 1.0  # how long a signal that did not wake the main thread may be
+_UNNOTICED_S = 1.0  # longest time a signal may go unnoticed by the main thread
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 _logger = logging.getLogger("llama_worker.futures")
 
@@ -63,7 +63,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         self._wake()
 
     def set_exception(self, exc_info: Any = None) -> None:
-        """Pykka's, likewise."""
+        """Pykka's: raises queue.Full where the future is resolved."""
         self._claim()
         super().set_exception(exc_info)
         self._wake()

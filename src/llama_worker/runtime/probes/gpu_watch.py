@@ -70,12 +70,12 @@ def _watch(nvml: Any, server: psutil.Process, epoch: int, reply_to: Mailbox[GpuF
     events = _events_of(nvml, gpus)
     if events is None:
         return
-    told: set[GpuFault] = set()
+    reported: set[GpuFault] = set()
     try:
         while server.is_running():
             for fault in _next_faults(nvml, events, gpus):
-                if fault not in told:
-                    told.add(fault)
+                if fault not in reported:
+                    reported.add(fault)
                     reply_to.tell(GpuFaulted(epoch=epoch, fault=fault))
     finally:
         nvml.nvmlEventSetFree(events)
@@ -98,7 +98,7 @@ def _next_faults(nvml: Any, events: Any, gpus: dict[str, Any]) -> Iterator[GpuFa
 
 def _gpus_of(nvml: Any, pids: frozenset[int]) -> dict[str, Any]:
     """The handles of the GPUs that these processes use, by name."""
-    found = {}
+    handles = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -106,8 +106,8 @@ def _gpus_of(nvml: Any, pids: frozenset[int]) -> dict[str, Any]:
         except nvml.NVMLError:
             continue  # one that is lost already, or tells no processes, is not known to be ours
         if users & pids:
-            found[f"GPU {index}"] = handle
-    return found
+            handles[f"GPU {index}"] = handle
+    return handles
 
 
 def _events_of(nvml: Any, gpus: dict[str, Any]) -> Any:
@@ -137,11 +137,11 @@ def _fault_of(nvml: Any, event: Any) -> GpuFault | None:
 def _lost(nvml: Any, gpus: dict[str, Any]) -> list[str]:
     """Those that cannot be reached; another GPU of the machine may be the one that the error is
     about."""
-    found = []
+    lost = []
     for gpu, handle in gpus.items():
         try:
             nvml.nvmlDeviceGetMemoryInfo(handle)
         except nvml.NVMLError as error:
             if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
-                found.append(gpu)
-    return found
+                lost.append(gpu)
+    return lost

@@ -148,8 +148,8 @@ class NvidiaProbe:
 def anon_bytes(root_pid: int) -> int | None:
     """RssAnon and VmSwap of the tree: what a leak grows, and mapped model files do not. None: it
     cannot be seen."""
-    found = [_ANON.findall(_read(f"{PROC}/{pid}/status") or "") for pid in tree_pids(root_pid)]
-    sizes = [int(kib) * 1024 for lines in found for kib in lines]
+    amounts = [_ANON.findall(_read(f"{PROC}/{pid}/status") or "") for pid in tree_pids(root_pid)]
+    sizes = [int(kib) * 1024 for amount in amounts for kib in amount]
     return sum(sizes) if sizes else None
 
 
@@ -187,8 +187,8 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
 
 def _uid(pid: int) -> int | None:
     """The effective one."""
-    found = _UID.search(_read(f"{PROC}/{pid}/status") or "")
-    return int(found[1]) if found else None
+    match = _UID.search(_read(f"{PROC}/{pid}/status") or "")
+    return int(match[1]) if match else None
 
 
 def thread_states(pid: int) -> list[dict[str, Any]]:
@@ -262,19 +262,19 @@ def tree_pids(root_pid: int) -> tuple[int, ...]:
     """The root first, also where nothing can be learnt of it."""
     if not _LISTS_CHILDREN:
         return (root_pid, *_children_by_psutil(root_pid))
-    found = [root_pid]
-    for pid in found:  # which grows meanwhile
-        found += _children(pid)
-    return tuple(found)
+    pids = [root_pid]
+    for pid in pids:  # which grows meanwhile
+        pids += _children(pid)
+    return tuple(pids)
 
 
 def _children(pid: int) -> list[int]:
     """As the kernel lists them: psutil reads every process of the machine for that."""
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(OSError, ValueError):
         for tid in os.listdir(f"{PROC}/{pid}/task"):
-            found += map(int, (_read(f"{PROC}/{pid}/task/{tid}/children") or "").split())
-    return found
+            pids += map(int, (_read(f"{PROC}/{pid}/task/{tid}/children") or "").split())
+    return pids
 
 
 def _children_by_psutil(root_pid: int) -> list[int]:

@@ -51,7 +51,7 @@ class OomWatch:
         if self._log is None:
             return None
         wanted = f"Killed process {self._pid} ("
-        found = None
+        last = None
         for _ in range(_MAX_RECORDS):
             try:
                 record = os.read(self._log, _RECORD_BYTES).decode(errors="replace")
@@ -61,8 +61,8 @@ class OomWatch:
                 break  # the end of what there is
             text = record.partition(";")[2].partition("\n")[0]
             if wanted in text:
-                found = text
-        return found
+                last = text
+        return last
 
 
 def _end_of_log() -> int | None:

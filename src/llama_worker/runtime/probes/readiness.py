@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
 
+from llama_worker.config.profiles import Canary
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.gaps import gap_s
@@ -19,7 +20,6 @@ from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.runtime.probes.liveness_probes import tree_pids
-from llama_worker.runtime.process.canary import canary_body, canary_problem
 from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
@@ -28,6 +28,7 @@ from llama_worker.server.traits import ServerTraits, server_traits
 _LISTEN = "0A"  # a socket's state in /proc/net/tcp
 _READY = "GET /v1/models: 200"
 _TRAITS_TIMEOUT_S = 2.0
+_SHOWN_CHARS = 200  # of a canary's answer
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 
 
@@ -93,15 +94,15 @@ class ReadinessProbe:
 
     def _ask_traits(self) -> ServerTraits:
         chat = {"messages": [{"role": "user", "content": "-"}]}
-        told: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
         for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
             try:
                 status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
             except (OSError, ValueError):
                 status, answer = 0, b""
             value = json_of(answer) if status == 200 else None
-            told.append(value if isinstance(value, dict) else {})
-        return server_traits(*told)
+            answers.append(value if isinstance(value, dict) else {})
+        return server_traits(*answers)
 
     def _try_canary(self, outcome: ProbeOutcome, detail: str) -> tuple[ProbeOutcome, str]:
         """As long as it takes: the startup's limits end it."""
@@ -212,6 +213,36 @@ def models_outcome(
 def _outcome(error: Exception) -> ProbeOutcome:
     """Of a probe without an answer: what this machine lacks says nothing about the server."""
     return ProbeOutcome.NO_NEWS if is_shortage(error) else ProbeOutcome.FAILED
+
+
+def canary_body(canary: Canary) -> dict[str, Any]:
+    """The request: greedy, so that the same server says the same."""
+    return {
+        "messages": [{"role": "user", "content": canary.prompt}],
+        "max_tokens": canary.max_tokens,
+        "temperature": 0,
+        "stream": False,
+    }
+
+
+def canary_problem(check: Callable[[str], bool], status: int, answer: Any) -> str | None:
+    """What is wrong with the server's answer; None where `check`, the host's own, is content."""
+    if status != 200:
+        return f"the canary got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
+    text = _text_of(answer)
+    try:
+        fine = check(text)
+    except BaseException as error:  # SystemExit in the host's code is its failure, no more
+        return f"the canary's check raised {described_error(error)}"
+    return None if fine else f"the canary's check refused the answer {text[:_SHOWN_CHARS]!r}"
+
+
+def _text_of(answer: Any) -> str:
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    message = first.get("message") if isinstance(first, Mapping) else None
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, str) else ""
 
 
 def owns_port(root_pid: int, port: int) -> bool:

@@ -31,10 +31,10 @@ def can_listen(address: tuple[str, int]) -> bool:
     """Whether a server could listen there now; True where that cannot be told (it will say so
     itself)."""
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):  # the latter from a name that IDNA does not allow
         return True
-    for family, kind, protocol, _, sockaddr in found:
+    for family, kind, protocol, _, sockaddr in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 # the past's TIME_WAITs do not count

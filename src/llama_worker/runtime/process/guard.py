@@ -195,7 +195,7 @@ def report(report_fd: int, line: bytes) -> None:
 def children() -> list[int]:
     """The pids whose parent is this process."""
     guard_pid = os.getpid()
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -204,8 +204,8 @@ def children() -> list[int]:
             except OSError:
                 continue
             if int(fields[1]) == guard_pid:
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ def located(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str
 
 
 def _executable(named: str, how: str, how_to_get: str, search: str | None) -> FoundServer:
-    found = shutil.which(os.path.expanduser(named), path=search)
-    if found:
-        return FoundServer(found, how)
+    program = shutil.which(os.path.expanduser(named), path=search)
+    if program:
+        return FoundServer(program, how)
     path = Path(named).expanduser()
     if path.is_dir():
         inside = (
