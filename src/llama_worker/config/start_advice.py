@@ -8,8 +8,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from llama_worker.config.near_names import did_you_mean
-from llama_worker.config.option_names import COMMON_OPTIONS
+from llama_worker.config.near_names import COMMON_OPTIONS, did_you_mean
 from llama_worker.types import StartFailReason
 
 LESS_MEMORY = (

@@ -17,6 +17,7 @@ T = TypeVar("T")
 MAX_SECONDS = 1e9  # some 30 years; what Linux and Python can wait for is not much more
 _MAX_INT_BITS = 1023
 _SHOWN_CHARS = 80
+_MAX_COUNT = 1 << 63
 _MAX_JSON_DEPTH = 100  # far below where Python gives up; what holds itself ends here, too
 
 
@@ -89,6 +90,13 @@ def checked_str(
         raise ConfigError(
             f"{name} must be valid Unicode, without lone surrogates: {told}"
         ) from None
+
+
+def as_count(value: object) -> int | None:
+    """A count that a server reports; None if it is no int, negative, or too large to be one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value < _MAX_COUNT else None
 
 
 def checked_json_object(name: str, value: object) -> dict[str, Any]:

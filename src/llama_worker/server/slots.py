@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from llama_worker.config.validation import as_count
 from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Progress
 from llama_worker.server.pace import Pace
@@ -90,8 +91,8 @@ def parse_slots(body: Any) -> tuple[Slot, ...] | None:
 def _slot(told: Any) -> Slot | None:
     if not isinstance(told, Mapping):
         return None
-    slot_id, is_processing = _count(told.get("id")), told.get("is_processing")
-    if is_processing is None and _count(told.get("state")) is not None:
+    slot_id, is_processing = as_count(told.get("id")), told.get("is_processing")
+    if is_processing is None and as_count(told.get("state")) is not None:
         is_processing = told["state"] != 0
     if slot_id is None or not isinstance(is_processing, bool):
         return None
@@ -99,24 +100,20 @@ def _slot(told: Any) -> Slot | None:
     if isinstance(next_token, list) and len(next_token) == 1:
         next_token = next_token[0]
     counters = next_token if isinstance(next_token, Mapping) else told
-    decoded = _count(counters.get("n_decoded"))
+    decoded = as_count(counters.get("n_decoded"))
     if decoded is None and is_processing:
         return None  # nothing could be seen to move
-    prompt_tokens = _count(told.get("n_prompt_tokens_processed"))
+    prompt_tokens = as_count(told.get("n_prompt_tokens_processed"))
     return Slot(
         slot_id=slot_id,
         is_processing=is_processing,
-        task=_count(told.get("id_task")),
+        task=as_count(told.get("id_task")),
         prompt_tokens=prompt_tokens or 0,
         shows_reading=prompt_tokens is not None,
         decoded_tokens=decoded or 0,
-        context_tokens=_count(told.get("n_prompt_tokens")),
+        context_tokens=as_count(told.get("n_prompt_tokens")),
         speculates=told.get("speculative") is True,
     )
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def judge_by_slots(

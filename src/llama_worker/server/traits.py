@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from llama_worker.config.command_flags import commanded_n_ctx
 from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.validation import as_count
 from llama_worker.server.builds import build_number, known_flaws, unseen
 
 _MODALITIES = {
@@ -45,10 +46,10 @@ def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any])
     generation, modalities = props.get("default_generation_settings"), props.get("modalities")
     path = _text(props.get("model_path"))
     return ServerTraits(
-        slots=_count(slots),
+        slots=as_count(slots),
         tools=tools,
         opens_thinking=isinstance(prompt, str) and prompt.rstrip().endswith(_THINK_OPENINGS),
-        n_ctx=_count(generation.get("n_ctx")) if isinstance(generation, Mapping) else None,
+        n_ctx=as_count(generation.get("n_ctx")) if isinstance(generation, Mapping) else None,
         modalities={str(k): v for k, v in modalities.items() if isinstance(v, bool)}
         if isinstance(modalities, Mapping)
         else None,
@@ -109,10 +110,6 @@ def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
         mode = "in the system prompt instead (prompted mode)"
         lines.append(f"the model's chat template does not support tools: they are {how} {mode}")
     return lines
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _text(value: object) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from llama_worker.config.validation import as_count
 from llama_worker.stream.events import (
     Done,
     EmptyRecord,
@@ -35,7 +36,6 @@ _IN_CHUNK = frozenset((*_READ_IN_CHUNK, "id", "object", "created", "model", "sys
 _IN_CHOICE = frozenset(["index", "delta", "message", "text", "finish_reason"])
 _IN_DELTA = frozenset(["role", "content", "reasoning_content", "tool_calls"])
 _CONTENT = (TextDelta, ReasoningDelta, ToolCallDelta, Finish, ServerError)
-_TOO_MANY = 1 << 63  # of anything: not a count, and too much for who adds counts up
 _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
 
 
@@ -171,9 +171,9 @@ def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple
 def _events(chunk: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:
     progress = chunk.get("prompt_progress")
     if isinstance(progress, dict):
-        processed, total = _count(progress.get("processed")), _count(progress.get("total"))
+        processed, total = as_count(progress.get("processed")), as_count(progress.get("total"))
         if processed is not None and total is not None:
-            yield PromptReport(processed, total, _count(progress.get("cache")) or 0)
+            yield PromptReport(processed, total, as_count(progress.get("cache")) or 0)
     choice = _first_choice(chunk)
     if choice:
         yield from _choice_events(choice, delta_kinds)
@@ -241,7 +241,7 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
     function = call.get("function")
     if not isinstance(function, dict):
         function = {}
-    index = _count(call.get("index"))
+    index = as_count(call.get("index"))
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
         # old builds give a final call's as an object
@@ -257,17 +257,17 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
 def _usage(usage: dict[str, Any]) -> UsageReport:
     details = usage.get("prompt_tokens_details")
     return UsageReport(
-        prompt_tokens=_count(usage.get("prompt_tokens")) or 0,
-        completion_tokens=_count(usage.get("completion_tokens")) or 0,
-        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
+        prompt_tokens=as_count(usage.get("prompt_tokens")) or 0,
+        completion_tokens=as_count(usage.get("completion_tokens")) or 0,
+        cached_tokens=as_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
     )
 
 
 def _timings(timings: dict[str, Any]) -> TimingsReport:
     return TimingsReport(
-        cache_n=_count(timings.get("cache_n")),
-        prompt_n=_count(timings.get("prompt_n")),
-        predicted_n=_count(timings.get("predicted_n")),
+        cache_n=as_count(timings.get("cache_n")),
+        prompt_n=as_count(timings.get("prompt_n")),
+        predicted_n=as_count(timings.get("predicted_n")),
         predicted_per_second=_rate(timings.get("predicted_per_second")),
         prompt_ms=_rate(timings.get("prompt_ms")),
     )
@@ -294,7 +294,7 @@ def _error(error: Any) -> ServerError:
         code = int(code)
     return ServerError(
         message=_text(error.get("message")) or json.dumps(error, ensure_ascii=False),
-        code=_count(code),
+        code=as_count(code),
         type=_text(error.get("type")),
         context=context_use(error),
     )
@@ -306,14 +306,6 @@ def _text(value: Any) -> str | None:
         parts = [part.get("text") for part in value if isinstance(part, dict)]
         value = "".join(part for part in parts if isinstance(part, str))
     return value if isinstance(value, str) and value else None
-
-
-def _count(value: Any) -> int | None:
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_MANY
-        else None
-    )
 
 
 def _rate(value: Any) -> float | None:
