@@ -14,6 +14,7 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.server import lifecycle
+from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, is_degenerate
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained, Lifecycle
 from llama_worker.server.lifecycle_states import (
@@ -49,7 +50,6 @@ from llama_worker.server.messages import (
     Terminate,
 )
 from llama_worker.server.recycling import Worn, worn
-from llama_worker.server.suspicion import Doubt, Suspicion, Trouble, is_degenerate
 from llama_worker.server.traits import ServerTraits, shortcomings
 from llama_worker.types import RequestState, WorkerState, WorkerStatus
 
@@ -79,7 +79,7 @@ class ServerLife:
         self._status = status  # the answer to a start
         self._requests_count = 0  # ended since READY
         self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
-        self._suspicion = Suspicion()
+        self._request_ends = RequestEnds()
         self._waiting: list[Start | Restart | Stop | Drain] = []
 
     @property
@@ -109,7 +109,9 @@ class ServerLife:
 
     # ------------------------------------------------------------ what is heard of the server
 
-    def handle(self, message: ServerMessage | Trouble | Worn | Drained | Tick, now: float) -> None:
+    def handle(
+        self, message: ServerMessage | RestartCause | Worn | Drained | Tick, now: float
+    ) -> None:
         """Take note, step the lifecycle, carry out what follows. News of another launch changes
         nothing."""
         if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
@@ -160,11 +162,11 @@ class ServerLife:
         )
         if record.result["state"] is RequestState.COMPLETED and counts:
             self._life = lifecycle.request_completed(self._life, now)
-        self._suspicion, found = self._suspicion.ended(record, self._config.restart)
+        self._request_ends, found = self._request_ends.ended(record, self._config.restart)
         match found:
-            case Trouble():
+            case RestartCause():
                 self.handle(found, now)
-            case Doubt(cause=cause):
+            case ProbeCause(cause=cause):
                 self._children.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=cause))
         self.recycle_if_due(now)
 
@@ -209,21 +211,15 @@ class ServerLife:
         """A verdict on a request that runs: it is given up, and perhaps the server, too."""
         if stalled.epoch != self._life.epoch:
             return
-        self._suspicion, trouble = self._suspicion.stalled(
-            stalled.request_id,
-            stalled.verdict,
-            busy_neighbour=stalled.busy_neighbour,
-            newest_request_id=self._table.newest_id,
-            policy=self._config.restart,
-        )
         given_up = Abandon(
             request_id=admitted.request_id,
             reason=stalled.verdict.reason,
             detail=stalled.verdict.detail,
         )
         self._dispatcher.abandon(admitted, given_up)
-        if trouble is not None:
-            self.handle(trouble, now)
+        if stalled.costs_the_server and self._config.restart.restart_on_stall:
+            verdict = stalled.verdict
+            self.handle(RestartCause(str(verdict.reason), verdict.detail), now)
 
     # ------------------------------------------------------------ effects
 
@@ -239,7 +235,7 @@ class ServerLife:
             if state is WorkerState.READY:
                 self.last_ready_at, self.last_ready_unix = now, self._journal.unix(now)
                 self._requests_count = 0
-                self._suspicion = Suspicion()
+                self._request_ends = RequestEnds()
         match self._life.state:
             case Ending():
                 self._children.watchdog.tell(StandDown())

@@ -17,7 +17,7 @@ from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
-from llama_worker.request.messages import Abandon, ProgressReported, ReportProgress, ServerChecked
+from llama_worker.request.messages import Abandon, ProgressReported, ServerChecked
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.ports import Abortable, UpstreamRuntime
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -33,7 +33,14 @@ from llama_worker.server.messages import (
     WatchdogMessage,
 )
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import LookAtSlots, News, Order, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import ServerWatch
+from llama_worker.server.watch_effects import (
+    AskForProgress,
+    LookAtSlots,
+    News,
+    Order,
+    ProbeReadiness,
+)
 from llama_worker.types import RequestFailReason
 
 
@@ -53,7 +60,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         super().__init__(live_count, runtime)
         self._runtime = runtime
         self._api_key = api_key
-        self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0, me=_AskedDirectly())
+        self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0)
         self._alarm = Alarm(runtime, self.me())
         self._exchanges: dict[int, LeasedExchange] = {}  # by request id
         self._request_ids = itertools.count(1)
@@ -102,13 +109,13 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         while messages:
             for effect in self._watch.step(messages.popleft(), now):
                 messages.extend(self._carry_out(effect, now))
-            if not messages and not self._exchanges and self._watch.is_watching:
+            if not messages and not self._exchanges and self._watch.state != "idle":
                 messages.append(StandDown())
 
     def _carry_out(self, effect: Order | News, now: float) -> Iterator[WatchdogMessage]:
         """What the watch is to be told of it at once."""
         match effect:
-            case ReportProgress(for_verdict=for_verdict):
+            case AskForProgress(for_verdict=for_verdict):
                 for exchange in self._exchanges.values():
                     yield ProgressReported(progress=exchange.progress(), for_verdict=for_verdict)
             case Stalled(request_id=request_id, verdict=verdict):

@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_worker.actors.base import Alarm, Child, members
 from llama_worker.errors import described_error
-from llama_worker.mailbox import Tick
+from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import ReportProgress
 from llama_worker.runtime.ports import Abortable
 from llama_worker.server.messages import (
@@ -24,15 +24,18 @@ from llama_worker.server.messages import (
     ProbeOutcome,
     SlotsSeen,
     StandDown,
+    Unwatch,
+    Watch,
     WatchdogMessage,
 )
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import (
+from llama_worker.server.watch import ServerWatch
+from llama_worker.server.watch_effects import (
+    AskForProgress,
     LookAtSlots,
     News,
     Order,
     ProbeReadiness,
-    ServerWatch,
 )
 
 
@@ -46,15 +49,21 @@ class WatchdogActor(Child[WatchdogMessage]):
         super().__init__(*args, **kwargs)
         self._readiness: Abortable | None = None
         self._slots: Abortable | None = None
-        self._watch = ServerWatch(
-            self._config.timeouts, probes_count=self._runtime.probes_count, me=self.me()
-        )
+        self._requests: dict[int, Mailbox[ReportProgress]] = {}  # by id
+        self._watch = ServerWatch(self._config.timeouts, probes_count=self._runtime.probes_count)
         self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: WatchdogMessage) -> None:
         """Step the watch, carry out what follows."""
-        if isinstance(message, Tick):
-            self._alarm.rang()
+        match message:
+            case Tick():
+                self._alarm.rang()
+            case Watch(request_id=request_id, request=request):
+                self._requests[request_id] = request
+            case Unwatch(request_id=request_id):
+                self._requests.pop(request_id, None)
+            case _:
+                pass
         for effect in self._watch.step(message, self._runtime.now()):
             self._carry_out(effect)
         self._alarm.set(self._watch.deadline)
@@ -66,9 +75,12 @@ class WatchdogActor(Child[WatchdogMessage]):
 
     def _carry_out(self, effect: Order | News) -> None:
         match effect:
-            case ReportProgress():
-                for request in self._watch.requests.values():
-                    request.tell(effect)
+            case AskForProgress(liveness_at=liveness_at, for_verdict=for_verdict):
+                question = ReportProgress(
+                    liveness_at=liveness_at, for_verdict=for_verdict, reply_to=self.me()
+                )
+                for request_id in self._watch.request_ids:
+                    self._requests[request_id].tell(question)
             case Look():
                 try:
                     self._runtime.look(effect, self._watch.root_pid, self.me())

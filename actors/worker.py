@@ -50,11 +50,11 @@ from llama_worker.request.report import lost_record
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.runtime.host.futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
+from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
 from llama_worker.server.messages import Observed, Stalled
 from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
-from llama_worker.server.suspicion import Trouble
 from llama_worker.server.traits import unsupported
 from llama_worker.types import SubmitErrorCode, WorkerDebugInfo, WorkerState, WorkerStatus
 
@@ -366,7 +366,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     def _end_launch(self, dead: Member, detail: str, now: float) -> None:
         """Nuke and repave: its requests fail, its server and its other actors end; the next launch
         has new ones."""
-        self._server.handle(Trouble("actor_died", f"{dead.role}: {detail}"), now)
+        self._server.handle(RestartCause("actor_died", f"{dead.role}: {detail}"), now)
         self._children.end()
 
     # ------------------------------------------------------------ what is seen

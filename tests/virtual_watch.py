@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
-from llama_worker.request.messages import ProgressReported, ReportProgress
+from llama_worker.request.messages import ProgressReported
 from llama_worker.request.progress import Progress
 from llama_worker.server.messages import (
     BecameReady,
@@ -26,7 +26,13 @@ from llama_worker.server.messages import (
 )
 from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import LookAtSlots, News, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import ServerWatch
+from llama_worker.server.watch_effects import (
+    AskForProgress,
+    LookAtSlots,
+    News,
+    ProbeReadiness,
+)
 from llama_worker.types import RequestPhase
 
 RequestAt = Callable[[float], Progress]
@@ -85,7 +91,7 @@ class VirtualWatch:
         self._probes_take_s = probes_take_s
         self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
         self.news: list[tuple[float, News]] = []
-        self.watch = ServerWatch(profile, probes_count=1, me=Nobody())
+        self.watch = ServerWatch(profile, probes_count=1)
         self._evidence, self._readiness, self._slots, self._blind = (
             evidence,
             readiness,
@@ -126,8 +132,8 @@ class VirtualWatch:
                             self._answer = (self.now + takes_s, answer)
                         else:
                             messages.append(answer)
-                    case ReportProgress(for_verdict=for_verdict):
-                        for request_id in self.watch.requests:
+                    case AskForProgress(for_verdict=for_verdict):
+                        for request_id in sorted(self.watch.request_ids):
                             progress = self._requests[request_id](self.now)
                             messages.append(
                                 ProgressReported(progress=progress, for_verdict=for_verdict)

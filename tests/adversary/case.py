@@ -171,7 +171,7 @@ class Case(Bench):
         tokens = sum(each.in_batch or 1 for each in self.server.busy)
         depth = max(each.processed + each.in_batch for each in reading)
         pace: Pace = watch._pace
-        limit_s = pace.longest_standstill_s(tokens, depth, is_cold=watch._is_cold)
+        limit_s = pace.longest_standstill_s(tokens, depth, is_cold=watch._requests._is_cold)
         if limit_s is None:
             return self.promised_s
         last_resort_s = self.promised_s - SLACK_S

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from llama_worker.server import watch
+from llama_worker.server import request_watch
 from tests.adversary.campaign import run, table
 from tests.adversary.case import Case
 from tests.adversary.wedges import WEDGES
@@ -48,10 +48,10 @@ def test_a_case_is_a_function_of_its_seed(name: str | None) -> None:
 
 
 def test_without_the_slots_wedges_are_found_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "judge_by_slots", lambda *args, **kwargs: None)
+    monkeypatch.setattr(request_watch, "judge_by_slots", lambda *args, **kwargs: None)
     assert run(18, seed=20, kinds=["livelock", "dead stream"]).late
 
 
 def test_a_verdict_on_every_silence_kills_honest_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch.ServerWatch, "_worked_at", lambda *args: None)
+    monkeypatch.setattr(request_watch.RequestWatch, "_worked_at", lambda *args: None)
     assert run(40, seed=20, kinds=["stopped"]).false_kills

@@ -13,8 +13,9 @@ from llama_worker import RequestFailReason, RequestPhase, StartFailReason, Timeo
 from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
-from llama_worker.server import lifecycle, liveness, pace, suspicion
-from llama_worker.server.timeouts import DEAD_BESIDE_MULTIPLE, Neighbours, Verdict, verdict
+from llama_worker.server import blame, lifecycle, liveness, pace
+from llama_worker.server.blame import Verdict
+from llama_worker.server.timeouts import DEAD_BESIDE_MULTIPLE, Neighbours, verdict
 from tests.docs.pages import DOCS, names_in, table
 
 # Every state in which a request can be.
@@ -144,7 +145,7 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
         assert heard == ("without data" in after or "without headers" in after)
         found = judge(STATES[name], limit)
         assert found is not None
-        assert found.restart != ("no restart" in after)
+        assert found.accuses != ("no restart" in after)
     default = getattr(TimeoutProfile(), limit)
     assert re.findall(rf"`{limit}` \((\d+)\)", after) == (
         [] if default is None else [f"{default:g}"]
@@ -155,10 +156,12 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
 def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    said = r'(?:_(?:restart|trouble)\(\s*life,\s*now,|Trouble\(|RecordRestart\(reason=)\s*"(\w+)"'
+    said = (
+        r'(?:_(?:restart|trouble)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason=)\s*"(\w+)"'
+    )
     sources = [
         Path(str(module.__file__)).read_text()
-        for module in (lifecycle, server_life, worker_actor, suspicion)
+        for module in (lifecycle, server_life, worker_actor, blame)
     ]
     in_code = {cause for source in sources for cause in re.findall(said, source)}
     launches = set(StartFailReason) - {
@@ -167,5 +170,5 @@ def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
         StartFailReason.UNKILLABLE,
     }
     verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
-    fatal = {found.reason for found in verdicts if found and found.restart}
+    fatal = {found.reason for found in verdicts if found and found.accuses}
     assert sorted(causes) == sorted({*in_code, *launches, *fatal})

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from llama_worker.server.blame import Verdict
 from llama_worker.server.messages import Stalled
-from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
@@ -159,9 +159,9 @@ def _stall(world: World) -> None:
     (request_id,) = world.invariants.active
     epoch = world.invariants.lifecycle.epoch
     world.invariants.fault(KINDS["livelock"], epoch=epoch)
-    verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if", restart=True)
+    verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if", accuses=True)
     world.actor.actor_ref.tell(
-        Stalled(epoch=epoch, request_id=request_id, verdict=verdict, busy_neighbour=False)
+        Stalled(epoch=epoch, request_id=request_id, verdict=verdict, costs_the_server=True)
     )
 
 

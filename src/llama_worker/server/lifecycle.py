@@ -17,6 +17,7 @@ from llama_worker.config.start_advice import described
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
+from llama_worker.server.blame import RestartCause
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,
@@ -51,7 +52,6 @@ from llama_worker.server.messages import (
 )
 from llama_worker.server.recycling import Worn
 from llama_worker.server.restart_budget import Lockout, RestartBudget
-from llama_worker.server.suspicion import Trouble
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 # how long SIGTERM waits for our own connections to be closed; the server waits for open ones
@@ -74,7 +74,9 @@ class Drained(Struct, frozen=True):
     """No request is in flight."""
 
 
-LifecycleMessage = Start | Stop | Drain | Drained | Restart | LaunchNews | Trouble | Worn | Tick
+LifecycleMessage = (
+    Start | Stop | Drain | Drained | Restart | LaunchNews | RestartCause | Worn | Tick
+)
 
 
 class Lifecycle(Struct, frozen=True, kw_only=True):
@@ -192,7 +194,7 @@ def step(  # noqa: C901  one line per case
             return _trouble(life, now, "health_lost", detail)
         case ((Ready() | Draining() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
             return _trouble(life, now, "gpu_failed", fault.detail)
-        case ((Ready() | Draining() | Launching()), Trouble(reason=reason, detail=detail)):
+        case ((Ready() | Draining() | Launching()), RestartCause(reason=reason, detail=detail)):
             return _trouble(life, now, reason, detail)
         case Ready(), Worn(detail=detail):
             return _recycle(life, now, detail)

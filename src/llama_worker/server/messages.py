@@ -16,9 +16,9 @@ from llama_worker.request.messages import (
     StreamsClosed,
 )
 from llama_worker.request.progress import Batch, Progress
+from llama_worker.server.blame import Verdict
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.slots import SlotsLook, SlotsSilence
-from llama_worker.server.timeouts import Verdict
 from llama_worker.server.traits import ServerTraits
 from llama_worker.types import StartFailReason, WorkerStatus
 
@@ -133,7 +133,7 @@ class Stalled(Struct, frozen=True, kw_only=True):
     epoch: int
     request_id: int
     verdict: Verdict
-    busy_neighbour: bool  # another request of this server received data just now
+    costs_the_server: bool  # else the request ends alone
 
 
 class Observed(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""When a request has been silent for too long, and whether that costs the whole server. Pure.
+"""When a request has been silent for too long. Pure.
 
 Instants (`*_at`, `now`) are monotonic seconds.
 """
@@ -13,23 +13,10 @@ from msgspec.structs import replace
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Progress, newest
+from llama_worker.server.blame import Verdict
 from llama_worker.types import RequestFailReason, RequestPhase
 
-# a neighbour that received data within this much proves that the server works
-BUSY_WINDOW_MIN_S = 1.0
 DEAD_BESIDE_MULTIPLE = 4  # of `idle_stream_timeout_s`, where `/slots` cannot tell whose work it is
-
-
-class Verdict(Struct, frozen=True, kw_only=True):
-    """A request to be given up. `restart`: the server is suspect, and `Triage` decides about it.
-
-    `alone`: the server serves others, also where they received no data just now.
-    """
-
-    reason: RequestFailReason
-    detail: str  # for a person: what was waited for, how long, and when anything was last heard
-    restart: bool
-    alone: bool = False
 
 
 class Neighbours(Struct, frozen=True, kw_only=True):
@@ -100,7 +87,7 @@ def verdict(
     return Verdict(
         reason=first.reason,
         detail=f"{told}; {describe(progress, liveness_at=liveness_at, now=now)}",
-        restart=first.reason is not RequestFailReason.ABSOLUTE_TIMEOUT,
+        accuses=first.reason is not RequestFailReason.ABSOLUTE_TIMEOUT,
         alone=first.alone,
     )
 
@@ -246,65 +233,20 @@ class DataLedger(Struct, frozen=True):
         return next((at for other, at in self.latest if other != request_id), None)
 
 
-class Inquiry(Struct, frozen=True):
+class ProgressRound(Struct, frozen=True):
     """Before verdicts every request is asked how far it is; what one has heard lately may spare
     another's server."""
 
     owing: frozenset[int] = frozenset()  # ids that have not answered
     heard: tuple[Progress, ...] = ()
 
-    def answered(self, progress: Progress) -> Inquiry:
+    def answered(self, progress: Progress) -> ProgressRound:
         """After an answer; one that was not owed changes nothing."""
         if progress.request_id not in self.owing:
             return self
-        return Inquiry(self.owing - {progress.request_id}, (*self.heard, progress))
+        return ProgressRound(self.owing - {progress.request_id}, (*self.heard, progress))
 
-    def without(self, request_id: int) -> Inquiry:
+    def without(self, request_id: int) -> ProgressRound:
         """After the end of a request."""
         heard = tuple(progress for progress in self.heard if progress.request_id != request_id)
-        return Inquiry(self.owing - {request_id}, heard)
-
-
-def busy_neighbour(neighbour_data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
-    """Whether another request received data so lately that the server as a whole must be
-    working."""
-    if neighbour_data_at is None:
-        return False
-    return now - neighbour_data_at <= max(
-        BUSY_WINDOW_MIN_S, 2.0 * profile.liveness_probe_interval_s
-    )
-
-
-class _Spared(Struct, frozen=True, kw_only=True):
-    culprit_id: int
-    newest_request_id: int  # at the time; a later one is new
-
-
-class Triage(Struct, frozen=True):
-    """Whether a verdict that accuses the server costs it, or only its request. A launch begins with
-    `Triage()`."""
-
-    # the verdict that ended its culprit alone, until a new request completed
-    spared: _Spared | None = None
-
-    def judge(
-        self, culprit_id: int, *, busy_neighbour: bool, newest_request_id: int
-    ) -> tuple[Triage, bool]:
-        """What is known afterwards, and whether to restart; if not, the culprit ends alone.
-
-        `newest_request_id` is the id admitted last. A verdict told twice about one request counts
-        once.
-        """
-        if self.spared is not None:
-            again = culprit_id == self.spared.culprit_id
-            return (self, False) if again else (Triage(), True)
-        if not busy_neighbour:
-            return Triage(), True
-        return Triage(_Spared(culprit_id=culprit_id, newest_request_id=newest_request_id)), False
-
-    def request_completed(self, request_id: int) -> Triage:
-        """A request reached `completed`; only one admitted since shows that the server takes new
-        work."""
-        if self.spared is not None and request_id > self.spared.newest_request_id:
-            return Triage()
-        return self
+        return ProgressRound(self.owing - {request_id}, heard)

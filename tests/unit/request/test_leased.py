@@ -17,7 +17,7 @@ from llama_worker.request.orders import AskIfServerDied
 from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.server.suspicion import is_degenerate
+from llama_worker.server.blame import is_degenerate
 from llama_worker.stream.events import (
     Done,
     EmptyRecord,

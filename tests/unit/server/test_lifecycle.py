@@ -13,6 +13,7 @@ from llama_worker.config.profiles import RestartPolicy
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
+from llama_worker.server.blame import RestartCause
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.lifecycle import Drained, Lifecycle, step
 from llama_worker.server.lifecycle_states import (
@@ -48,7 +49,6 @@ from llama_worker.server.messages import (
 )
 from llama_worker.server.recycling import Worn
 from llama_worker.server.restart_budget import RestartBudget
-from llama_worker.server.suspicion import Trouble
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
@@ -81,7 +81,7 @@ def restart(life: Lifecycle, now: float, reason: str = "new weights") -> Step:
 
 
 def trouble(life: Lifecycle, now: float) -> Step:
-    return step(life, Trouble("stall_timeout", "silence"), now)
+    return step(life, RestartCause("stall_timeout", "silence"), now)
 
 
 def tick(life: Lifecycle, now: float) -> Step:

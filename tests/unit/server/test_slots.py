@@ -13,6 +13,7 @@ import pytest
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Batch, Progress
+from llama_worker.server.blame import Verdict
 from llama_worker.server.messages import (
     HealthLost,
     Launch,
@@ -22,19 +23,17 @@ from llama_worker.server.messages import (
     Unwatch,
 )
 from llama_worker.server.pace import PACE_MIN_S, PACE_MULTIPLE, Pace
+from llama_worker.server.slot_verdicts import SlotMoves, judge_by_slots
 from llama_worker.server.slots import (
     LOOK_INTERVAL_S,
     LOOKS_COUNT,
     PAUSE_S,
     SILENT_S,
     Slot,
-    SlotMoves,
     SlotsLook,
     SlotsSilence,
-    judge_by_slots,
     parse_slots,
 )
-from llama_worker.server.timeouts import Verdict
 from llama_worker.types import RequestFailReason, RequestPhase
 from tests.virtual_watch import RequestAt, SlotsAt, VirtualWatch, generating
 
@@ -240,7 +239,7 @@ def test_a_wedge_is_found_in_one_round(
 ) -> None:
     found = judge(looks(*tracks), suspect, *others)
     assert isinstance(found, Verdict)
-    assert (found.reason, found.alone, found.restart) == (reason, alone, True)
+    assert (found.reason, found.alone, found.accuses) == (reason, alone, True)
     assert "request 1 in phase" in found.detail
 
 

@@ -15,11 +15,9 @@ from llama_worker.request.progress import Progress, last_progress_at
 from llama_worker.server.timeouts import (
     NO_SLOT_SIGNS,
     DataLedger,
-    Inquiry,
     Neighbours,
+    ProgressRound,
     SlotSigns,
-    Triage,
-    busy_neighbour,
     verdict,
 )
 from llama_worker.types import RequestFailReason, RequestPhase
@@ -244,7 +242,7 @@ def test_silence_costs_the_server_once_its_limit_is_over_and_an_absolute_limit_o
     assert verdict(at, now=due_at - 0.1, **told) is None
     found = verdict(at, now=due_at, **told)
     assert found is not None
-    assert (found.reason, found.restart) == (reason, reason is not ABSOLUTE)
+    assert (found.reason, found.accuses) == (reason, reason is not ABSOLUTE)
 
 
 STRICT = heard(idle_stream_timeout_s=1.0, ttft_timeout_s=1.0, absolute_timeout_s=1.0)
@@ -411,43 +409,12 @@ def test_the_data_ledger_answers_as_if_it_kept_everything(
     assert len(ledger.latest) <= 2
 
 
-# --------------------------------------------------------------------------------------- inquiry and triage
+# --------------------------------------------------------------------------------------- rounds of questions
 
 
-def test_an_inquiry_is_over_when_all_have_answered_once_or_ended() -> None:
+def test_a_round_is_over_when_all_have_answered_once_or_ended() -> None:
     one, two = (progress(PREFILL, request_id=number) for number in (1, 2))
-    heard = Inquiry(owing=frozenset({1, 2, 3})).answered(two).without(3).answered(one)
-    assert heard == Inquiry(frozenset(), (two, one))
+    heard = ProgressRound(owing=frozenset({1, 2, 3})).answered(two).without(3).answered(one)
+    assert heard == ProgressRound(frozenset(), (two, one))
     assert heard.answered(replace(one, last_data_at=5.0)) == heard
-    assert heard.without(2) == Inquiry(frozenset(), (one,))
-
-
-@pytest.mark.parametrize(
-    ("interval_s", "age_s", "busy"),
-    [(5.0, 10.0, True), (5.0, 10.1, False), (0.1, 1.0, True), (0.1, 1.1, False)],
-)
-def test_a_neighbour_is_busy_within_twice_the_probe_interval_or_a_second(
-    interval_s: float, age_s: float, busy: bool
-) -> None:
-    profile = TimeoutProfile(liveness_probe_interval_s=interval_s)
-    assert busy_neighbour(1000.0, profile=profile, now=1000.0 + age_s) is busy
-    assert not busy_neighbour(None, profile=profile, now=1000.0)
-
-
-def judge(triage: Triage, request_id: int, *, busy: bool = True) -> tuple[Triage, bool]:
-    """What is known afterwards, and whether the server has to go."""
-    return triage.judge(request_id, busy_neighbour=busy, newest_request_id=9)
-
-
-def test_a_stall_costs_the_server_unless_it_is_the_first_beside_a_busy_neighbour_since_a_new_request_completed() -> (
-    None
-):
-    assert judge(Triage(), 1, busy=False) == (Triage(), True)
-    once, restart = judge(Triage(), 1)
-    assert not restart
-    assert judge(once, 1, busy=False) == (once, False)  # the same culprit, told twice
-    assert judge(once, 2) == (Triage(), True)
-    assert judge(once.request_completed(9), 2)[1], "it was under way already"
-    after, restart = judge(once.request_completed(10), 2)
-    assert not restart
-    assert judge(after, 3)[1]
+    assert heard.without(2) == ProgressRound(frozenset(), (one,))

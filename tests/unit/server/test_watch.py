@@ -10,32 +10,26 @@ from msgspec.structs import replace
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import FORGIVEN_IN_A_ROW
 from llama_worker.mailbox import Tick
-from llama_worker.request.messages import ProgressReported, ReportProgress
+from llama_worker.request.messages import ProgressReported
 from llama_worker.request.progress import Progress
+from llama_worker.server import messages, watch
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.messages import (
-    BecameReady,
     EvidenceSeen,
-    GpuFaulted,
-    HealthLost,
     Launch,
     Launched,
     Look,
-    Observed,
     ProbeNow,
     ProbeOutcome,
-    SlotsSeen,
-    Stalled,
     StandDown,
-    StartupFailed,
     Unwatch,
     Watch,
-    WatchdogMessage,
 )
-from llama_worker.server.slots import Slot, SlotsLook
 from llama_worker.server.traits import ServerTraits
-from llama_worker.server.watch import LookAtSlots, ProbeReadiness, ServerWatch
+from llama_worker.server.watch import ServerWatch
+from llama_worker.server.watch_effects import AskForProgress, LookAtSlots, ProbeReadiness
+from tests.docs.pages import table
 from tests.virtual_watch import Nobody, generating, probed
 
 STALLS_AFTER_1_S = TimeoutProfile(
@@ -50,12 +44,14 @@ class Watched:
     """A `ServerWatch` and the conversation with it."""
 
     def __init__(self, profile: TimeoutProfile, *, probes_count: int = 0) -> None:
-        self.watch = ServerWatch(profile, probes_count=probes_count, me=Nobody())
+        self.watch = ServerWatch(profile, probes_count=probes_count)
 
-    def __call__(self, message: WatchdogMessage, now: float) -> list[Any]:
+    def __call__(self, message: messages.WatchdogMessage, now: float) -> list[Any]:
         """What follows from a message, apart from the notes for the evidence of a kill."""
         return [
-            effect for effect in self.watch.step(message, now) if not isinstance(effect, Observed)
+            effect
+            for effect in self.watch.step(message, now)
+            if not isinstance(effect, messages.Observed)
         ]
 
 
@@ -67,10 +63,10 @@ def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
         if isinstance(effect, Look):
             step(EvidenceSeen(look=effect, at=0.1), 0.1)
     assert step(probed(ProbeOutcome.READY), 0.1) == [
-        BecameReady(epoch=1, traits=ServerTraits()),
+        messages.BecameReady(epoch=1, traits=ServerTraits()),
         LookAtSlots(epoch=1),
     ]
-    assert step(SlotsSeen(epoch=1, look=None), 0.1) == []
+    assert step(messages.SlotsSeen(epoch=1, look=None), 0.1) == []
     return step
 
 
@@ -79,19 +75,19 @@ def told(progress: Progress) -> ProgressReported:
 
 
 @pytest.mark.parametrize(
-    ("next_message", "at", "busy_neighbour"),
+    ("next_message", "at", "costs_the_server"),
     [
         pytest.param(
-            told(generating(60.1, request_id=2)), 60.15, True, id="the other answers late"
+            told(generating(60.1, request_id=2)), 60.15, False, id="the other answers late"
         ),
         pytest.param(
-            Unwatch(request_id=2, data_at=60.1, completed=False), 60.15, True, id="the other ends"
+            Unwatch(request_id=2, data_at=60.1, completed=False), 60.15, False, id="the other ends"
         ),
-        pytest.param(Tick(), 60.2, False, id="it never answers: nobody is held up for ever"),
+        pytest.param(Tick(), 60.2, True, id="it never answers: nobody is held up for ever"),
     ],
 )
 def test_no_verdict_falls_before_every_request_was_heard(
-    next_message: WatchdogMessage, at: float, busy_neighbour: bool
+    next_message: messages.WatchdogMessage, at: float, costs_the_server: bool
 ) -> None:
     step = ready(STALLS_AFTER_1_S)
     for request_id in (1, 2):
@@ -100,15 +96,17 @@ def test_no_verdict_falls_before_every_request_was_heard(
     assert asked.for_verdict
     assert step(told(generating(0.0)), 60.1) == []
     stalled, *asked_again = step(next_message, at)
-    assert (stalled.request_id, stalled.busy_neighbour) == (1, busy_neighbour)
-    assert [type(effect) for effect in asked_again] == [ReportProgress] * isinstance(
+    assert (stalled.request_id, stalled.costs_the_server) == (1, costs_the_server)
+    assert [type(effect) for effect in asked_again] == [AskForProgress] * isinstance(
         next_message, Tick
     )
 
 
 PROBE = ProbeReadiness(epoch=1, root_pid=7, first=False)
 DOUBT = ProbeNow(epoch=1, cause="a broken connection")
-DOUBT_CONFIRMED = HealthLost(epoch=1, detail="a broken connection, and then the probe failed: told")
+DOUBT_CONFIRMED = messages.HealthLost(
+    epoch=1, detail="a broken connection, and then the probe failed: told"
+)
 
 
 def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
@@ -164,7 +162,7 @@ def test_a_late_probe_behind_one_in_time_is_forgiven_anew() -> None:
 
 def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
     step = ready(TimeoutProfile())
-    error = GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
+    error = messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
     assert step(error, 1.0) == [error]
     assert step(replace(error, epoch=2), 1.0) == []
     step(StandDown(), 2.0)
@@ -192,7 +190,7 @@ def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None
     look, asked = step(Tick(), 60.1)
     assert (look.probe, asked.for_verdict) == (quick.probe, True)
     (again,) = step(told(generating(0.0)), 60.1)
-    assert isinstance(again, Stalled)
+    assert isinstance(again, messages.Stalled)
     assert hanging.probe not in [e.probe for e in step(Tick(), 60.2) if isinstance(e, Look)]
 
 
@@ -208,13 +206,13 @@ def test_what_a_probe_saw_before_watching_began_does_not_count(returns_at: float
     looks = step(EvidenceSeen(look=old, alive=True, at=returns_at), returns_at)
     (reset,) = looks or step(Tick(), 62.05)
     assert reset.fresh
-    asked = [e for e in step(Tick(), 63.0) if isinstance(e, ReportProgress)]
+    asked = [e for e in step(Tick(), 63.0) if isinstance(e, AskForProgress)]
     assert [e.liveness_at for e in asked] == [None]
 
 
 @pytest.mark.parametrize("message", [StandDown(), Launch(epoch=2)])
 def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing(
-    message: WatchdogMessage,
+    message: messages.WatchdogMessage,
 ) -> None:
     step = Watched(TimeoutProfile(), probes_count=1)
     step(Launch(epoch=1), 0.0)
@@ -234,7 +232,7 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
     while not news and step.watch.deadline is not None:
         now = step.watch.deadline
         news = step(Tick(), now)
-    assert [type(told) for told in news] == [StartupFailed]
+    assert [type(told) for told in news] == [messages.StartupFailed]
     assert 10.0 <= now <= 10.5
     assert step.watch.deadline is None
 
@@ -251,35 +249,51 @@ def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
         assert step.watch.deadline == due_at
 
 
-def stalled_at(decodes: bool) -> float | None:
-    """When a request that says nothing from 100.0 on is given up, within 1,000 s; its slot decodes,
-    or stands still."""
-    profile = TimeoutProfile(health_probe_interval_s=None)
-    step, data_at = ready(profile), 100.0
-    step(Watch(request_id=1, request=Nobody()), data_at)
-    while True:
-        due_at = step.watch.deadline
-        assert due_at is not None
-        pending = [(effect, due_at) for effect in step(Tick(), due_at)]
-        while pending:
-            effect, now = pending.pop(0)
-            if isinstance(effect, Stalled):
-                return now
-            if isinstance(effect, ReportProgress):
-                reply = told(generating(data_at))
-                answer = replace(reply, for_verdict=effect.for_verdict)
-                pending += [(each, now) for each in step(answer, now)]
-            elif isinstance(effect, LookAtSlots):
-                decoded = int(now) if decodes else 50
-                slot = Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=decoded)
-                seen = SlotsSeen(epoch=1, look=SlotsLook(asked_at=now, slots=(slot,)))
-                pending += [(each, now) for each in step(seen, now)]
-        if due_at > 1100.0:
-            return None
+# ---------------------------------------------------------------- the module's table of states
 
 
-def test_who_decodes_in_silence_is_spared() -> None:
-    assert stalled_at(decodes=True) is None
-    gave_up_at = stalled_at(decodes=False)
-    assert gave_up_at is not None
-    assert gave_up_at < 400.0
+def in_state(state: str) -> Watched:
+    step = ready(TimeoutProfile()) if state == "ready" else Watched(TimeoutProfile())
+    if state == "starting":
+        step(Launch(epoch=1), 0.0)
+        step(Launched(epoch=1, pid=7), 0.0)
+        step(Tick(), 0.1)
+    return step
+
+
+def happens(step: Watched, event: str) -> None:
+    """Whatever state it is in."""
+    match event:
+        case "adopt":
+            step.watch.adopt(1, 0.2)
+        case "Launch":
+            step(Launch(epoch=2), 0.2)
+        case "StandDown":
+            step(StandDown(), 0.2)
+        case "overdue":
+            now = 0.2
+            while step.watch.state == "starting":
+                now = step.watch.deadline or 1e9
+                step(Tick(), now)
+        case _:
+            step(probed(ProbeOutcome[event]), 0.2)
+
+
+STATES = ("idle", "starting", "ready")
+EVENTS = (
+    *("Launch", "StandDown", "adopt", "overdue"),
+    *(outcome.name for outcome in ProbeOutcome),
+)
+ROWS = {(before, event): after for before, event, after in table(str(watch.__doc__), "in")}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", STATES)
+def test_the_watch_goes_where_its_table_says(state: str, event: str) -> None:
+    if event == "adopt" and state != "idle":
+        assert (state, event) not in ROWS
+        return
+    step = in_state(state)
+    assert step.watch.state == state
+    happens(step, event)
+    assert step.watch.state == ROWS.get((state, event), state)

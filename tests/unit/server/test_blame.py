@@ -5,46 +5,69 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from llama_worker.config.profiles import RestartPolicy
+from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.request.table import RequestRecord
-from llama_worker.server.suspicion import Doubt, Suspicion, Trouble
-from llama_worker.server.timeouts import Verdict
+from llama_worker.server.blame import (
+    Blame,
+    ProbeCause,
+    RequestEnds,
+    RestartCause,
+    Verdict,
+    is_busy,
+)
 from llama_worker.types import RequestFailReason, RequestState
 
-STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s", restart=True)
-OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="", restart=False)
+STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s", accuses=True)
+BESIDE = replace(STALLED, alone=True)  # the server serves others
+OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="", accuses=False)
 RESTART = RestartPolicy()
-SPARE = RestartPolicy(restart_on_stall=False)
 DEGENERATE = RestartPolicy(degenerate_outputs_before_restart=2)
 
 
-def stalled(
-    suspicion: Suspicion, request_id: int, verdict: Verdict, policy: RestartPolicy, *, busy: bool
-) -> tuple[Suspicion, Trouble | None]:
-    return suspicion.stalled(
-        request_id, verdict, busy_neighbour=busy, newest_request_id=9, policy=policy
-    )
+def judge(blame: Blame, request_id: int, verdict: Verdict = BESIDE) -> tuple[Blame, bool]:
+    """What is known afterwards, and whether the server has to go; request 9 came last."""
+    return blame.judge(request_id, verdict, other_is_served=False, newest_request_id=9)
 
 
-def test_a_verdict_that_accuses_the_server_is_trouble_and_beside_a_busy_neighbour_only_the_second_is() -> (
-    None
-):
-    assert stalled(Suspicion(), 1, STALLED, RESTART, busy=False)[1] == Trouble(
-        "stall_timeout", "silent for 9 s"
-    )
-    once, trouble = stalled(Suspicion(), 1, STALLED, RESTART, busy=True)
-    assert trouble is None
-    assert stalled(once, 2, STALLED, RESTART, busy=True)[1]
+ONE_ENDED_ALONE, _ = judge(Blame(), 1)
 
 
-@pytest.mark.parametrize(("verdict", "policy"), [(OVERDUE, RESTART), (STALLED, SPARE)])
-def test_other_verdicts_never_are_and_leave_no_trace(
-    verdict: Verdict, policy: RestartPolicy
+@pytest.mark.parametrize(
+    ("blame", "request_id", "verdict", "costs"),
+    [
+        pytest.param(Blame(), 1, STALLED, True, id="nobody else is served"),
+        pytest.param(Blame(), 1, BESIDE, False, id="the first beside one that is served"),
+        pytest.param(ONE_ENDED_ALONE, 1, STALLED, False, id="the same one, told twice"),
+        pytest.param(ONE_ENDED_ALONE, 2, BESIDE, True, id="the second"),
+        pytest.param(ONE_ENDED_ALONE.completed(9), 2, BESIDE, True, id="one under way completed"),
+        pytest.param(ONE_ENDED_ALONE.completed(10), 2, BESIDE, False, id="a new one completed"),
+        pytest.param(ONE_ENDED_ALONE, 2, OVERDUE, False, id="one that accuses nobody"),
+    ],
+)
+def test_what_a_verdict_costs(blame: Blame, request_id: int, verdict: Verdict, costs: bool) -> None:
+    after, found = judge(blame, request_id, verdict)
+    assert found is costs
+    assert after == blame or after in (Blame(), judge(Blame(), request_id)[0])
+    if verdict is OVERDUE:
+        assert after == blame
+
+
+def test_a_request_with_data_just_now_is_served() -> None:
+    assert not Blame().judge(1, STALLED, other_is_served=True, newest_request_id=9)[1]
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "age_s", "busy"),
+    [(5.0, 10.0, True), (5.0, 10.1, False), (0.1, 1.0, True), (0.1, 1.1, False)],
+)
+def test_data_within_twice_the_probe_interval_or_a_second_are_recent(
+    interval_s: float, age_s: float, busy: bool
 ) -> None:
-    once, _ = stalled(Suspicion(), 1, STALLED, RESTART, busy=True)
-    for suspicion in (Suspicion(), once):
-        assert stalled(suspicion, 2, verdict, policy, busy=False) == (suspicion, None)
+    profile = TimeoutProfile(liveness_probe_interval_s=interval_s)
+    assert is_busy(1000.0, profile=profile, now=1000.0 + age_s) is busy
+    assert not is_busy(None, profile=profile, now=1000.0)
 
 
 def ended(
@@ -60,11 +83,13 @@ def ended(
     return RequestRecord(request_id=1, job_name=job, **told, http_status=http_status)
 
 
-def found(*records: RequestRecord, policy: RestartPolicy = RESTART) -> Doubt | Trouble | None:
+def found(
+    *records: RequestRecord, policy: RestartPolicy = RESTART
+) -> ProbeCause | RestartCause | None:
     """What the last of these gives."""
-    suspicion, last = Suspicion(), None
+    ends, last = RequestEnds(), None
     for record in records:
-        suspicion, last = suspicion.ended(record, policy)
+        ends, last = ends.ended(record, policy)
     return last
 
 
@@ -81,15 +106,15 @@ def refused(jobs: str, http: int = 500) -> list[RequestRecord]:
     return [ended(RequestFailReason.HTTP_ERROR, job, http=http) for job in jobs]
 
 
-def test_a_broken_connection_is_a_doubt_and_two_in_a_row_are_trouble() -> None:
-    assert found(BROKEN) == Doubt("a request failed with stream_disconnected")
+def test_broken_connections_cost_a_probe_then_the_server() -> None:
+    assert found(BROKEN) == ProbeCause("a request failed with stream_disconnected")
     limit = "2 transport failures in a row (limit: transport_failures_before_restart 2)"
-    assert found(BROKEN, BROKEN) == Trouble("transport_failures", limit)
+    assert found(BROKEN, BROKEN) == RestartCause("transport_failures", limit)
 
 
 @pytest.mark.parametrize("between", [DONE, REFUSED])
 def test_a_server_that_speaks_between_breaks_the_row(between: RequestRecord) -> None:
-    assert isinstance(found(BROKEN, between, BROKEN), Doubt)
+    assert isinstance(found(BROKEN, between, BROKEN), ProbeCause)
 
 
 JOBS_REFUSED = ("server_errors", "server errors in 5 jobs with no success between")
@@ -97,7 +122,7 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or i
 
 
 @pytest.mark.parametrize(
-    ("records", "trouble"),
+    ("records", "costs"),
     [
         pytest.param(refused("abcde"), JOBS_REFUSED, id="five jobs"),
         pytest.param(refused("a" * 20), None, id="one job that tries again and again"),
@@ -133,13 +158,13 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or i
         pytest.param([ended(job="a"), ended(job="b", reasoning="hm")], None, id="so is reasoning"),
     ],
 )
-def test_errors_that_enough_jobs_met_and_jobs_in_a_row_that_come_to_nothing_are_trouble(
-    records: list[RequestRecord], trouble: tuple[str, str] | None
+def test_what_enough_jobs_met_costs_the_server(
+    records: list[RequestRecord], costs: tuple[str, str] | None
 ) -> None:
     last = found(*records, policy=DEGENERATE)
-    assert isinstance(last, Trouble) is (trouble is not None)
-    if isinstance(last, Trouble):
-        assert (last.reason, last.detail.partition(" (")[0]) == trouble
+    assert isinstance(last, RestartCause) is (costs is not None)
+    if isinstance(last, RestartCause):
+        assert (last.reason, last.detail.partition(" (")[0]) == costs
 
 
 def test_without_a_limit_what_came_to_nothing_says_nothing_of_the_server() -> None:

@@ -1,0 +1,168 @@
+"""What costs a server its life: verdicts on its requests, and how requests end. Pure.
+
+| what happened | costs |
+| --- | --- |
+| a verdict, where nobody else is served | the server |
+| a verdict beside one that is served, the first since a new request completed | its request |
+| the second such verdict | the server |
+| a verdict that does not accuse the server (`absolute_timeout`) | its request |
+| `transport_failures_before_restart` failures in a row; each one before | the server; a probe |
+| `server_errors_before_restart` jobs with a 5xx, none completed between | the server |
+| `degenerate_outputs_before_restart` jobs that ended in a loop or in nothing | the server |
+
+Whatever it costs, `restart_on_stall=False` turns the first three into "its request".
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
+from llama_worker.request.table import RequestRecord
+from llama_worker.server.restart_budget import ServerErrors, TransportFailures
+from llama_worker.types import RequestFailReason, RequestState
+
+_TRANSPORT_FAILURES = frozenset(
+    {
+        RequestFailReason.CONNECT_FAILED,
+        RequestFailReason.STREAM_DISCONNECTED,
+        RequestFailReason.PROTOCOL_ERROR,
+    }
+)
+_LOOPS = frozenset({RequestFailReason.REPEATED_LINE_LOOP, RequestFailReason.REPEATED_TEXT_LOOP})
+_APPLICATION_ERRORS = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
+# a neighbour that received data within this much proves that the server works
+BUSY_WINDOW_MIN_S = 1.0
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """A request to be given up. `accuses`: the server may have to go with it.
+
+    `alone`: the server serves others, also where they received no data just now.
+    """
+
+    reason: RequestFailReason
+    detail: str  # for a person: what was waited for, how long, and when anything was last heard
+    accuses: bool
+    alone: bool = False
+
+
+class ProbeCause(Struct, frozen=True):
+    """Reason to probe the server out of turn."""
+
+    cause: str
+
+
+class RestartCause(Struct, frozen=True):
+    """Reason to restart it."""
+
+    reason: str
+    detail: str
+
+
+# ---------------------------------------------------------------- verdicts
+
+# by whether another request is served, and whether one ended alone since a new request completed
+_COSTS_THE_SERVER = {
+    (False, False): True,
+    (False, True): True,
+    (True, False): False,
+    (True, True): True,
+}
+
+
+class _EndedAlone(Struct, frozen=True, kw_only=True):
+    request_id: int
+    newest_request_id: int  # at the time; a later one is new
+
+
+class Blame(Struct, frozen=True):
+    """What the verdicts of one launch have come to; it begins with none."""
+
+    ended_alone: _EndedAlone | None = None  # until a new request completed
+
+    def judge(
+        self, request_id: int, verdict: Verdict, *, other_is_served: bool, newest_request_id: int
+    ) -> tuple[Blame, bool]:
+        """What is known after the verdict, and whether it costs the server.
+
+        `newest_request_id` is the id admitted last. A verdict told twice about one request counts
+        once.
+        """
+        before = self.ended_alone
+        if not verdict.accuses or (before is not None and before.request_id == request_id):
+            return self, False
+        other_is_served = other_is_served or verdict.alone
+        if _COSTS_THE_SERVER[other_is_served, before is not None]:
+            return Blame(), True
+        alone = _EndedAlone(request_id=request_id, newest_request_id=newest_request_id)
+        return Blame(alone), False
+
+    def completed(self, request_id: int) -> Blame:
+        """A request has completed; only one admitted since shows that the server takes new work."""
+        before = self.ended_alone
+        return Blame() if before and request_id > before.newest_request_id else self
+
+
+def is_busy(data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
+    """Whether data came so lately that the server as a whole must be working."""
+    window_s = max(BUSY_WINDOW_MIN_S, 2.0 * profile.liveness_probe_interval_s)
+    return data_at is not None and now - data_at <= window_s
+
+
+# ---------------------------------------------------------------- ends of requests
+
+
+def is_degenerate(record: RequestRecord) -> bool:
+    """Whether the request ended in a loop, or completed with nothing at all."""
+    result = record.result
+    if record.is_leased:  # what it said is its client's, and was counted
+        nothing = record.status["tokens_received"] == 0
+        return nothing and result["state"] is RequestState.COMPLETED
+    if result["state"] is RequestState.COMPLETED:
+        said = (
+            result["text"].strip()
+            or result["reasoning"].strip()
+            or result["signals"]
+            or result["tool_trace"]
+        )
+        return not said
+    return result["fail_reason"] in _LOOPS
+
+
+class RequestEnds(Struct, frozen=True):
+    """How the requests of one launch ended, as far as it counts."""
+
+    transport_failures: TransportFailures = field(default_factory=TransportFailures)
+    server_errors: ServerErrors = field(default_factory=ServerErrors)
+    degenerate_jobs: frozenset[str] = frozenset()  # that ended so since one ended well
+
+    def ended(
+        self, record: RequestRecord, policy: RestartPolicy
+    ) -> tuple[RequestEnds, ProbeCause | RestartCause | None]:
+        """A request reached its terminal state."""
+        reason = record.result["fail_reason"]
+        limit = policy.degenerate_outputs_before_restart
+        if limit is not None and is_degenerate(record):
+            jobs = self.degenerate_jobs | {record.job_name}
+            detail = f"{len(jobs)} jobs in a row ended in a loop or in nothing"
+            restart = RestartCause(
+                "degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})"
+            )
+            return replace(self, degenerate_jobs=jobs), restart if len(jobs) >= limit else None
+        if record.result["state"] is RequestState.COMPLETED:
+            return RequestEnds(), None
+        if reason in _TRANSPORT_FAILURES:
+            failures, cause = self.transport_failures.failed(policy)
+            found = (
+                RestartCause("transport_failures", cause)
+                if cause
+                else ProbeCause(f"a request failed with {reason}")
+            )
+            return replace(self, transport_failures=failures), found
+        if reason in _APPLICATION_ERRORS:
+            errors, cause = self.server_errors.failed(record.job_name, record.http_status, policy)
+            spoken = replace(self, transport_failures=TransportFailures(), server_errors=errors)
+            return spoken, RestartCause("server_errors", cause) if cause else None
+        return self, None

@@ -1,0 +1,273 @@
+"""What the requests of one launch say, what else is known of its work, and the verdicts that follow.
+Sans-IO; not thread-safe; instants (`*_at`, `now`) are monotonic seconds.
+
+Before verdicts every request is asked how far it is (a *round*); one that does not answer until the
+next round holds nobody up. While a request is suspected the slots are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.gaps import NO_GAPS
+from llama_worker.request.progress import Batch, Progress, newest
+from llama_worker.server.blame import Blame, Verdict, is_busy
+from llama_worker.server.messages import EvidenceSeen, Unwatch
+from llama_worker.server.pace import Pace
+from llama_worker.server.slot_verdicts import SlotMoves, judge_by_slots
+from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsWatch
+from llama_worker.server.timeouts import (
+    DataLedger,
+    Neighbours,
+    ProgressRound,
+    SlotSigns,
+    describe,
+    verdict,
+)
+from llama_worker.types import RequestFailReason, RequestPhase
+
+
+class GivenUp(NamedTuple):
+    """A verdict fell on a request; `costs_the_server`: else it ends alone."""
+
+    request_id: int
+    verdict: Verdict
+    costs_the_server: bool
+
+
+class RequestWatch:
+    """One launch's. `pace` is of every launch so far: they are of one configuration."""
+
+    def __init__(self, profile: TimeoutProfile, pace: Pace) -> None:
+        self.ids: set[int] = set()  # of the requests in flight
+        self.progress: dict[int, Progress] = {}  # what each said last
+        self.slots = SlotsWatch()
+        self.gaps = NO_GAPS
+        self.liveness_at: float | None = None
+        self.build_answers_in_batches = False
+        # when a probe began that was answered within the time that a look has
+        self.probe_answered_at: float | None = None
+        self._profile = profile
+        self._pace = pace
+        self._is_cold = True  # nothing was computed in this launch so far
+        self._ledger = DataLedger()
+        self._round = ProgressRound()
+        self._blame = Blame()
+        self._reads_at: float | None = None  # when its memory was last seen to come from disk
+        self._media_left_at: float | None = None  # when a request with images or sounds ended
+        # when the first request was broken off since the latest sign of work
+        self._broken_off_at: float | None = None
+        # when what may be a request's slot was seen to have moved
+        self._moved_at: dict[int, float] = {}
+
+    @property
+    def data_at(self) -> float | None:
+        """The latest data of any request."""
+        return self._ledger.newest_at
+
+    def begin(self, request_id: int) -> bool:
+        """It is in flight; whether it is the only one."""
+        self.ids.add(request_id)
+        if len(self.ids) > 1:
+            return False
+        self.liveness_at = None
+        return True
+
+    def end(self, order: Unwatch, now: float) -> list[GivenUp]:
+        """It has ended; the verdicts that had waited for its answer."""
+        request_id = order.request_id
+        self._learn(request_id, order.batches)
+        self._pace.forget(request_id)
+        progress = self.progress.pop(request_id, None)
+        if progress is not None and progress.has_media:
+            self._media_left_at = now
+        self._moved_at.pop(request_id, None)
+        given_up: list[GivenUp] = []
+        if request_id in self.ids:
+            self.ids.remove(request_id)
+            self._ledger = self._ledger.heard(request_id, order.data_at)
+            if order.completed:
+                self._blame = self._blame.completed(request_id)
+            elif self._batch_of_one_gone_at is None and (progress is None or progress.is_served):
+                self._broken_off_at = now
+            self._round = self._round.without(request_id)
+            given_up = self._judge_when_all_are_heard(now)
+        if not self.ids:
+            self.slots.rest()
+        return given_up
+
+    def saw(self, seen: EvidenceSeen) -> None:
+        """What a liveness probe saw the server do."""
+        if seen.alive:
+            self.liveness_at = seen.at
+        if seen.reads:
+            self._reads_at = seen.at
+
+    def forget_round(self) -> None:
+        """What was told in it says too little by now."""
+        self._round = ProgressRound()
+
+    def begin_round(self, now: float) -> list[GivenUp]:
+        """Every request is asked from now on; the verdicts of a round that somebody has not
+        answered all this time."""
+        given_up = self._judge_heard(now)
+        self._round = ProgressRound(owing=frozenset(self.ids))
+        return given_up
+
+    def heard(self, progress: Progress | None, now: float, *, for_verdict: bool) -> list[GivenUp]:
+        """How far a request is, None: over; the verdicts, if it was the last to answer."""
+        if progress is None or progress.request_id not in self.ids:
+            return []
+        self._ledger = self._ledger.heard(progress.request_id, progress.data_at)
+        self.progress[progress.request_id] = progress
+        self._learn(progress.request_id, progress.batches)
+        self._is_cold = self._is_cold and not progress.tokens
+        if not for_verdict:
+            return []
+        self._round = self._round.answered(progress)
+        return self._judge_when_all_are_heard(now)
+
+    def _learn(self, request_id: int, batches: tuple[Batch, ...]) -> None:
+        self._pace.learn(request_id, batches, self.gaps, is_cold=self._is_cold)
+        self._is_cold = self._is_cold and not batches
+
+    # ------------------------------------------------------------ verdicts
+
+    def _judge_when_all_are_heard(self, now: float) -> list[GivenUp]:
+        return [] if self._round.owing else self._judge_heard(now)
+
+    def _judge_heard(self, now: float) -> list[GivenUp]:
+        heard, self._round = self._round.heard, ProgressRound()
+        if not heard:
+            return []
+        given_up = list(self._judge_all(heard, now))
+        if self.slots.complete:
+            self.slots.conclude(now)
+        if any(self._is_suspect(progress, now) for progress in heard):
+            self.slots.suspect(now)
+        else:
+            self.slots.rest()
+        return given_up
+
+    def _judge_all(self, heard: tuple[Progress, ...], now: float) -> Iterator[GivenUp]:
+        for progress in heard:
+            found = (
+                self._judge_by_times(progress, now)
+                or self._judge_silent_slots(progress, heard, now)
+                or self._judge_by_slots(progress, heard, now)
+            )
+            if found is None:
+                continue
+            request_id = progress.request_id
+            neighbour_data_at = self._ledger.of_others(request_id)
+            self._blame, costs = self._blame.judge(
+                request_id,
+                found,
+                other_is_served=is_busy(neighbour_data_at, profile=self._profile, now=now),
+                newest_request_id=max(self.ids),
+            )
+            yield GivenUp(request_id, found, costs)
+
+    def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
+        request_id, slots = progress.request_id, self.slots
+        others = (each for each in self.progress.values() if each.request_id != request_id)
+        return verdict(
+            progress,
+            liveness_at=self._worked_at(request_id),
+            neighbours=Neighbours(
+                data_at=self._ledger.of_others(request_id),
+                one_is_served=any(other.is_served for other in others),
+                left_at=self._batch_of_one_gone_at,
+            ),
+            slots=SlotSigns(
+                moved_at=self._moved_at.get(request_id),
+                any_moved_at=slots.moved_at,
+                tells=slots.tells,
+                may_read_unseen=slots.may_read_unseen
+                or (slots.is_silent and not self.build_answers_in_batches),
+            ),
+            profile=self._profile,
+            now=now,
+            gaps=self.gaps,
+        )
+
+    def _judge_silent_slots(
+        self, progress: Progress, heard: tuple[Progress, ...], now: float
+    ) -> Verdict | None:
+        """The task queue is stuck where `/slots`, which had answered, no longer does, and the rest
+        of HTTP goes on.
+
+        Builds of 2025 and of spring 2026 answer it between two batches only: there it never counts,
+        and nowhere while an image may be encoded, which nobody measured.
+        """
+        slots, since = self.slots, self.slots.silent_since
+        if since is None or not self._is_suspect(progress, now):
+            return None
+        has_media = self._may_encode_media or any(each.has_media for each in heard)
+        may_be_a_batch = has_media or not self.build_answers_in_batches
+        if slots.silent_looks < SILENT_LOOKS or (may_be_a_batch and not slots.answers_in_batches):
+            return None
+        since = newest(since, self._ledger.newest_at, self._reads_at)
+        silent_s = now - since - self.gaps.lost_s(since)
+        answered_at = self.probe_answered_at
+        if silent_s < SILENT_S or answered_at is None or answered_at <= max(since, now - SILENT_S):
+            return None
+        shown = describe(progress, liveness_at=self.liveness_at, now=now)
+        detail = f"/slots has not answered for {silent_s:.1f} s, /v1/models has; {shown}"
+        return Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail=detail, accuses=True)
+
+    def _judge_by_slots(
+        self, progress: Progress, heard: tuple[Progress, ...], now: float
+    ) -> Verdict | None:
+        if not self.slots.complete or not self._is_suspect(progress, now):
+            return None
+        signs = (self._ledger.newest_at, self.slots.moved_at, self._reads_at)
+        found = judge_by_slots(
+            self.slots.looks,
+            progress,
+            others=[other for other in heard if other.request_id != progress.request_id],
+            all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
+            still_since=newest(self.slots.still_since, self._reads_at),
+            pace=Pace() if self._may_encode_media else self._pace,
+            is_cold=self._is_cold,
+            now=now,
+            gaps=self.gaps,
+        )
+        if isinstance(found, SlotMoves):
+            self._moved_at[progress.request_id] = self.slots.looks[-1].asked_at
+            return None
+        return found
+
+    def _is_suspect(self, progress: Progress, now: float) -> bool:
+        heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at
+        streams = progress.phase not in (RequestPhase.TOOL, RequestPhase.DONE)
+        return streams and not progress.concluding and self._is_suspect_age(heard_at, now)
+
+    def _is_suspect_age(self, at: float | None, now: float) -> bool:
+        """For data, and what slots did: so long ago that who received it is suspected."""
+        limit_s = self._profile.suspect_after_s
+        return limit_s is not None and (at is None or now - at - self.gaps.lost_s(at) >= limit_s)
+
+    @property
+    def _batch_of_one_gone_at(self) -> float | None:
+        """When a request was broken off whose batch may still be computed, as nobody has shown a
+        sign of work since; None: there is none."""
+        left_at = self._broken_off_at
+        signs = (self._ledger.newest_at, self.slots.moved_at, self.liveness_at)
+        is_over = left_at is None or any(at is not None and at > left_at for at in signs)
+        return None if is_over else left_at
+
+    @property
+    def _may_encode_media(self) -> bool:
+        """For a request that is gone: what is under way is finished first."""
+        signs = (self._ledger.newest_at, self.slots.moved_at)
+        left_at = self._media_left_at
+        return left_at is not None and all(at is None or at < left_at for at in signs)
+
+    def _worked_at(self, request_id: int) -> float | None:
+        """The newest sign of work: by the server's processes, or by what may be the request's
+        slot."""
+        signs = (self.liveness_at, self._moved_at.get(request_id))
+        return max((at for at in signs if at is not None), default=None)
