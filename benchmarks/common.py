@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
-from llama_worker.testing.scripts import Reply, Script, scripted_server_cmd
+from llama_worker.testing.scripts import Script, ScriptedReply, scripted_server_cmd
 from tests.ports import held_ports
 
 HOST = "127.0.0.1"
@@ -27,7 +27,7 @@ take_port = _held.enter_context(held_ports())
 
 def script(*steps: Any) -> Script:
     """A server that always replies with these steps and takes any number of requests at once."""
-    return Script(replies=[Reply(list(steps))], limit_slots=False)
+    return Script(replies=[ScriptedReply(list(steps))], limit_slots=False)
 
 
 def config(

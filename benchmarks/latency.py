@@ -18,7 +18,7 @@ import requests
 
 from benchmarks.common import HOST, complete, config, interleave, quantile, report, script, table
 from llama_worker import LlamaWorker
-from llama_worker.testing.scripts import Journal, Note, Sleep, Text, Tokens, plain_reply
+from llama_worker.testing.scripts import JournalReader, Note, Sleep, Text, Tokens, plain_reply
 
 ROUNDS, STREAMS, QUESTIONS = 200, 64, 500
 BLOCK = 20  # rounds; the best block's medians count, since noise only ever adds
@@ -55,7 +55,7 @@ def first_token() -> dict[str, dict[str, float]]:
     """The milliseconds of each part, by each way: medians of 20 rounds, the least of them."""
     served = script(*plain_reply(Sleep(0.01), Note("token"), Text("first"), Sleep(0.02)))
     with tempfile.TemporaryDirectory() as directory:
-        journal = Journal(Path(directory) / "journal")
+        journal = JournalReader(Path(directory) / "journal")
         settings = config(served, slots=1, journal=journal.path)
         with LlamaWorker(settings) as worker:
             complete(worker, 1)

@@ -19,7 +19,13 @@ import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, TimeoutProfile, WorkerConfig
 from llama_worker.runtime.host import threads
-from llama_worker.testing.scripts import Journal, Script, Step, scripted_server_cmd, steps_json
+from llama_worker.testing.scripts import (
+    JournalReader,
+    Script,
+    Step,
+    scripted_server_cmd,
+    steps_json,
+)
 from llama_worker.types import RequestResult, RequestStatus, WorkerState, WorkerStatus
 
 HOST = "127.0.0.1"
@@ -83,7 +89,7 @@ class Rig:
 
     worker: LlamaWorker
     config: WorkerConfig
-    journal: Journal
+    journal: JournalReader
 
     # -- requests --
 
@@ -164,7 +170,7 @@ class Rig:
 Tree = dict[int, float]
 
 
-def tree(journal: Journal) -> Tree:
+def tree(journal: JournalReader) -> Tree:
     """Guards, servers, and their scripted children."""
     launched, children = journal.facts("launched"), journal.facts("child")
     return {fact["pid"]: fact["at"] for fact in (*launched, *children)} | {
@@ -208,7 +214,7 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
 
     def make(script: Script = Script(), *, start: bool = True, **config: Any) -> Rig:  # noqa: B008 (frozen)
         name = f"w{next(numbers)}"
-        journal = Journal(tmp_path / f"{name}.journal")
+        journal = JournalReader(tmp_path / f"{name}.journal")
         port, slots = config.pop("port", None) or free_port(), config.get("slots", 1)
         command = config.pop("server_cmd", None) or scripted_server_cmd(
             script, host=HOST, port=port, slots=slots, journal=journal.path

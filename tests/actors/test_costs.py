@@ -24,7 +24,14 @@ from llama_worker.runtime.host.timers import HeapTimer, TimerThread
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.stream_reader import TICK_S
 from llama_worker.server.messages import Probed
-from llama_worker.testing.scripts import Reply, Script, Sleep, Tokens, plain_reply, steps_json
+from llama_worker.testing.scripts import (
+    Script,
+    ScriptedReply,
+    Sleep,
+    Tokens,
+    plain_reply,
+    steps_json,
+)
 from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
 
 EVENTS = 4000  # below the bound on tokens
@@ -68,7 +75,7 @@ def test_a_reader_that_waits_for_each_token_hurries_its_stream_a_few_times_a_sec
 def test_an_event_in_bulk_costs_no_more_than_a_bare_loop(make_worker: MakeWorker) -> None:
     # On a quiet machine it costs half as much; the least of interleaved rounds, since noise only
     # ever adds.
-    rig = make_worker(Script(replies=[Reply(plain_reply(Tokens(EVENTS)))]), max_tokens=None)
+    rig = make_worker(Script(replies=[ScriptedReply(plain_reply(Tokens(EVENTS)))]), max_tokens=None)
     ours, bare = [], []
     for _ in range(4):
         bare.append(_cpu_s(lambda: _bare_loop(rig.config.port)))

@@ -13,9 +13,9 @@ import pytest
 
 from llama_worker.testing.scripts import (
     Gate,
-    Journal,
-    Reply,
+    JournalReader,
     Script,
+    ScriptedReply,
     Step,
     Text,
     ToolCall,
@@ -28,14 +28,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path: Path) -> JournalReader:
     """What all servers of the example wrote down."""
-    return Journal(tmp_path / "journal")
+    return JournalReader(tmp_path / "journal")
 
 
 @pytest.fixture
 def make_server(
-    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, journal: JournalReader, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Script], None]:
     """Puts a scripted llama-server where programs look for one."""
 
@@ -53,7 +53,7 @@ def example(name: str, *arguments: str) -> Any:
     return running(sys.executable, str(EXAMPLES / name), *arguments, env=dict(os.environ))
 
 
-def chats(journal: Journal) -> list[str]:
+def chats(journal: JournalReader) -> list[str]:
     """The last message of each chat request."""
     asked = journal.facts("request", path="/v1/chat/completions")
     return [fact["body"]["messages"][-1]["content"] for fact in asked]
@@ -65,9 +65,9 @@ def test_an_example_is_short(name: str, most: int) -> None:
 
 
 def test_thirty_jobs_over_three_workers_are_refused_no_slot(
-    make_server: Callable[[Script], None], journal: Journal
+    make_server: Callable[[Script], None], journal: JournalReader
 ) -> None:
-    make_server(Script(replies=[Reply(plain_reply(Text("The Inn.")), times=None)]))
+    make_server(Script(replies=[ScriptedReply(plain_reply(Text("The Inn.")), times=None)]))
     with example("job_runner.py", "m.gguf") as (program, output):
         lines = output.read().splitlines()
         assert program.wait() == 0
@@ -81,7 +81,7 @@ def tell(to: str, text: str) -> Step:
 
 
 def test_a_hive_works_on_while_one_model_is_swapped_and_one_is_killed(
-    make_server: Callable[[Script], None], journal: Journal, tmp_path: Path
+    make_server: Callable[[Script], None], journal: JournalReader, tmp_path: Path
 ) -> None:
     swapped, killed = tmp_path / "swapped", tmp_path / "killed"
     sayings = {
@@ -97,7 +97,7 @@ def test_a_hive_works_on_while_one_model_is_swapped_and_one_is_killed(
     make_server(
         Script(
             replies=[
-                Reply(plain_reply(*steps), marker=marker, times=None)
+                ScriptedReply(plain_reply(*steps), marker=marker, times=None)
                 for marker, steps in reversed(sayings.items())
             ]
         )

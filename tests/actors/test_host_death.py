@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from llama_worker.testing.scripts import (
-    Child,
+    ChildProcess,
     Flood,
     Headers,
-    Journal,
+    JournalReader,
     Repeat,
-    Reply,
     Script,
+    ScriptedReply,
     Sleep,
     Startup,
     Text,
@@ -45,10 +45,10 @@ from tests.conftest import trace
 
 LEFT_WITHIN_S = 5.0  # of the host's end
 HOST_PROGRAM = Path(__file__).with_name("host_program.py")
-ENDLESS = Reply(
+ENDLESS = ScriptedReply(
     [Headers(), Repeat(None, [Text("token "), Sleep(0.02)])], marker="stream", times=None
 )
-TREE = (Child("group"), Child("session"), Child("daemon"))
+TREE = (ChildProcess("group"), ChildProcess("session"), ChildProcess("daemon"))
 STUBBORN = Script(replies=[ENDLESS], children=TREE, ignore_term=True, floods=[Flood()])
 HALTED = replace(STUBBORN)  # by a SIGSTOP
 LOADING = replace(STUBBORN, startup=Startup(load_s=None))
@@ -60,7 +60,7 @@ class Host:
     """A running host program."""
 
     process: subprocess.Popen[str]
-    journal: Journal
+    journal: JournalReader
 
     def go(self) -> None:
         """Let it end."""
@@ -90,7 +90,7 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             pytest.fail(f"the host did not come up: {process.communicate(timeout=30)}")
-        return Host(process, Journal(journal))
+        return Host(process, JournalReader(journal))
 
     yield run
     for process in running:

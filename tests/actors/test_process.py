@@ -24,7 +24,7 @@ from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process import server_process, server_program
 from llama_worker.testing.scripts import (
-    Child,
+    ChildProcess,
     Exit,
     Flood,
     Headers,
@@ -41,7 +41,7 @@ from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, livin
 from tests.conftest import Leftovers, shell_program
 
 GRACE_S = 1.0
-TREE = (Child("group"), Child("session"), Child("daemon"))
+TREE = (ChildProcess("group"), ChildProcess("session"), ChildProcess("daemon"))
 
 
 def _failure(starting: WorkerFuture[WorkerStatus]) -> WorkerStartError:
@@ -234,7 +234,9 @@ def test_a_host_without_descriptors_loses_none_over_a_pipe_that_cannot_be_made(
 # ------------------------------------------------------------ stop
 
 STUBBORN = {
-    "obedient, a child without output": Script(children=[Child("daemon", keep_output=False)]),
+    "obedient, a child without output": Script(
+        children=[ChildProcess("daemon", keep_output=False)]
+    ),
     "children, floods its log, ignores SIGTERM": Script(
         children=TREE, floods=[Flood()], ignore_term=True
     ),

@@ -11,7 +11,7 @@ import signal
 from typing import Any
 
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.testing.scripts import Headers, Repeat, Reply, Script, Sleep, Text
+from llama_worker.testing.scripts import Headers, Repeat, Script, ScriptedReply, Sleep, Text
 from llama_worker.types import WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, fast_timeouts
 
@@ -35,7 +35,7 @@ def test_while_the_server_stands_still_while_it_is_stopped_and_during_a_backoff(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(
-        Script(replies=[Reply(TOKENS, times=None)], ignore_term=True),
+        Script(replies=[ScriptedReply(TOKENS, times=None)], ignore_term=True),
         loop_detector=None,
         slots=2,
         timeouts=fast_timeouts(stop_grace_s=3 * WAIT_S),

@@ -25,9 +25,9 @@ from llama_worker.testing.scripts import (
     Gate,
     Headers,
     HttpError,
-    Reply,
     Role,
     Script,
+    ScriptedReply,
     Step,
     Text,
     ToolCall,
@@ -156,7 +156,7 @@ def test_once_the_server_has_refused_tools_they_are_not_offered_again(
     make_worker: MakeWorker, tools: Tools
 ) -> None:
     refusal = HttpError(500, "tools param requires --jinja flag")  # b11434 with --no-jinja
-    script = Script(replies=[Reply([refusal]), Reply(plain_reply(), times=None)])
+    script = Script(replies=[ScriptedReply([refusal]), ScriptedReply(plain_reply(), times=None)])
     restart = RestartPolicy(server_errors_before_restart=1)
     rig = make_worker(script, normal_tools=tools.definitions, tool_runner=tools, restart=restart)
     assert [rig.run()["state"] for _ in range(2)] == ["completed"] * 2

@@ -100,7 +100,10 @@ def run_campaign(seed: int, steps: int, take_port: Callable[[], int]) -> Counter
             for first in range(0, steps, STEPS_PER_EPISODE):
                 count = min(STEPS_PER_EPISODE, steps - first)
                 episode = Episode(
-                    dice.fork(), count, take_port(), fs.Journal(Path(folder) / f"journal-{first}")
+                    dice.fork(),
+                    count,
+                    take_port(),
+                    fs.JournalReader(Path(folder) / f"journal-{first}"),
                 )
                 print(f"steps {first} to {first + count}: {episode.description}", flush=True)
                 episode.run()
@@ -336,7 +339,7 @@ class Caller:
 class Episode:
     """One worker, from construction to its end."""
 
-    def __init__(self, dice: Dice, steps: int, port: int, journal: fs.Journal) -> None:
+    def __init__(self, dice: Dice, steps: int, port: int, journal: fs.JournalReader) -> None:
         # when, by which thread, of what kind, what
         self.notes: list[tuple[float, str, str, str]] = []
         self._journal = journal
@@ -345,7 +348,11 @@ class Episode:
         self._closing = threading.Event()
         self._end = dice.choice(_ENDS)
         weather = dice.weighted({"calm": 0.4, "stormy": 0.2, "stormy for the guard too": 0.4})
-        children = [(), (fs.Child("group"), fs.Child("daemon"))] if "guard" not in weather else [()]
+        children = (
+            [(), (fs.ChildProcess("group"), fs.ChildProcess("daemon"))]
+            if "guard" not in weather
+            else [()]
+        )
         script = _script(dice, dice.choice(children))
         self._config = config = self._make_config(dice, port, script)
         self.description = (
@@ -555,7 +562,7 @@ class Episode:
             raise
 
 
-def _script(dice: Dice, children: tuple[fs.Child, ...]) -> fs.Script:
+def _script(dice: Dice, children: tuple[fs.ChildProcess, ...]) -> fs.Script:
     """A server that starts well the first time and from the tenth on."""
     good = fs.Script(
         children=children,

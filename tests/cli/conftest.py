@@ -22,9 +22,9 @@ import pytest
 
 from llama_worker.cli.app import run_app
 from llama_worker.testing.scripts import (
-    Journal,
-    Reply,
+    JournalReader,
     Script,
+    ScriptedReply,
     Step,
     plain_reply,
     scripted_server_cmd,
@@ -64,7 +64,7 @@ _CHANGING = (
 
 def saying(*steps: Step, **script: Any) -> Script:
     """A server whose one reply, whole, has these steps."""
-    return Script(replies=[Reply(plain_reply(*steps))], **script)
+    return Script(replies=[ScriptedReply(plain_reply(*steps))], **script)
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -80,7 +80,7 @@ class Program:
     """A llama-server by its path; `journal` is what it saw."""
 
     path: str
-    journal: Journal
+    journal: JournalReader
 
     def is_gone(self) -> bool:
         """Waits for the end of the server that was started last; False where that does not come."""
@@ -98,7 +98,7 @@ def program(tmp_path: Path) -> MakeProgram:
     """Makes a scripted llama-server that is run by its path; `extra` words end its command."""
 
     def make(script: Script | None = None, *, extra: str = "") -> Program:
-        journal, path = Journal(tmp_path / "journal"), tmp_path / "llama-server"
+        journal, path = JournalReader(tmp_path / "journal"), tmp_path / "llama-server"
         words = scripted_server_cmd(
             script or Script(), host="HOST", port=0, slots=0, journal=journal.path
         )

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from llama_worker import TimeoutProfile
 from llama_worker.cli.app import app
-from llama_worker.cli.proxy import Upstream, _worker_config
-from llama_worker.testing.scripts import Journal, Script, Startup, scripted_server_cmd
+from llama_worker.cli.proxy import ServerChoice, _worker_config
+from llama_worker.testing.scripts import JournalReader, Script, Startup, scripted_server_cmd
 from tests.actors.conftest import HOST, MakeWorker
 from tests.cli.conftest import COMMAND, WAIT_S, Run, environment
 from tests.conftest import Running, running
@@ -59,14 +59,14 @@ def test_a_proxy_configured_by_the_environment(
     assert (code, "hush" in errors) == (0, False)
 
 
-def command_of(script: Script, journal: Journal) -> str:
+def command_of(script: Script, journal: JournalReader) -> str:
     """For --server-cmd."""
     words = scripted_server_cmd(script, host=HOST, port=11111, slots=22222, journal=journal.path)
     return shlex.join(words).replace("11111", "{port}").replace("22222", "{slots}")
 
 
 def test_a_proxys_own_server_ends_with_it(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = JournalReader(tmp_path / "journal")
     with proxy("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0") as (
         process,
         output,
@@ -88,7 +88,7 @@ def test_timeouts_are_those_of_whichever_server(
     result = CliRunner().invoke(app, ["responses-proxy", "--upstream", "http://a", *given])
     assert result.exit_code == 0, result.output
     assert timeouts == [TimeoutProfile.fast() if given else TimeoutProfile.slow_prefill()]
-    started = Upstream(url=None, model=None, server=None, slots=1, command="server {port}")
+    started = ServerChoice(url=None, model=None, server=None, slots=1, command="server {port}")
     assert _worker_config(started, None, timeouts[0]).timeouts == timeouts[0]
 
 
@@ -96,9 +96,9 @@ def test_who_handled_signals_before_does_so_afterwards(free_port: Callable[[], i
     """In a process of its own, which has its signals to itself."""
     program = f"""
 import signal
-from llama_worker.cli.proxy import Upstream, serve
+from llama_worker.cli.proxy import ServerChoice, serve
 from llama_worker import TimeoutProfile
-upstream = Upstream(url="http://{HOST}:1", model=None, server=None, slots=1, command=None)
+upstream = ServerChoice(url="http://{HOST}:1", model=None, server=None, slots=1, command=None)
 options = {{"host": "{HOST}", "port": {free_port()}, "ca_file": None}}
 options |= {{"api_key_env": None, "timeouts": TimeoutProfile.fast()}}
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -113,7 +113,7 @@ assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == be
 
 
 def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = JournalReader(tmp_path / "journal")
     command = command_of(Script(startup=Startup(load_s=None)), journal)
     with proxy("--server-cmd", command, "--port", "0") as (process, _):
         journal.wait("bound", timeout=WAIT_S)

@@ -16,8 +16,8 @@ from llama_worker.testing.scripts import (
     KillSelf,
     PromptProgress,
     Reasoning,
-    Reply,
     Script,
+    ScriptedReply,
     Sleep,
     Text,
     ToolCall,
@@ -28,7 +28,7 @@ from tests.server.pace import lean_server
 
 HARMFUL = "a\x1b[31mred\x1b]0;title\x07 [bold]b[/bold]\r\n\x9b2Jc\x7f :smile:"
 TOO_LONG = "request (99 tokens) exceeds the available context size (64 tokens)"
-REFUSES = Script(replies=[Reply([HttpError(400, TOO_LONG)])])
+REFUSES = Script(replies=[ScriptedReply([HttpError(400, TOO_LONG)])])
 ENDS = Script(exits=[Exit(1, "before_bind", log=["error: invalid argument: --frobnicate"])])
 
 

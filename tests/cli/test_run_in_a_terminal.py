@@ -13,8 +13,8 @@ from llama_worker.testing.scripts import (
     Gate,
     PromptProgress,
     Reasoning,
-    Reply,
     Script,
+    ScriptedReply,
     Startup,
     Text,
     WaitClose,
@@ -107,7 +107,7 @@ def test_a_conversation(
     terminal: OpenTerminal, program: MakeProgram, model: str, last: str, code: int
 ) -> None:
     long, brief = (plain_reply(*steps) for steps in ([Text("half"), WaitClose()], [Text("Hello")]))
-    server = program(Script(replies=[Reply(long, marker="long"), Reply(brief)]))
+    server = program(Script(replies=[ScriptedReply(long, marker="long"), ScriptedReply(brief)]))
     screen = terminal("run", model, "--chat", "--server", server.path)
     for text, count, keys in [
         ("> ", 1, "a long story\r"),

@@ -52,7 +52,7 @@ class Stage:
         """The guards and servers of every launch so far."""
         found: Tree = {}
         for path in self.folder.glob("*.journal"):
-            found |= tree(fs.Journal(path))
+            found |= tree(fs.JournalReader(path))
         return found
 
 

@@ -30,9 +30,9 @@ from llama_worker.ray import (
     Fleet,
     FleetClosed,
     NoLiveReplica,
-    Progress,
     RayWorker,
     ReplicaLost,
+    RequestUpdate,
 )
 from llama_worker.ray.replica import one_line
 from llama_worker.ray.request_copy import RequestCopy
@@ -103,12 +103,12 @@ def status(**more: Any) -> RequestStatus:
     return {**told, **more}  # type: ignore[typeddict-item]
 
 
-def progress(text: str, reasoning: str = "", **more: Any) -> Progress:
+def progress(text: str, reasoning: str = "", **more: Any) -> RequestUpdate:
     output: Any = {"ok": True, "text": text, "reasoning": reasoning, "done": False}
     return {"status": status(**more), "output": output}
 
 
-def finished(text: str) -> Progress:
+def finished(text: str) -> RequestUpdate:
     result: Any = {"state": RequestState.COMPLETED, "text": text, "signals": []}
     return {
         **progress(text, state=RequestState.COMPLETED, phase=RequestPhase.DONE),

@@ -24,7 +24,14 @@ from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from llama_worker.testing.scripts import Journal, Reply, Script, Text, ToolCall, plain_reply
+from llama_worker.testing.scripts import (
+    JournalReader,
+    Script,
+    ScriptedReply,
+    Text,
+    ToolCall,
+    plain_reply,
+)
 from tests.ports import held_ports
 from tests.responses.conftest import scripted_server
 from tests.responses.open_responses import SOCKET_ERROR, check_event, check_reply
@@ -46,7 +53,7 @@ WEATHER = {
 }
 CAPABLE = Script(
     replies=[
-        Reply(
+        ScriptedReply(
             plain_reply(
                 ToolCall(name="get_weather", arguments={"place": "Oslo"}),
                 reason="tool_calls",
@@ -54,7 +61,7 @@ CAPABLE = Script(
             marker="weather",
             times=None,
         ),
-        Reply(plain_reply(Text("Hel"), Text("lo")), times=None),
+        ScriptedReply(plain_reply(Text("Hel"), Text("lo")), times=None),
     ]
 )
 """For the scripted server."""
@@ -329,7 +336,7 @@ def _proxy() -> Iterator[Api]:
         tempfile.TemporaryDirectory() as folder,
         held_ports() as take_port,
         scripted_server(
-            CAPABLE, Journal(Path(folder) / "journal"), port=take_port(), slots=4
+            CAPABLE, JournalReader(Path(folder) / "journal"), port=take_port(), slots=4
         ) as upstream,
         ResponsesProxy(ResponsesProxyConfig(upstream=upstream, port=0)) as proxy,
     ):

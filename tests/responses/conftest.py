@@ -23,7 +23,13 @@ from llama_worker.responses.api import events
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.http.client import Client as ProxyClient
 from llama_worker.responses.proxy import ResponsesProxy
-from llama_worker.testing.scripts import Journal, Script, Step, scripted_server_cmd, steps_json
+from llama_worker.testing.scripts import (
+    JournalReader,
+    Script,
+    Step,
+    scripted_server_cmd,
+    steps_json,
+)
 from tests.responses.open_responses import check_event, check_reply
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Listener, Relay
@@ -89,7 +95,7 @@ class Reply:
 class Client:
     """Of one proxy; `journal`: what the scripted server wrote down."""
 
-    def __init__(self, proxy: ResponsesProxy, journal: Journal) -> None:
+    def __init__(self, proxy: ResponsesProxy, journal: JournalReader) -> None:
         self.proxy, self.journal = proxy, journal
 
     def connection(self) -> contextlib.closing[http.client.HTTPConnection]:
@@ -173,7 +179,9 @@ MakeClient = Callable[..., Client]
 
 
 @contextlib.contextmanager
-def scripted_server(script: Script, journal: Journal, *, port: int, slots: int) -> Iterator[str]:
+def scripted_server(
+    script: Script, journal: JournalReader, *, port: int, slots: int
+) -> Iterator[str]:
     command = scripted_server_cmd(script, host=HOST, port=port, slots=slots, journal=journal.path)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
@@ -192,7 +200,7 @@ def make_client(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[MakeCl
             script: Script = HELLO, *, upstream: str | None = None, slots: int = 4, **config: Any
         ) -> Client:
             port = free_port()
-            journal = Journal(tmp_path / f"journal-{port}")
+            journal = JournalReader(tmp_path / f"journal-{port}")
             upstream = upstream or stack.enter_context(
                 scripted_server(script, journal, port=port, slots=slots)
             )
@@ -211,11 +219,11 @@ def hello_server(
     """The URL and the journal of a scripted server that says "Hello", for all tests that leave it
     alive."""
     path = tmp_path_factory.mktemp("hello") / "journal"
-    with scripted_server(HELLO, Journal(path), port=lasting_port(), slots=4) as url:
+    with scripted_server(HELLO, JournalReader(path), port=lasting_port(), slots=4) as url:
         yield url, path
 
 
-class JournalFromNow(Journal):
+class JournalFromNow(JournalReader):
     """What a server sees of the chats that it is asked for from now on."""
 
     def __init__(self, path: Path) -> None:

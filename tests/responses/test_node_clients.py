@@ -12,7 +12,14 @@ from itertools import product
 import pytest
 
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from llama_worker.testing.scripts import Reasoning, Reply, Script, Text, ToolCall, plain_reply
+from llama_worker.testing.scripts import (
+    Reasoning,
+    Script,
+    ScriptedReply,
+    Text,
+    ToolCall,
+    plain_reply,
+)
 from tests.responses.conftest import MakeClient
 from tests.responses.scenarios import ai_sdk, openai_node
 from tests.responses.scenarios.node import Json, Scenario, is_installed, run_node
@@ -72,7 +79,7 @@ def test_a_tool_result_follows_its_call_and_reasoning(make_client: MakeClient) -
             ai_sdk.turn(results=["5"], **given),
         ]
         jobs.append({"line": line, "turns": turns})
-    client = make_client(Script(replies=[Reply(CALL), Reply(ANSWER)] * len(jobs)))
+    client = make_client(Script(replies=[ScriptedReply(CALL), ScriptedReply(ANSWER)] * len(jobs)))
     for turns in run_node("ai_sdk.mjs", client.proxy.base_url, jobs):
         ai_sdk.went_well(*turns)
     second_chats = client.journal.facts("request", path="/v1/chat/completions")[1::2]

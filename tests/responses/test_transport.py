@@ -115,7 +115,7 @@ def test_a_refusal_after_a_heartbeat_is_an_event(make_fake: MakeClient, tmp_path
 
 def test_a_slow_reader_slows_the_upstream(make_client: MakeClient) -> None:
     records = [fs.Headers(), fs.Role(), fs.Repeat(None, [fs.Text("x" * 4096)])]
-    fake = make_client(fs.Script(replies=[fs.Reply(records)], journal_tokens=True))
+    fake = make_client(fs.Script(replies=[fs.ScriptedReply(records)], journal_tokens=True))
     counts: list[int] = []
 
     def stands_still() -> bool:

@@ -23,7 +23,7 @@ from llama_worker import (
     WorkerStartError,
     WorkerState,
 )
-from llama_worker.testing.scripts import Journal, scripted_server_cmd
+from llama_worker.testing.scripts import JournalReader, scripted_server_cmd
 from tests.actors.conftest import HOST, Rig, eventually
 from tests.scenarios.scenario import INTERVAL_S, RESTART, TIMEOUTS, Ask, Move, Scenario, Truth
 
@@ -76,7 +76,7 @@ def run(scenario: Scenario, port: int) -> Report:
     report = Report(scenario)
     slots = max(1, sum(isinstance(move, Ask) for move in scenario.moves))
     with tempfile.TemporaryDirectory(prefix="scenario-") as folder:
-        journal = Journal(Path(folder) / "journal")
+        journal = JournalReader(Path(folder) / "journal")
         cmd = scripted_server_cmd(
             scenario.script, host=HOST, port=port, slots=slots, journal=journal.path
         )

@@ -25,8 +25,8 @@ import requests
 from llama_worker.bios import tagged_call
 from llama_worker.testing.scripts import (
     Headers,
-    Reply,
     Script,
+    ScriptedReply,
     Text,
     WaitClose,
     plain_reply,
@@ -116,9 +116,9 @@ def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back
 
 ASKS = '{"question": "Should we go?", "options": ["stay", "go"], "default": "stay"}'
 PICNIC = (
-    Reply(plain_reply(Text("Come, all.")), marker="It was decided to go."),
-    Reply(plain_reply(Text("go")), marker="Choose one"),
-    Reply(  # the draft, which goes on until it is cancelled
+    ScriptedReply(plain_reply(Text("Come, all.")), marker="It was decided to go."),
+    ScriptedReply(plain_reply(Text("go")), marker="Choose one"),
+    ScriptedReply(  # the draft, which goes on until it is cancelled
         [Headers(), Text(tagged_call("request_decision", ASKS)), Text(" Dear all"), WaitClose()],
         marker="picnic",
     ),

@@ -255,7 +255,7 @@ def begun_twice(folder: Path) -> int:
     prompts = [
         str(fact["body"]["messages"][-1]["content"])
         for path in folder.glob("*.journal")
-        for fact in scripts.Journal(path).facts("request", path="/v1/chat/completions")
+        for fact in scripts.JournalReader(path).facts("request", path="/v1/chat/completions")
     ]
     return sum(count > 1 for count in Counter(prompts).values())
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_a_name_is_loaded_from_where_the_type_checker_finds_it() -> None:
     assert sorted(names) == sorted(llama_worker.__all__)
     for name, module in names.items():
         assert getattr(llama_worker, name) is getattr(importlib.import_module(str(module)), name)
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    modules = [*PACKAGE.rglob("*.py"), *(ROOT / "actors").glob("*.py")]
+    counts = Counter(
+        node.name
+        for module in modules
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert "LlamaWorker" in counts
+    assert "WorkerActor" in counts
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_to_import_the_package_is_to_import_next_to_nothing() -> None:

@@ -323,9 +323,9 @@ def responses_proxy_command(
     It makes a llama-server usable by clients that speak nothing else, in front of a server that
     runs (--upstream), or of one that this command starts and watches over (--model, --server-cmd).
     """
-    from llama_worker.cli.proxy import Upstream, serve
+    from llama_worker.cli.proxy import ServerChoice, serve
 
-    source = Upstream(url=upstream, model=model, server=server, slots=slots, command=server_cmd)
+    source = ServerChoice(url=upstream, model=model, server=server, slots=slots, command=server_cmd)
     return serve(
         source,
         api_key_env=api_key_env,

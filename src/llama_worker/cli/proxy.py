@@ -31,7 +31,7 @@ _LOCALHOST = "127.0.0.1"
 _TICK_S = 0.05
 
 
-class Upstream(Struct, frozen=True, kw_only=True):
+class ServerChoice(Struct, frozen=True, kw_only=True):
     """Which server: the one at `url`, or one that is started, with a `model` or by a `command`."""
 
     url: str | None
@@ -41,7 +41,7 @@ class Upstream(Struct, frozen=True, kw_only=True):
     command: str | None
 
 
-def serve(upstream: Upstream, *, api_key_env: str | None, **config: Any) -> int:
+def serve(upstream: ServerChoice, *, api_key_env: str | None, **config: Any) -> int:
     """Serve until a signal comes; the exit code. For the main thread.
 
     `config`: the other fields of ResponsesProxyConfig.
@@ -88,7 +88,7 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
 
 @contextlib.contextmanager
 def _server(
-    upstream: Upstream, api_key: str | None, timeouts: TimeoutProfile, interrupts: Interrupts
+    upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile, interrupts: Interrupts
 ) -> Iterator[str | LlamaWorker]:
     """The URL of the server that is there, or the worker of one that is started and, at the end,
     stopped.
@@ -118,7 +118,7 @@ def _server(
 
 
 def _worker_config(
-    upstream: Upstream, api_key: str | None, timeouts: TimeoutProfile
+    upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile
 ) -> WorkerConfig:
     port, slots = free_port(), upstream.slots
     if upstream.model:

@@ -47,7 +47,7 @@ def run(config: WorkerConfig, talk: Talk) -> int:
     logging.getLogger("llama_worker").addHandler(logging.NullHandler())
     screen = Screen(quiet=talk.quiet, shows_text=not talk.as_json)
     with Interrupts() as interrupts, contextlib.closing(LlamaWorker(config)) as worker:
-        session = _Session(worker, screen, interrupts, talk)
+        session = _ChatSession(worker, screen, interrupts, talk)
         try:
             return session.chat() if talk.chat else session.ask_once()
         except WorkerStartError as error:
@@ -56,7 +56,7 @@ def run(config: WorkerConfig, talk: Talk) -> int:
             screen.activity_over()
 
 
-class _Session:
+class _ChatSession:
     """A worker and the person in front of it."""
 
     def __init__(

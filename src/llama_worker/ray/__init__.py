@@ -14,9 +14,9 @@ from llama_worker.ray.types import (
     ConfigFor,
     FleetStatus,
     Place,
-    Progress,
     ReplicaState,
     ReplicaStatus,
+    RequestUpdate,
 )
 from llama_worker.ray.worker import RayWorker
 
@@ -27,9 +27,9 @@ __all__ = [
     "FleetStatus",
     "NoLiveReplica",
     "Place",
-    "Progress",
     "RayWorker",
     "ReplicaLost",
     "ReplicaState",
     "ReplicaStatus",
+    "RequestUpdate",
 ]

@@ -49,7 +49,7 @@ F = TypeVar("F", bound=WorkerFuture[Any])
 _Waiter = WorkerFuture[RequestResult | NotFound]
 
 
-class _Request(Struct):
+class _AdmittedRequest(Struct):
     """An admitted request, until its result was taken."""
 
     copy: RequestCopy
@@ -132,7 +132,7 @@ class Fleet(Startable):
             for number in range(replicas)
         ]
         self._ids = itertools.count(1)
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _AdmittedRequest] = {}
         self._futures = OpenFutures()
         self._closing = threading.Lock()
         self._is_closing = False
@@ -344,14 +344,14 @@ class Fleet(Startable):
                 lost = error
                 continue
             if isinstance(answer, RequestCopy):
-                self._requests[answer.request_id] = _Request(answer, replica)
+                self._requests[answer.request_id] = _AdmittedRequest(answer, replica)
                 return {"ok": True, "request_id": answer.request_id}
             refusals.append(answer)
         if not refusals:
             raise NoLiveReplica(self._name, [each.describe() for each in self._replicas]) from lost
         return min(refusals, key=lambda refusal: refusal["error"] != "NO_SLOT_AVAILABLE")
 
-    def _find(self, request_id: int) -> _Request | None:
+    def _find(self, request_id: int) -> _AdmittedRequest | None:
         checked_int("request_id", request_id, at_least=0)
         return self._requests.get(request_id)
 

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 from llama_worker.errors import WorkerStartError
 from llama_worker.ray.errors import ReplicaLost
 from llama_worker.ray.request_copy import RequestCopy
-from llama_worker.ray.types import Place, Progress, ReplicaState, ReplicaStatus
+from llama_worker.ray.types import Place, ReplicaState, ReplicaStatus, RequestUpdate
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture
@@ -338,7 +338,7 @@ async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, 
     if not answer["ok"]:
         return answer, None, None
     pieces = actor.follow.remote(answer["request_id"])
-    first: Progress = await (await anext(pieces))
+    first: RequestUpdate = await (await anext(pieces))
     return answer, pieces, first
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 
-from llama_worker.ray.types import Progress
+from llama_worker.ray.types import RequestUpdate
 from llama_worker.request.output import Output, read_output
 from llama_worker.types import (
     OutputChunk,
@@ -22,7 +22,7 @@ class RequestCopy:
     """A request as its replica told it, under the fleet's own id. It only grows, until there is a
     result."""
 
-    def __init__(self, request_id: int, first: Progress) -> None:
+    def __init__(self, request_id: int, first: RequestUpdate) -> None:
         self.request_id = request_id
         self.remote_id = first["status"]["request_id"]  # at its replica
         self._output = Output(None)
@@ -34,7 +34,7 @@ class RequestCopy:
     def is_over(self) -> bool:
         return self._result is not None
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: RequestUpdate) -> None:
         output = progress["output"]
         self._output.add(output["reasoning"], output["text"])
         self._status = {**progress["status"], "request_id": self.request_id}

@@ -23,8 +23,8 @@ class Place(TypedDict):
     """Of the actor's process, the host of its worker."""
 
 
-class Progress(TypedDict):
-    """What became of a request since the `Progress` before it."""
+class RequestUpdate(TypedDict):
+    """What became of a request since the `RequestUpdate` before it."""
 
     status: RequestStatus
     output: OutputChunk

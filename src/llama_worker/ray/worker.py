@@ -19,7 +19,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import checked_seconds
 from llama_worker.errors import ConfigError, WorkerClosed, WorkerStartError
 from llama_worker.gaps import LATE_S, gap_s
-from llama_worker.ray.types import ConfigFor, Place, Progress
+from llama_worker.ray.types import ConfigFor, Place, RequestUpdate
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process.free_port import free_port
 from llama_worker.types import RequestStatus, StartFailReason, WorkerState, WorkerStatus
@@ -130,7 +130,7 @@ class RayWorker:
         if is_first:
             threading.Thread(target=self._end_without_renewal, daemon=True).start()
 
-    async def follow(self, request_id: int) -> AsyncGenerator[Progress, None]:
+    async def follow(self, request_id: int) -> AsyncGenerator[RequestUpdate, None]:
         """Yield what becomes of a request, as it comes; the last piece has its result, which is
         then forgotten.
 

@@ -26,7 +26,7 @@ from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import forwarded
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint, Reply
+from llama_worker.runtime.http.session import Endpoint, HttpReply
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
@@ -67,7 +67,7 @@ class ChatExchange:
         self._endpoint = endpoint
         self._leased = leased
         self._before_reading = before_reading
-        self._reply: Reply | None = None
+        self._reply: HttpReply | None = None
         self._body: ChatBody | None = None
         self._events: list[StreamEvent] = []  # that came along with the headers
 

@@ -17,7 +17,7 @@ from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import MalformedReply
 from llama_worker.responses.http.request_reader import HttpRequest, header_words
 from llama_worker.runtime.http import session
-from llama_worker.runtime.http.session import Reply
+from llama_worker.runtime.http.session import HttpReply
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import disconnected
@@ -97,7 +97,9 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
         _pass_back(reply, leased, request, client)
 
 
-def _pass_back(reply: Reply, leased: LeasedExchange, request: HttpRequest, client: Client) -> None:
+def _pass_back(
+    reply: HttpReply, leased: LeasedExchange, request: HttpRequest, client: Client
+) -> None:
     try:
         client.begin(
             request,
@@ -142,7 +144,7 @@ class _Waiter(Struct):
         self.leased.waits()
 
 
-def _next_piece(reply: Reply) -> bytes:
+def _next_piece(reply: HttpReply) -> bytes:
     """The next of the body, not decoded. What it raises ends the client's connection before the
     body's end."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from llama_worker import RestartPolicy, TimeoutProfile, WorkerConfig, free_port
 from llama_worker.testing import scripts
-from llama_worker.testing.scripts import Journal, Reply, Script, Step
+from llama_worker.testing.scripts import JournalReader, Script, ScriptedReply, Step
 
 HOST = "127.0.0.1"
 _BEFORE_A_REPLY = ("Headers", "HttpError", "Redirect", "Raw", "Fin", "Reset", "Turns")
@@ -39,7 +39,7 @@ class ScriptedServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._script = script or Script()
         self._numbers = itertools.count(1)
-        self.journal = Journal(self._folder / "journal")
+        self.journal = JournalReader(self._folder / "journal")
         self._write()
 
     def config(self, *, slots: int = 2, port: int | None = None, **fields: Any) -> WorkerConfig:
@@ -74,7 +74,7 @@ class ScriptedServer:
         steps = [scripts.Text(each) if isinstance(each, str) else each for each in said]
         if not steps or steps[0]["do"] not in _BEFORE_A_REPLY:
             steps = scripts.plain_reply(*steps, reason=reason)
-        added = Reply(steps, marker=to, times=times)
+        added = ScriptedReply(steps, marker=to, times=times)
         self._script = replace(self._script, replies=(*self._script.replies, added))
         self._write()
 
@@ -108,7 +108,7 @@ class ScriptedServer:
 class Hold:
     """A gate in a reply: `reply("Once", hold.step, " upon a time")`. Any thread may call."""
 
-    def __init__(self, folder: Path, name: str, journal: Journal) -> None:
+    def __init__(self, folder: Path, name: str, journal: JournalReader) -> None:
         self._gate = folder / name
         self._journal = journal
         self.step: Step = scripts.Repeat(1, [scripts.Note(name), scripts.Gate(str(self._gate))])

@@ -1,6 +1,6 @@
 """Scripts for `scripted_llama_server`, and a reader for its journal.
 
-    script = Script(replies=[Reply([Headers(), Text("ab"), Sleep(0.5), Finish(), DoneMarker()])])
+    script = Script(replies=[ScriptedReply([Headers(), Text("ab"), Sleep(0.5), Finish(), DoneMarker()])])
     cmd = scripted_server_cmd(script, host="127.0.0.1", port=port, slots=1, journal=path)
 
 The steps are the server's own functions that are marked `@step`. `steps_json` puts them into one
@@ -27,7 +27,7 @@ SERVER = Path(__file__).with_name("scripted_llama_server")
 
 
 @dataclass(frozen=True)
-class Reply:
+class ScriptedReply:
     """For requests whose last user message holds `marker`, or (None) for the others.
 
     Replies of one marker are used in order, each `times` times (None: for ever); the last repeats.
@@ -81,7 +81,7 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Child:
+class ChildProcess:
     """A process spawned at launch, in the same group, another session, or double-forked into one;
     deaf to SIGTERM."""
 
@@ -108,13 +108,13 @@ class Script:
     """
 
     startup: Startup = Startup()
-    replies: Sequence[Reply] = ()
+    replies: Sequence[ScriptedReply] = ()
     models: Sequence[Answer] = ()
     slots: Sequence[Answer] = ()
     apply_template: Sequence[Answer] = ()
     tokenize: Sequence[Answer] = ()
     exits: Sequence[Exit] = ()
-    children: Sequence[Child] = ()
+    children: Sequence[ChildProcess] = ()
     floods: Sequence[Flood] = ()
     limit_slots: bool = True
     ignore_term: bool = False
@@ -159,7 +159,7 @@ def scripted_server_cmd(
     return (*cmd, "--journal", str(journal)) if journal is not None else tuple(cmd)
 
 
-class Journal:
+class JournalReader:
     """What a fake server has seen so far; the file may not exist yet. Any number of readers."""
 
     def __init__(self, path: Path | str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from llama_worker.testing.scripts import HttpError, Reply
+from llama_worker.testing.scripts import HttpError, ScriptedReply
 from tests.responses.clients.coding import Call, CodingClient, calls, cut_by_the_limit, said
 from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Meanwhile, Stage
 from tests.responses.conftest import Json
@@ -142,9 +142,9 @@ def takes_tools_among_the_input(on: Stage) -> None:
 def runs_a_sub_agent(on: Stage) -> None:
     spawn = calls(("multi_agent_v1__spawn_agent", {"message": "Find the ANSWER."}))
     on.plays(
-        Reply(said("It is 42."), marker="Find the ANSWER."),
-        Reply(spawn, marker="Ask somebody."),
-        Reply(said("They work on it.")),
+        ScriptedReply(said("It is 42."), marker="Find the ANSWER."),
+        ScriptedReply(spawn, marker="Ask somebody."),
+        ScriptedReply(said("They work on it.")),
     )
     assert answer(codex(on, "Ask somebody."))
     messages = [message for chat in on.chats() for message in chat["messages"]]

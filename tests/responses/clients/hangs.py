@@ -104,15 +104,17 @@ def survives_a_lost_request(on: Stage) -> None:
 
 def waits_for_silent_work(on: Stage) -> None:
     """A long prompt, without a word, far beyond the limit for one that does not work."""
-    on.watches(fs.Script(replies=[fs.Reply([*BEGUN, fs.Burn(3.5, 30.0), *said("Read.")[2:]])]))
+    on.watches(
+        fs.Script(replies=[fs.ScriptedReply([*BEGUN, fs.Burn(3.5, 30.0), *said("Read.")[2:]])])
+    )
     assert answer(codex(on, *ONCE, "Read.")) == "Read."
     assert _restarts(on) == 0
 
 
 def waits_for_a_neighbours_long_batch(on: Stage) -> None:
     """No headers come, as long as the neighbour gets data."""
-    late = fs.Reply([fs.Sleep(3.0), *said("Late.")], marker="Answer.")
-    long = fs.Reply([*BEGUN, fs.Prefill(5000, 1, 0.2)], marker="neighbour")
+    late = fs.ScriptedReply([fs.Sleep(3.0), *said("Late.")], marker="Answer.")
+    long = fs.ScriptedReply([*BEGUN, fs.Prefill(5000, 1, 0.2)], marker="neighbour")
     on.watches(fs.Script(replies=[late, long]))
     neighbour = on.worker.submit("neighbour", "", "neighbour").get(timeout=WAIT_S)
     assert neighbour["ok"]
@@ -133,7 +135,7 @@ def _survives(
     restarts: int = 1,
 ) -> None:
     """Its user is told the reason; the next turn of the conversation is answered."""
-    replies = [fs.Reply(hang, marker="Answer."), fs.Reply(said("Whole."))]
+    replies = [fs.ScriptedReply(hang, marker="Answer."), fs.ScriptedReply(said("Whole."))]
     script = fs.Script(replies=replies, slots=list(slots))
     on.watches(script, timeouts=timeouts)
     _failure(codex(on, *ONCE, "Answer."), reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from llama_worker.testing.scripts import HttpError, Reasoning, Reply
+from llama_worker.testing.scripts import HttpError, Reasoning, ScriptedReply
 from tests.responses.clients.coding import Call, CodingClient, calls, cut_by_the_limit, said
 from tests.responses.clients.stage import MCP_SERVER, PACKAGES, Done, Meanwhile, Stage
 from tests.responses.conftest import Json
@@ -117,8 +117,8 @@ def writes_a_file(on: Stage) -> None:
 
 def runs_a_sub_agent(on: Stage) -> None:
     task = {"description": "Find it", "prompt": "Find the ANSWER.", "subagent_type": "general"}
-    found = Reply(said("It is 42."), marker="Find the ANSWER.")
-    on.plays(found, Reply(calls(("task", task))), Reply(said("42.")))
+    found = ScriptedReply(said("It is 42."), marker="Find the ANSWER.")
+    on.plays(found, ScriptedReply(calls(("task", task))), ScriptedReply(said("42.")))
     assert answer(opencode(on, "Ask somebody.")) == "42."
     assert "It is 42." in on.results()[0]
 

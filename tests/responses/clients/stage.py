@@ -22,7 +22,13 @@ from unittest import mock
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, free_port
 from llama_worker.responses.api.request import parse_body
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from llama_worker.testing.scripts import Journal, Reply, Script, Step, scripted_server_cmd
+from llama_worker.testing.scripts import (
+    JournalReader,
+    Script,
+    ScriptedReply,
+    Step,
+    scripted_server_cmd,
+)
 from tests.actors.conftest import HOST, fast_restart
 from tests.responses.conftest import Json, scripted_server
 from tests.scenarios.scenario import TIMEOUTS
@@ -61,17 +67,20 @@ class Stage(contextlib.ExitStack):
         self.home, self.project, self.journal = (
             folder / "home",
             folder / "project",
-            Journal(folder / "journal"),
+            JournalReader(folder / "journal"),
         )
         self.home.mkdir()
         self.project.mkdir()
         self.bodies: list[Json] = []
         self.patience_s = WAIT_S  # with a client
 
-    def plays(self, *replies: Sequence[Step] | Reply, **config: Any) -> None:
+    def plays(self, *replies: Sequence[Step] | ScriptedReply, **config: Any) -> None:
         """Begin, with `replies` in the order of the requests; the last one repeats."""
         script = Script(
-            replies=[reply if isinstance(reply, Reply) else Reply(reply) for reply in replies]
+            replies=[
+                reply if isinstance(reply, ScriptedReply) else ScriptedReply(reply)
+                for reply in replies
+            ]
         )
         url = self.enter_context(scripted_server(script, self.journal, port=free_port(), slots=8))
         self._serve(upstream=url, **config)

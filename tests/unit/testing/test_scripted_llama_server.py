@@ -18,10 +18,10 @@ import requests
 
 from llama_worker.testing.scripts import (
     Burn,
-    Child,
+    ChildProcess,
     DiskReads,
     Headers,
-    Journal,
+    JournalReader,
     Note,
     Script,
     Step,
@@ -39,7 +39,7 @@ class Fake:
     """A running fake server, with an API key and a child of each kind."""
 
     process: subprocess.Popen[bytes]
-    journal: Journal
+    journal: JournalReader
     url: str
 
     def ask(self, path: str, body: Any = None, key: str = "sesame") -> requests.Response:
@@ -60,8 +60,10 @@ def fake(
     tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Fake]:
     monkeypatch.setenv("NO_PROXY", HOST)
-    port, journal = free_port(), Journal(tmp_path / "journal")
-    script = Script(children=[Child("group"), Child("session"), Child("daemon")])
+    port, journal = free_port(), JournalReader(tmp_path / "journal")
+    script = Script(
+        children=[ChildProcess("group"), ChildProcess("session"), ChildProcess("daemon")]
+    )
     cmd = scripted_server_cmd(script, host=HOST, port=port, slots=2, journal=journal.path)
     process = subprocess.Popen(
         [*cmd, "-m", "model.gguf", "--api-key", "sesame"], start_new_session=True

@@ -70,7 +70,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
-class Reply:
+class HttpReply:
     """A reply whose headers are here. For one thread, which closes it."""
 
     def __init__(
@@ -125,7 +125,7 @@ def send(
     body: bytes | None = None,
     waiter: Waiter | None = None,
     deadline: float | None = None,
-) -> Reply:
+) -> HttpReply:
     """Wait for the reply's headers, however long that takes; only connecting has its time.
 
     `deadline`, in monotonic seconds, is for all of it, the body too; what lies there then counts.
@@ -151,7 +151,7 @@ def send(
             proxies={},
         )
     assert request.connection is not None
-    reply = Reply(response, request.connection, abort)
+    reply = HttpReply(response, request.connection, abort)
     if request.connection.has_ended:  # which http.client takes for the end of the headers
         reply.close()
         raise abort.error or ConnectionResetError("the connection ended in the headers")

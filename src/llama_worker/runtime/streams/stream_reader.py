@@ -17,7 +17,7 @@ from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint, Reply, no_reply, send
+from llama_worker.runtime.http.session import Endpoint, HttpReply, no_reply, send
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure, disconnected
@@ -122,7 +122,7 @@ class StreamReader:
         with contextlib.closing(reply):
             return self._read(reply) if reply.status == 200 else reply.failure()
 
-    def _read(self, reply: Reply) -> StreamFailure | None:
+    def _read(self, reply: HttpReply) -> StreamFailure | None:
         poll = select.poll()
         try:
             with self._lock:
