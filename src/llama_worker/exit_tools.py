@@ -30,9 +30,8 @@ def _tool(
 
 SIGNAL_ISSUE = _tool(
     "signal_issue",
-    "Report a problem that the orchestrator should know of: missing or contradictory input, "
-    "a failing tool, a risk you"
-    " noticed.",
+    "Report a problem that the orchestrator should know of: missing or contradictory input, a "
+    "failing tool, a risk you noticed.",
     ["code", "severity", "summary"],
     code={
         "type": "string",

@@ -37,12 +37,10 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         (
             types.RequestStatus,
             "ok request_id job_name state phase created_at output_chars reasoning_chars "
-            "tool_iters_remaining"
-            " tool_calls_count signals fail_reason dispatched_at? first_token_at? completed_at? "
-            "last_progress_at?"
-            " last_stream_byte_at? last_liveness_at? prompt_progress? tokens_received? "
-            "tokens_per_second? tail?"
-            " running_tool? fail_detail?",
+            "tool_iters_remaining tool_calls_count signals fail_reason dispatched_at? "
+            "first_token_at? completed_at? last_progress_at? last_stream_byte_at? "
+            "last_liveness_at? prompt_progress? tokens_received? tokens_per_second? tail? "
+            "running_tool? fail_detail?",
         ),
         (types.PromptProgress, "processed total cached"),
         (types.TokenCount, "ok n_prompt_tokens n_ctx n_left"),
@@ -50,8 +48,7 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         (
             types.RequestResult,
             "ok request_id job_name state finish_reason text reasoning signals tool_trace "
-            "fail_reason conversation usage? timings?"
-            " fail_detail? context?",
+            "fail_reason conversation usage? timings? fail_detail? context?",
         ),
         (types.Usage, "prompt_tokens completion_tokens cached_tokens"),
         (types.Timings, "total_s ttft_s? tokens_per_second?"),

@@ -50,9 +50,8 @@ class _Breach(Struct, frozen=True):
 _BREACHES = (
     _Breach(
         ("--tools", "-ag", "--agent", "--mcp-servers-config", "--mcp-servers-json"),
-        "the server may start programs outside its own process tree, which outlive it; tools "
-        "of a worker are its"
-        " normal_tools",
+        "the server may start programs outside its own process tree, which outlive it; tools of a "
+        "worker are its normal_tools",
         variables=(
             "LLAMA_ARG_TOOLS",
             "LLAMA_ARG_AGENT",
@@ -117,9 +116,8 @@ def command_warnings(
             lines.append(f"server_cmd has {', '.join(named)}: {breach.why}")
     if _program_at(command) is not None and not _names_model(command, env):
         lines.append(
-            "server_cmd names no model: llama-server then runs as a router, which starts a "
-            "server of its own for each"
-            " model; give --model, and each model a worker"
+            "server_cmd names no model: llama-server then runs as a router, which starts a server "
+            "of its own for each model; give --model, and each model a worker"
         )
     lines += _timeout_warnings(command, timeouts)
     return lines
@@ -170,9 +168,8 @@ def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> 
     shown = ", ".join(f"{name}: {limit:g} MiB" for name, limit in limits.items())
     what = "a server" if len(limits) == 1 else f"{len(limits)} servers"
     return (
-        f"{what} may keep up to {total:g} MiB of prompts in memory ({shown}), beside the "
-        "models; this machine has"
-        f" {memory_mib} MiB: set cache_ram_mib (--cache-ram; a server's default is "
+        f"{what} may keep up to {total:g} MiB of prompts in memory ({shown}), beside the models; "
+        f"this machine has {memory_mib} MiB: set cache_ram_mib (--cache-ram; a server's default is "
         f"{DEFAULT_CACHE_RAM_MIB} MiB)"
     )
 
@@ -280,7 +277,6 @@ def _timeout_warnings(command: Sequence[str], timeouts: TimeoutProfile) -> Itera
         ]
         if longer:
             yield (
-                f"server_cmd has {flag} {value}, shorter than {', '.join(longer)} of the "
-                "profile: the server may close"
-                " a connection that the worker would still wait for"
+                f"server_cmd has {flag} {value}, shorter than {', '.join(longer)} of the profile: "
+                "the server may close a connection that the worker would still wait for"
             )

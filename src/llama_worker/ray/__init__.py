@@ -8,12 +8,14 @@ except ModuleNotFoundError as error:
         "ray is missing: pip install 'llama-worker[ray]'", name=error.name
     ) from error
 
-from llama_worker.ray.errors import FleetClosed, NoLiveReplica, ReplicaLost
 from llama_worker.ray.fleet import Fleet
 from llama_worker.ray.types import (
     ConfigFor,
+    FleetClosed,
     FleetStatus,
+    NoLiveReplica,
     Place,
+    ReplicaLost,
     ReplicaState,
     ReplicaStatus,
     RequestUpdate,

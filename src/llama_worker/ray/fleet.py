@@ -17,10 +17,17 @@ from ray import cloudpickle
 
 from llama_worker.config.validation import checked_int, checked_seconds, checked_str
 from llama_worker.errors import ConfigError, LlamaWorkerError
-from llama_worker.ray.errors import FleetClosed, NoLiveReplica, ReplicaLost
 from llama_worker.ray.replica import Replica
 from llama_worker.ray.request_copy import RequestCopy
-from llama_worker.ray.types import ConfigFor, FleetStatus, ReplicaState, ReplicaStatus
+from llama_worker.ray.types import (
+    ConfigFor,
+    FleetClosed,
+    FleetStatus,
+    NoLiveReplica,
+    ReplicaLost,
+    ReplicaState,
+    ReplicaStatus,
+)
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission, validate_submit
 from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture

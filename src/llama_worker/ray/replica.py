@@ -17,9 +17,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from llama_worker.errors import WorkerStartError
-from llama_worker.ray.errors import ReplicaLost
 from llama_worker.ray.request_copy import RequestCopy
-from llama_worker.ray.types import Place, ReplicaState, ReplicaStatus, RequestUpdate
+from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStatus, RequestUpdate
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture

@@ -71,9 +71,8 @@ def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
         ):
             model = f"{traits.model!r}" if traits.model else "the model"
             return (
-                f"{kind} parts need a model with {modality}, which {model} has not as the "
-                "server runs it: take another"
-                " model, or give the server its projector (--mmproj FILE)"
+                f"{kind} parts need a model with {modality}, which {model} has not as the server "
+                "runs it: take another model, or give the server its projector (--mmproj FILE)"
             )
     return None
 

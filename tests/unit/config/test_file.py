@@ -236,9 +236,8 @@ def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(tmp_path: Path) -
         (
             "xyzzy = 2",
             (
-                "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, batch_size, cache_ram_mib, "
-                "check_invariants, "
-                "default_params,"
+                "fleet.toml:5: workers.a.xyzzy: unknown key; known: api_key, batch_size, "
+                "cache_ram_mib, check_invariants, default_params,"
             ),
         ),
         ('name = "b"', "fleet.toml:5: workers.a.name: the name of the table is the worker's name"),

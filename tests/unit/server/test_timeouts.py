@@ -318,11 +318,9 @@ def test_detail_names_the_limit_and_the_times() -> None:
     found = verdict(at, now=1250.0, **heard(work=1110.0))
     assert found is not None
     assert found.detail == (
-        "no data and no sign of work for 140.0 s (limit: idle_stream_timeout_s 120); request "
-        "7 in phase generating, "
-        "turn began 250.0 s ago, headers never, first token never, prompt progress never, "
-        "last data 150.0 s ago, "
-        "last byte 5.0 s ago, last sign of work 140.0 s ago"
+        "no data and no sign of work for 140.0 s (limit: idle_stream_timeout_s 120); request 7 in "
+        "phase generating, turn began 250.0 s ago, headers never, first token never, prompt "
+        "progress never, last data 150.0 s ago, last byte 5.0 s ago, last sign of work 140.0 s ago"
     )
 
 

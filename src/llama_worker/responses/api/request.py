@@ -297,9 +297,8 @@ def _resolved(item: Item, recalled: Recalled) -> Item:
 def _not_found(message: str, param: str = "previous_response_id") -> ApiError:
     return ApiError(
         400,
-        f"{message} Responses are kept in memory, the least recently used go first, and "
-        "`store: false` keeps none: "
-        "send the whole conversation as `input`.",
+        f"{message} Responses are kept in memory, the least recently used go first, and `store: "
+        "false` keeps none: send the whole conversation as `input`.",
         code="previous_response_not_found",
         param=param,
     )

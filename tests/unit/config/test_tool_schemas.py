@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llama_worker import ConfigError
+from llama_worker.config.tool_schemas import checked_tools
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
-from llama_worker.tool_schemas import checked_tools
 
 NUMBER = {"type": "number"}
 
