@@ -9,6 +9,7 @@ import itertools
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import pytest
 
 from llama_worker.responses.generation import ChatExchange
 from llama_worker.runtime.host.shortage import is_shortage
-from llama_worker.runtime.http import session
+from llama_worker.runtime.http import abortable_socket, session
 from llama_worker.runtime.http.abortable_socket import Abort, AbortableSocket, Aborted
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -337,6 +338,27 @@ def test_a_reply_that_is_cut_short_or_malformed_is_an_error(
 ) -> None:
     with pytest.raises(error, match=r"."):
         ask(make_server(sends(reply, close=True)).port)
+
+
+def test_a_server_that_resets_while_we_connect_is_a_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait = abortable_socket._wait
+    with socket.create_server((HOST, 0)) as listener:
+
+        def closes_and_resets(*args: Any) -> bool:
+            accepted, _ = listener.accept()
+            accepted.shutdown(socket.SHUT_WR)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            accepted.close()
+            return wait(*args)
+
+        monkeypatch.setattr(abortable_socket, "_wait", closes_and_resets)
+        endpoint = Endpoint(
+            base_url=f"http://{HOST}:{listener.getsockname()[1]}", connect_timeout_s=WAIT_S
+        )
+        with pytest.raises(BrokenPipeError):
+            session.ask(endpoint, "GET", "/health", timeout_s=WAIT_S)
 
 
 def test_nothing_listens(free_port: Callable[[], int]) -> None:

@@ -281,7 +281,13 @@ class _Connection(urllib3.connection.HTTPConnection):
         """Connect, and shake hands where it is TLS, within the connect timeout each."""
         request = self._request
         timeout_s = left_s(request.deadline, self.timeout)
-        self.sock = made = self._secure(connect(request.abort, self.host, self.port, timeout_s))
+        try:
+            made = self._secure(connect(request.abort, self.host, self.port, timeout_s))
+        except ConnectionError as error:
+            # urllib3 takes a reset and a broken pipe for one in the midst of sending, and would
+            # read the reply of a connection that there is not.
+            raise urllib3.exceptions.NewConnectionError(self, str(error)) from error
+        self.sock = made
         made.abort, made.waiter, made.deadline = request.abort, request.waiter, request.deadline
         request.abort.attach(made)
         request.abort.connected = True
