@@ -24,24 +24,11 @@ from llama_worker import (
     TimeoutProfile,
     WorkerConfig,
 )
-from llama_worker.config.command import llama_server_cmd, masked_server_cmd
-from llama_worker.config.validation import shown
+from llama_worker.config.command import llama_server_cmd
 from llama_worker.errors import MASK
-from llama_worker.request.submission import validate_submit
 from llama_worker.types import ToolDef
 from llama_worker.worker import LlamaWorker
-
-CMD = (
-    "llama-server",
-    "--model",
-    "m.gguf",
-    "--host",
-    "127.0.0.1",
-    "--port",
-    "9001",
-    "--parallel",
-    "1",
-)
+from tests.unit.config.cases import CMD, SURROGATE, bad, config, refuses
 
 
 async def async_call(*_: Any, **__: Any) -> str:
@@ -57,23 +44,17 @@ def tool(name: str, **function: Any) -> ToolDef:
     return {"type": "function", "function": {"name": name, **function}}  # type: ignore[typeddict-item]
 
 
-def config(**changed: Any) -> WorkerConfig:
-    given: dict[str, Any] = {"name": "w", "host": "127.0.0.1", "port": 9001, "server_cmd": CMD}
-    return WorkerConfig(**(given | changed))
-
-
 # ---------------------------------------------------------------- the shape of it
 
 
-def test_name_host_port_and_command_are_positional_and_the_rest_is_by_keyword() -> None:
+def test_only_name_host_port_and_command_are_positional() -> None:
     assert WorkerConfig("w", "127.0.0.1", 9001, CMD, slots=1) == config()
     with pytest.raises(TypeError):
         WorkerConfig("w", "127.0.0.1", 9001, CMD, {})  # type: ignore[call-arg]
 
 
-def test_the_presets_are_what_their_names_say() -> (
-    None
-):  # their numbers are compared with the documentation's
+def test_the_presets_are_what_their_names_say() -> None:
+    # tests/docs compares their numbers with the documentation's
     assert TimeoutProfile() == TimeoutProfile.slow_prefill()
     assert RestartPolicy.never() == RestartPolicy(max_restarts_per_window=0)
 
@@ -88,16 +69,8 @@ def test_a_config_is_frozen(kind: Callable[[], Any]) -> None:
 # ---------------------------------------------------------------- bad input
 
 NAN, INF, HUGE = math.nan, math.inf, 10**5000  # of more digits than Python shows
-SURROGATE = "a\ud800b"
 HOLDS_ITSELF: dict[str, Any] = {}
 HOLDS_ITSELF["self"] = [HOLDS_ITSELF]
-
-
-def bad(field: str, value: Any, error: type[Exception], *says: str) -> Any:
-    """`says`: what is in the message beside the field's name."""
-    # every process that runs tests must name them alike
-    name = re.sub(r" at 0x[0-9a-f]*", "", shown(value))
-    return pytest.param(field, value, error, says, id=f"{field}={name[:40]}")
 
 
 TIMEOUTS = [field.name for field in dataclasses.fields(TimeoutProfile) if field.name.endswith("_s")]
@@ -217,55 +190,41 @@ BAD = [
 def test_bad_input_is_refused(
     make: Any, field: str, value: Any, error: type[Exception], says: tuple[str, ...]
 ) -> None:
-    refuses(lambda: make(**{field: value}), field, error, says)
+    refuses(lambda: make(**{field: value}), field, error, *says)
+
+
+BAD_TOOLS = [
+    (tool("a"), TypeError, "sequence of tool definitions"),
+    ("a", TypeError, "sequence", "'a'"),
+    ([None], TypeError, "[0]", "mapping", "None"),
+    ([tool("a"), tool("a")], ConfigError, "two tools named 'a'"),
+    ([tool("a") | {"type": "tool"}], ConfigError, "[0]", "'function'", "'tool'"),
+    ([{"type": "function", "name": "a"}], TypeError, "[0]", "'function'", "None"),
+    ([tool("")], ConfigError, "[0]", "name", "empty"),
+    ([tool(7)], TypeError, "[0]", "name", "str", "7"),  # type: ignore[arg-type]
+    ([tool("a", parameters=[])], TypeError, "[0]", "parameters", "JSON schema object", "[]"),
+    ([tool("a"), tool("b", parameters={"x": {1}})], TypeError, "[1]", "['x']", "JSON cannot hold"),
+]
 
 
 @pytest.mark.parametrize("field", ["normal_tools", "exit_tools"])
-@pytest.mark.parametrize(
-    ("value", "error", "says"),
-    [
-        (tool("a"), TypeError, ("sequence of tool definitions",)),
-        ("a", TypeError, ("sequence", "'a'")),
-        ([None], TypeError, ("[0]", "mapping", "None")),
-        ([tool("a"), tool("a")], ConfigError, ("two tools named 'a'",)),
-        (
-            [{"type": "tool", "function": {"name": "a"}}],
-            ConfigError,
-            ("[0]", "'function'", "'tool'"),
-        ),
-        (
-            [{"type": "function", "name": "a", "parameters": {}}],
-            TypeError,
-            ("[0]", "'function'", "None"),
-        ),
-        ([tool("")], ConfigError, ("[0]", "name", "empty")),
-        ([tool(7)], TypeError, ("[0]", "name", "str", "7")),  # type: ignore[arg-type]
-        ([tool("a", parameters=[])], TypeError, ("[0]", "parameters", "JSON schema object", "[]")),
-        (
-            [tool("a"), tool("b", parameters={"x": {1, 2}})],
-            TypeError,
-            ("[1]", "['x']", "JSON cannot hold"),
-        ),
-    ],
-)
-def test_tool_definitions_are_refused(
-    field: str, value: Any, error: type[Exception], says: tuple[str, ...]
-) -> None:
-    refuses(lambda: config(tool_runner=RUNNER, **{field: value}), field, error, says)
+@pytest.mark.parametrize("case", BAD_TOOLS)
+def test_tool_definitions_are_refused(field: str, case: tuple[Any, ...]) -> None:
+    value, error, *says = case
+    refuses(lambda: config(tool_runner=RUNNER, **{field: value}), field, error, *says)
 
 
-def test_normal_tools_need_a_runner_and_names_of_their_own() -> None:
+def test_normal_tools_need_a_runner_and_own_names() -> None:
     normal, exits = [tool("a"), tool("b")], [tool("b"), tool("c")]
+    alone = {"normal_tools": normal}
     refuses(
-        lambda: config(normal_tools=normal),
-        "normal_tools",
-        ConfigError,
-        ("'a'", "'b'", "tool_runner", "None"),
+        partial(config, **alone), "normal_tools", ConfigError, "'a'", "'b'", "tool_runner", "None"
     )
     both = {"normal_tools": normal, "exit_tools": exits, "tool_runner": RUNNER}
-    refuses(lambda: config(**both), "normal_tools", ConfigError, ("exit_tools", "'b'"))
+    refuses(partial(config, **both), "normal_tools", ConfigError, "exit_tools", "'b'")
 
 
+BEFORE_RESTART = ["transport_failures", "server_errors", "degenerate_outputs"]
 COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
 
 
@@ -274,13 +233,7 @@ COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
     [
         (TimeoutProfile, ["health_failures_before_restart"], 1, None),
         (RestartPolicy, ["max_restarts_per_window"], 0, None),
-        (
-            RestartPolicy,
-            ["transport_failures_before_restart", "server_errors_before_restart"],
-            1,
-            None,
-        ),
-        (RestartPolicy, ["degenerate_outputs_before_restart"], 1, None),
+        (RestartPolicy, [f"{what}_before_restart" for what in BEFORE_RESTART], 1, None),
         (Recycle, ["max_requests", "max_anon_mib"], 1, None),
         (COMMAND, ["cache_ram_mib"], -1, None),
         (COMMAND, ["batch_size"], 1, None),
@@ -301,134 +254,9 @@ def test_a_count_is_an_int_within_its_bounds(
     says = f"{least} or more" if greatest is None else f"from {least} to {greatest}"
     for field in fields:
         for beyond in (least - 1, *([] if greatest is None else [greatest + 1])):
-            refuses(partial(make, **{field: beyond}), field, ConfigError, (says, str(beyond)))
+            refuses(partial(make, **{field: beyond}), field, ConfigError, says, str(beyond))
         for value in ("8", True, 8.0):
-            refuses(partial(make, **{field: value}), field, TypeError, ("int", repr(value)))
-
-
-def refuses(
-    make: Callable[[], object], field: str, error: type[Exception], says: tuple[str, ...]
-) -> None:
-    with pytest.raises(error) as caught:
-        make()
-    text = str(caught.value)
-    assert all(part in text for part in (field, *says)), text
-    assert len(text) < 400
-
-
-# ---------------------------------------------------------------- the command
-
-
-@pytest.mark.parametrize(
-    ("words", "told", "field", "value"),
-    [
-        ("--host 0.0.0.0", "--host 0.0.0.0", "host", "'127.0.0.1'"),
-        ("--host=10.0.0.1", "--host 10.0.0.1", "host", "'127.0.0.1'"),
-        ("--port", "--port", "port", "9001"),
-        ("--port 9001 --port=9002", "--port 9002", "port", "9001"),
-        *((words, words, "slots", "1") for words in ("-np 4", "--n-parallel 4", "--parallel one")),
-    ],
-)
-def test_a_command_that_contradicts_the_config_is_refused(
-    words: str, told: str, field: str, value: str
-) -> None:
-    refuses(
-        lambda: config(server_cmd=("s", *words.split())),
-        "server_cmd",
-        ConfigError,
-        (told, field, value),
-    )
-
-
-@pytest.mark.parametrize(
-    ("host", "words"),
-    [
-        ("127.0.0.1", ""),
-        ("127.0.0.1", "--host localhost"),
-        ("localhost", "--host=127.0.0.1 --port=9001 -np 1"),
-        ("::1", "--host 0:0:0:0:0:0:0:1"),
-        ("[::1]", "--host ::1"),
-        ("GPU7.local", "--host gpu7.local"),
-    ],
-)
-def test_a_command_that_says_the_same_otherwise_is_taken(host: str, words: str) -> None:
-    command = ("s", *words.split())
-    assert config(host=host, server_cmd=command).server_cmd == command
-
-
-def test_a_command_that_is_built_ends_in_what_the_caller_adds() -> None:
-    built = "llama-server --model m.gguf --host h --port 1 --parallel 1 --cache-ram 0 -c 4096"
-    command = COMMAND(cache_ram_mib=0, batch_size=None, extra_args=["-c", "4096"])
-    assert command == tuple(built.split())
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({}, ["--batch-size", "512"]),
-        ({"batch_size": 64}, ["--batch-size", "64"]),
-        ({"batch_size": None}, []),
-        ({"extra_args": ["-b", "256"]}, ["-b", "256"]),
-        ({"extra_args": ["--batch-size=256"], "batch_size": 64}, ["--batch-size=256"]),
-        ({"extra_args": ["-ub", "2048"]}, ["-ub", "2048"]),  # the server cuts it down to -b
-        ({"extra_args": ["--ubatch-size", "1024"]}, ["--ubatch-size", "1024"]),
-    ],
-)
-def test_a_command_has_small_batches_unless_told_otherwise(
-    given: dict[str, Any], words: list[str]
-) -> None:
-    assert COMMAND(**given) == (*COMMAND(batch_size=None), *words)
-
-
-@pytest.mark.parametrize(
-    ("host", "reached_at"),
-    [
-        ("0.0.0.0", "127.0.0.1"),
-        ("::", "::1"),
-        ("[::1]", "::1"),
-        ("10.0.0.7", "10.0.0.7"),
-        ("gpu7", "gpu7"),
-    ],
-)
-def test_a_server_that_listens_everywhere_is_reached_at_the_loopback(
-    host: str, reached_at: str
-) -> None:
-    assert config(host=host, server_cmd=("s",)).connect_host == reached_at
-
-
-@pytest.mark.parametrize(
-    ("words", "api_key", "shown"),
-    [
-        ("--api-key sesame -c 9", None, f"--api-key {MASK} -c 9"),
-        ("--api-key=sesame", None, f"--api-key={MASK}"),
-        ("--hf-token sesame", None, f"--hf-token {MASK}"),
-        ("-hft sesame", None, f"-hft {MASK}"),
-        ("--header Bearer:sesame", "sesame", f"--header Bearer:{MASK}"),
-    ],
-)
-def test_keys_are_masked_in_the_command(words: str, api_key: str | None, shown: str) -> None:
-    assert masked_server_cmd(words.split(), api_key) == tuple(shown.split())
-
-
-def test_host_port_and_slots_are_written_once() -> None:
-    made = WorkerConfig.for_model(
-        "/models/small.gguf", port=9, slots=2, extra_args=["-c", "8"], cache_ram_mib=0, log_lines=7
-    )
-    assert (made.name, made.host, made.port, made.slots, made.log_lines) == (
-        "small",
-        "127.0.0.1",
-        9,
-        2,
-        7,
-    )
-    assert made.server_cmd == llama_server_cmd(
-        "/models/small.gguf",
-        host="127.0.0.1",
-        port=9,
-        slots=2,
-        extra_args=["-c", "8"],
-        cache_ram_mib=0,
-    )
+            refuses(partial(make, **{field: value}), field, TypeError, "int", repr(value))
 
 
 @pytest.mark.parametrize(
@@ -445,7 +273,7 @@ def test_host_port_and_slots_are_written_once() -> None:
         (RestartPolicy, "xyz", "RestartPolicy has no field 'xyz'; there are restart_"),
     ],
 )
-def test_an_argument_that_is_no_field_says_what_was_meant(
+def test_a_misspelt_field_says_what_was_meant(
     make: Callable[..., object], given: str, says: str
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(says)):
@@ -489,7 +317,7 @@ def test_secrets_show_in_no_error(changed: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- copies
 
 
-def test_what_the_caller_changes_later_changes_no_config() -> None:
+def test_later_changes_of_what_was_given_change_nothing() -> None:
     given: dict[str, Any] = {
         "server_cmd": list(CMD),
         "env": {"A": "1"},
@@ -532,7 +360,7 @@ def test_replace_makes_a_checked_config() -> None:
         dataclasses.replace(made, port=9002)
 
 
-def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
+def test_a_plain_config_can_be_pickled_and_copied() -> None:
     made = config(
         env={"A": "1"}, restart=RestartPolicy.never(), exit_tools=[tool("a")], api_key="sesame"
     )
@@ -541,7 +369,7 @@ def test_a_config_of_plain_parts_can_be_pickled_and_copied() -> None:
         assert other.config_hash == made.config_hash
 
 
-def test_a_runner_may_be_async_and_may_ask_for_its_call() -> None:
+def test_a_runner_may_be_async_or_take_its_call() -> None:
     async def run_tool(**call: Any) -> int:
         return 1
 
@@ -574,9 +402,7 @@ def test_a_runner_may_be_async_and_may_ask_for_its_call() -> None:
         ),
     ],
 )
-def test_the_hash_is_the_same_for_the_same_data_whatever_the_secrets_and_callables(
-    one: Any, other: Any
-) -> None:
+def test_the_hash_is_of_data_without_secrets(one: Any, other: Any) -> None:
     assert config(**one).config_hash == config(**other).config_hash
     assert re.fullmatch("[0-9a-f]{64}", config(**one).config_hash)
 
@@ -606,10 +432,7 @@ DATA_CHANGES: dict[str, Any] = {
     "log_lines": 501,
     "result_ttl_s": 60,
 }
-NOT_DATA = {
-    *("api_key", "tool_runner", "bios_provider"),
-    *("on_signal", "on_event", "liveness_probes"),
-}
+NOT_DATA = {"api_key", "tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes"}
 
 
 def test_every_field_of_data_changes_the_hash() -> None:
@@ -635,110 +458,3 @@ def test_every_field_of_the_parts_changes_the_hash(holder: str, kind: type[Any])
         part = kind(**{name: Recycle(max_requests=1) if name == "recycle" else changed})
         hashes.add(config(**{holder: part}).config_hash)
     assert len(hashes) == len(dataclasses.fields(kind)) + 1
-
-
-# ---------------------------------------------------------------- a submission
-
-GOOD: dict[str, Any] = {
-    "job_name": "",
-    "system_prompt": "",
-    "user_prompt": "",
-    "params": None,
-    "messages": None,
-}
-PARTS: list[dict[str, Any]] = [
-    {"type": "text", "text": "What is this?"},
-    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
-    {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
-    {"type": "of_tomorrow", "of_tomorrow": 1},
-]
-
-
-def test_a_submission_of_content_parts_is_copied_as_it_is_and_one_may_leave_out_params_and_messages() -> (
-    None
-):
-    given = copy.deepcopy(PARTS)
-    params = {"stop": ["x"]}
-    messages = ({"role": "user", "content": given, "extra": {"a": 1}} for _ in range(2))
-    got = validate_submit(
-        **(GOOD | {"user_prompt": tuple(given), "messages": messages, "params": params})
-    )
-    given[1]["image_url"]["url"] = "changed"
-    params["stop"].append("y")
-    assert (got.user_prompt, got.params) == (PARTS, {"stop": ["x"]})
-    assert got.messages == ({"role": "user", "content": PARTS, "extra": {"a": 1}},) * 2
-    bare = validate_submit(**GOOD)
-    assert (bare.user_prompt, bare.params, bare.messages) == ("", {}, ())
-
-
-@pytest.mark.parametrize(
-    ("part", "error", "says"),
-    [
-        ("u", TypeError, ("[0] must be a mapping", "'u'")),
-        (
-            {"text": "u"},
-            ConfigError,
-            ("[0] needs a 'type', such as 'text', 'image_url', 'input_audio'", "None"),
-        ),
-        ({"type": "text"}, ConfigError, ("[0] of type 'text' needs 'text', a str", "None")),
-        (
-            {"type": "image_url", "image_url": "u.png"},
-            ConfigError,
-            ("needs 'image_url': {'url': a str}", "'u.png'"),
-        ),
-        (
-            {"type": "input_audio", "input_audio": {"data": "AA=="}},
-            ConfigError,
-            ("{'format': a str}",),
-        ),
-        ({"type": "text", "text": SURROGATE}, ConfigError, ("[0]['text']", "surrogate")),
-    ],
-)
-def test_a_part_of_no_use_is_refused(
-    part: Any, error: type[Exception], says: tuple[str, ...]
-) -> None:
-    refuses(lambda: validate_submit(**(GOOD | {"user_prompt": [part]})), "user_prompt", error, says)
-    message = {"role": "user", "content": [part]}
-    refuses(
-        lambda: validate_submit(**(GOOD | {"messages": [message]})),
-        "messages[0]['content']",
-        error,
-        says,
-    )
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "error", "says"),
-    [
-        bad("job_name", None, TypeError, "str", "None"),
-        bad("system_prompt", b"s", TypeError, "str", "b's'"),
-        bad("user_prompt", None, TypeError, "str or a list of content parts", "None"),
-        bad(
-            "user_prompt",
-            {"type": "text", "text": "u"},
-            TypeError,
-            "a list of content parts",
-            "dict",
-        ),
-        bad("user_prompt", [], ConfigError, "at least one content part"),
-        bad("user_prompt", "x" * 100_000 + SURROGATE, ConfigError, "surrogate"),
-        bad("params", [1], TypeError, "mapping", "[1]"),
-        bad("params", {"temperature": INF}, ConfigError, "['temperature']", "finite", "inf"),
-        *(bad("messages", value, TypeError, "sequence", repr(value)) for value in ("hello", 0)),
-        bad("messages", {"role": "user"}, TypeError, "sequence", "dict"),
-        bad("messages", ["hello"], TypeError, "messages[0]", "mapping", "'hello'"),
-        bad("messages", [{"content": "x"}], ConfigError, "messages[0]", "role", "None"),
-        bad("messages", [{"role": "user"}, {"role": ""}], ConfigError, "messages[1]", "role", "''"),
-        bad(
-            "messages",
-            [{"role": "user", "content": {1}}],
-            TypeError,
-            "messages[0]['content']",
-            "JSON",
-        ),
-    ],
-)
-def test_a_submission_is_refused(
-    field: str, value: Any, error: type[Exception], says: tuple[str, ...]
-) -> None:
-    refuses(lambda: validate_submit(**(GOOD | {field: value})), field, error, says)

@@ -1,0 +1,108 @@
+"""A llama-server command: built from parts, held against the config, shown without its keys."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from llama_worker import ConfigError, WorkerConfig
+from llama_worker.config.command import llama_server_cmd, masked_server_cmd
+from llama_worker.errors import MASK
+from tests.unit.config.cases import config, refuses
+
+COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "field", "value"),
+    [
+        ("--host 0.0.0.0", "--host 0.0.0.0", "host", "'127.0.0.1'"),
+        ("--host=10.0.0.1", "--host 10.0.0.1", "host", "'127.0.0.1'"),
+        ("--port", "--port", "port", "9001"),
+        ("--port 9001 --port=9002", "--port 9002", "port", "9001"),
+        *((words, words, "slots", "1") for words in ("-np 4", "--n-parallel 4", "--parallel one")),
+    ],
+)
+def test_a_command_that_contradicts_the_config_is_refused(
+    words: str, told: str, field: str, value: str
+) -> None:
+    make = partial(config, server_cmd=("s", *words.split()))
+    refuses(make, "server_cmd", ConfigError, told, field, value)
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("127.0.0.1", ""),
+        ("127.0.0.1", "--host localhost"),
+        ("localhost", "--host=127.0.0.1 --port=9001 -np 1"),
+        ("::1", "--host 0:0:0:0:0:0:0:1"),
+        ("[::1]", "--host ::1"),
+        ("GPU7.local", "--host gpu7.local"),
+    ],
+)
+def test_a_command_may_say_the_same_otherwise(host: str, words: str) -> None:
+    command = ("s", *words.split())
+    assert config(host=host, server_cmd=command).server_cmd == command
+
+
+def test_a_built_command_ends_in_extra_args() -> None:
+    built = "llama-server --model m.gguf --host h --port 1 --parallel 1 --cache-ram 0 -c 4096"
+    command = COMMAND(cache_ram_mib=0, batch_size=None, extra_args=["-c", "4096"])
+    assert command == tuple(built.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ["--batch-size", "512"]),
+        ({"batch_size": 64}, ["--batch-size", "64"]),
+        ({"batch_size": None}, []),
+        ({"extra_args": ["-b", "256"]}, ["-b", "256"]),
+        ({"extra_args": ["--batch-size=256"], "batch_size": 64}, ["--batch-size=256"]),
+        ({"extra_args": ["-ub", "2048"]}, ["-ub", "2048"]),  # the server cuts it down to -b
+        ({"extra_args": ["--ubatch-size", "1024"]}, ["--ubatch-size", "1024"]),
+    ],
+)
+def test_a_command_has_small_batches_unless_told_otherwise(
+    given: dict[str, Any], words: list[str]
+) -> None:
+    assert COMMAND(**given) == (*COMMAND(batch_size=None), *words)
+
+
+@pytest.mark.parametrize(
+    ("host", "reached_at"),
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "::1"),
+        ("[::1]", "::1"),
+        ("10.0.0.7", "10.0.0.7"),
+        ("gpu7", "gpu7"),
+    ],
+)
+def test_wildcard_hosts_are_reached_at_the_loopback(host: str, reached_at: str) -> None:
+    assert config(host=host, server_cmd=("s",)).connect_host == reached_at
+
+
+@pytest.mark.parametrize(
+    ("words", "api_key", "shown"),
+    [
+        ("--api-key sesame -c 9", None, f"--api-key {MASK} -c 9"),
+        ("--api-key=sesame", None, f"--api-key={MASK}"),
+        ("--hf-token sesame", None, f"--hf-token {MASK}"),
+        ("-hft sesame", None, f"-hft {MASK}"),
+        ("--header Bearer:sesame", "sesame", f"--header Bearer:{MASK}"),
+    ],
+)
+def test_keys_are_masked_in_the_command(words: str, api_key: str | None, shown: str) -> None:
+    assert masked_server_cmd(words.split(), api_key) == tuple(shown.split())
+
+
+def test_host_port_and_slots_are_written_once() -> None:
+    given: dict[str, Any] = {"port": 9, "slots": 2, "extra_args": ["-c", "8"], "cache_ram_mib": 0}
+    made = WorkerConfig.for_model("/models/small.gguf", log_lines=7, **given)
+    assert (made.name, made.host) == ("small", "127.0.0.1")
+    assert (made.port, made.slots, made.log_lines) == (9, 2, 7)
+    assert made.server_cmd == llama_server_cmd("/models/small.gguf", host="127.0.0.1", **given)

@@ -1,0 +1,99 @@
+"""What may be submitted, and what is said of anything else."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+
+from llama_worker import ConfigError
+from llama_worker.request.submission import Submission, validate_submit
+from tests.unit.config.cases import SURROGATE, bad, refuses
+
+GOOD: dict[str, Any] = dict.fromkeys(("job_name", "system_prompt", "user_prompt"), "")
+GOOD |= {"params": None, "messages": None}
+PARTS: list[dict[str, Any]] = [
+    {"type": "text", "text": "What is this?"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
+    {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
+    {"type": "of_tomorrow", "of_tomorrow": 1},
+]
+BAD_PARTS = [
+    ("u", TypeError, "[0] must be a mapping", "'u'"),
+    (
+        {"text": "u"},
+        ConfigError,
+        "[0] needs a 'type', such as 'text', 'image_url', 'input_audio'",
+        "None",
+    ),
+    ({"type": "text"}, ConfigError, "[0] of type 'text' needs 'text', a str", "None"),
+    (
+        {"type": "image_url", "image_url": "u.png"},
+        ConfigError,
+        "needs 'image_url': {'url': a str}",
+        "'u.png'",
+    ),
+    ({"type": "input_audio", "input_audio": {"data": "AA=="}}, ConfigError, "{'format': a str}"),
+    ({"type": "text", "text": SURROGATE}, ConfigError, "[0]['text']", "surrogate"),
+]
+
+
+def submit(**changed: Any) -> Submission:
+    return validate_submit(**(GOOD | changed))
+
+
+def test_content_parts_are_copied_as_they_are() -> None:
+    given = copy.deepcopy(PARTS)
+    params = {"stop": ["x"]}
+    messages = ({"role": "user", "content": given, "extra": {"a": 1}} for _ in range(2))
+    got = submit(user_prompt=tuple(given), messages=messages, params=params)
+    given[1]["image_url"]["url"] = "changed"
+    params["stop"].append("y")
+    assert (got.user_prompt, got.params) == (PARTS, {"stop": ["x"]})
+    assert got.messages == ({"role": "user", "content": PARTS, "extra": {"a": 1}},) * 2
+
+
+def test_params_and_messages_may_be_left_out() -> None:
+    bare = submit()
+    assert (bare.user_prompt, bare.params, bare.messages) == ("", {}, ())
+
+
+@pytest.mark.parametrize("case", BAD_PARTS)
+def test_a_part_of_no_use_is_refused(case: tuple[Any, ...]) -> None:
+    part, error, *says = case
+    refuses(lambda: submit(user_prompt=[part]), "user_prompt", error, *says)
+    message = {"role": "user", "content": [part]}
+    refuses(lambda: submit(messages=[message]), "messages[0]['content']", error, *says)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "says"),
+    [
+        bad("job_name", None, TypeError, "str", "None"),
+        bad("system_prompt", b"s", TypeError, "str", "b's'"),
+        bad("user_prompt", None, TypeError, "str or a list of content parts", "None"),
+        bad("user_prompt", PARTS[0], TypeError, "a list of content parts", "dict"),
+        bad("user_prompt", [], ConfigError, "at least one content part"),
+        bad("user_prompt", "x" * 100_000 + SURROGATE, ConfigError, "surrogate"),
+        bad("params", [1], TypeError, "mapping", "[1]"),
+        bad("params", {"temperature": math.inf}, ConfigError, "['temperature']", "finite", "inf"),
+        *(bad("messages", value, TypeError, "sequence", repr(value)) for value in ("hello", 0)),
+        bad("messages", {"role": "user"}, TypeError, "sequence", "dict"),
+        bad("messages", ["hello"], TypeError, "messages[0]", "mapping", "'hello'"),
+        bad("messages", [{"content": "x"}], ConfigError, "messages[0]", "role", "None"),
+        bad("messages", [{"role": "user"}, {"role": ""}], ConfigError, "messages[1]", "role", "''"),
+        bad(
+            "messages",
+            [{"role": "user", "content": {1}}],
+            TypeError,
+            "messages[0]['content']",
+            "JSON",
+        ),
+    ],
+)
+def test_a_submission_is_refused(
+    field: str, value: Any, error: type[Exception], says: tuple[str, ...]
+) -> None:
+    refuses(lambda: submit(**{field: value}), field, error, *says)
