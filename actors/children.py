@@ -71,7 +71,7 @@ class Children:
         return True
 
     def end(self) -> None:
-        """Let every actor end, if it still lives; each releases what it owns, requests first, the server last."""
+        """Let every actor end that still lives; each releases what it owns, the server last."""
         for ref in reversed(self.members.values()):
             ref.stop()
 

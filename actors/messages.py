@@ -1,4 +1,4 @@
-"""What a host asks of its worker, what a worker's actors are told as such, and who takes which message."""
+"""What a host asks of its worker, what its actors are told as such, and who takes which message."""
 
 from __future__ import annotations
 

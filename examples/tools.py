@@ -47,7 +47,7 @@ sentence ::= "The sum of " number " and " number " is " number "."
 outcome ::= "<tool_call>{\"name\": \"declare_outcome\", \"arguments\": {\"outcome\": \"success\", \"summary\": " string "}}</tool_call>"
 number ::= [1-9] [0-9]{0,5}
 string ::= "\"" [a-zA-Z0-9 ,.]{1,60} "\""
-"""  # noqa: E501
+"""
 
 
 def shown(a: int, b: int) -> list[ChatMessage]:

@@ -145,8 +145,9 @@ class ToolCall(TypedDict):
 
 
 ContentPart: TypeAlias = Mapping[str, Any]
-"""A part of a message, as OpenAI has it: `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
-...}}` or `{"type": "input_audio", "input_audio": {"data": ..., "format": ...}}`."""
+"""A part of a message, as OpenAI has it: `{"type": "text", "text": ...}`,
+`{"type": "image_url", "image_url": {"url": ...}}` or
+`{"type": "input_audio", "input_audio": {"data": ..., "format": ...}}`."""
 
 
 class ChatMessage(TypedDict, total=False):

@@ -115,7 +115,7 @@ class LlamaWorker(Startable):
             name: for logs and prompts; None: the file's name.
             host: where the server will listen.
             port: its port; None: one that is free now.
-            executable: the llama-server; None: LLAMA_SERVER, the PATH, then this Python environment.
+            executable: the llama-server; None: LLAMA_SERVER, PATH, then this Python environment.
             extra_args: further words of the server's command.
             config: further arguments of `WorkerConfig.for_model`, such as `batch_size`.
 
@@ -157,10 +157,10 @@ class LlamaWorker(Startable):
     def drain(self) -> WorkerFuture[None]:
         """Stop without losing what runs.
 
-        From now on `submit` is refused with WORKER_DRAINING; requests in flight go on to their ends,
-        under the usual limits. After the last one, or where none runs, this is `stop`, and resolves
-        as that does. `stop` cuts it short; after `start` the worker begins anew once it has
-        stopped.
+        From now on `submit` is refused with WORKER_DRAINING; requests in flight go on to their
+        ends, under the usual limits. After the last one, or where none runs, this is `stop`, and
+        resolves as that does. `stop` cuts it short; after `start` the worker begins anew once it
+        has stopped.
         """
         return self._ask(lambda reply: Drain(reply=reply))
 

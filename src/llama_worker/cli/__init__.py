@@ -21,7 +21,7 @@ def main() -> int:
     for name in ("stdin", "stdout", "stderr"):
         # closed by who started it: the next file opened would get its number
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115  for good
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     try:
         from llama_worker.cli.app import run_app
     except ModuleNotFoundError as error:

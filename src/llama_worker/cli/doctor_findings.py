@@ -62,8 +62,8 @@ def of_server(server: ServerFacts) -> Iterator[Finding]:
             return
         said = one_line(server.said, _SAID_CHARS) or "nothing"
         todo = (
-            "take a build of llama-server for this system (--server), or install the libraries that "
-            'it misses; a script must pass on its arguments ("$@")'
+            "take a build of llama-server for this system (--server), or install the "
+            'libraries it misses; a script must pass on its arguments ("$@")'
         )
         text = f"{program} does not tell its version; it says: {said}"
         yield Finding("problem", "llama-server", text, todo)

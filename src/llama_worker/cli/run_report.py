@@ -1,4 +1,4 @@
-"""What `llama-worker run` shows of a request and of its end, and what to do about a failure. Pure."""
+"""What `llama-worker run` shows of a request and its end, and what to do about a failure. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`llama-worker top`: workers in a live table, from a host's metrics endpoint or from the servers of a
-fleet file."""
+"""`llama-worker top`: workers in a live table, from a host's metrics endpoint or from the servers
+of a fleet file."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class MetricsSource:
 
     def rows(self) -> list[Row]:
         """Ask once more. Blocks for seconds at most; raises Problem where nobody answers."""
-        todo = "give the URL at which the host serves its metrics, such as http://127.0.0.1:8090/metrics"
+        todo = "give the URL of the host's metrics, such as http://127.0.0.1:8090/metrics"
         url = urlsplit(self._url)
         target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
         endpoint = Endpoint(base_url=f"{url.scheme}://{url.netloc}", connect_timeout_s=_METRICS_S)
@@ -210,7 +210,7 @@ class FleetSource:
         self._history = ServersHistory()
 
     def rows(self) -> list[Row]:
-        """Ask once more. Blocks for seconds at most; a server that does not answer is a row, too."""
+        """Ask once more. Blocks for seconds at most; a server without an answer is a row, too."""
         with ThreadPoolExecutor(min(_MAX_ASKED, len(self._fleet))) as pool:
             answers = list(pool.map(_ask, self._fleet.values()))
         return self._history.rows(answers, time.monotonic())

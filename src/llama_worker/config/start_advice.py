@@ -23,8 +23,8 @@ NOT_EXECUTED = (
 # as a shell says it that started the server
 ILLEGAL = re.compile("illegal instruction", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(
-    r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed|bad_alloc"
-    r"|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit|mem_buffer != NULL",
+    r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed"
+    r"|bad_alloc|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit|mem_buffer != NULL",
     re.IGNORECASE,
 )
 # What the system refuses, to the server or to us.

@@ -86,7 +86,7 @@ class RayWorker:
                 status = await worker.start()
             except (WorkerStartError, WorkerClosed) as error:
                 if self._worker is not worker:
-                    continue  # another call of `start` has replaced it, and closed it under this one
+                    continue  # another call of `start` has replaced it, and closed it
                 tries_left -= 1
                 is_taken = getattr(error, "reason", None) is StartFailReason.PORT_IN_USE
                 if tries_left == 0 or self._was_ready or not is_taken:

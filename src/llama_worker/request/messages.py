@@ -236,7 +236,8 @@ class ProgressReported(Struct, frozen=True, kw_only=True):
 
 
 Question = GetStatus | ReadOutput
-"""Of one request: passed on to the RequestActor while it runs, and answered from its record once it has ended."""
+"""Of one request: passed on to the RequestActor while it runs, and answered from its record once it
+has ended."""
 
 StreamNews = StreamOpened | StreamEvents | StreamClosed
 

@@ -39,8 +39,8 @@ MakeListener = Callable[[ResponsesProxyConfig, Ref[ProxyMessage]], Listener]
 
 
 class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
-    """Owns what outlives a request. `make_listener` binds the port and raises OSError where it cannot; called on
-    a thread."""
+    """Owns what outlives a request. `make_listener` binds the port and raises OSError where it
+    cannot; called on a thread."""
 
     role = "responses-proxy"
     accepts = members(ProxyMessage)

@@ -147,7 +147,7 @@ class ChatExchange:
 
 
 class EventSink(Struct, frozen=True, kw_only=True):
-    """Where events go as they come. `before_reading` is called before the upstream is waited for."""
+    """Where events go as they come. `before_reading` is called before any wait for the upstream."""
 
     send: Callable[[bytes], None]
     encode: Callable[[list[Event]], bytes]

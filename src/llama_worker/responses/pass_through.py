@@ -26,8 +26,8 @@ _CHAT = re.compile(r"(/v1)?/chat/completions/?")
 Headers = list[tuple[str, str]]
 
 _HOP_BY_HOP = frozenset({
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade",
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
+    "te", "trailer", "transfer-encoding", "upgrade",
 })  # fmt: skip
 _SET_BY_US = frozenset({"host", "content-length", "expect"})
 _CORS = "access-control-"

@@ -218,7 +218,7 @@ class Runtime(Clock, ActorRunner, Protocol):
         """Ask the BIOS provider; `reply_to` gets BiosWritten, before this returns or later."""
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
-        """Count the tokens of the order's prompt; within 10 s its reply has the count or an error."""
+        """Count the order's prompt; its reply has the count of tokens or an error within 10 s."""
 
     def run_tool(self, order: RunTool) -> ToolThread:
         """Run the call; the order's `reply_to` gets CallEnded."""

@@ -1,5 +1,5 @@
-"""Readiness probes: what each counts for, and when failed ones mean a restart. Sans-IO; instants are
-monotonic seconds."""
+"""Readiness probes: what each counts for, and when failed ones mean a restart. Sans-IO; instants
+are monotonic seconds."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Journal:
         }
 
     def seconds_since_progress(self, active: Iterable[Admitted], now: float) -> float | None:
-        """Of the request in flight that has been without progress for longest; None: there is none."""
+        """Of the request in flight longest without progress; None: there is none."""
         seen = {p.request_id: p for p in self.observed.requests} if self.observed else {}
         liveness_at = self.observed.liveness_at if self.observed else None
         ages_s = []

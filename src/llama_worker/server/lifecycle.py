@@ -98,7 +98,8 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
         if serves is not (self.budget.ready_at is not None):
             yield f"{self.state}, and READY since {self.budget.ready_at}"
         if len(self.budget.recent) > self.budget.restart_count:
-            yield f"{len(self.budget.recent)} restarts in the window, of {self.budget.restart_count}"
+            counts = f"{len(self.budget.recent)}, of {self.budget.restart_count} in all"
+            yield f"restarts in the window: {counts}"
 
     @property
     def public_state(self) -> WorkerState:

@@ -98,5 +98,6 @@ class RecordRestart(Struct, frozen=True, kw_only=True):
 
 
 Effect = Launch | Terminate | CloseAllStreams | Abandon | Resolve | RecordRestart
-"""Messages to the worker's actors (`Abandon`: to every request in flight), and what the WorkerActor does itself."""
+"""Messages to the worker's actors (`Abandon`: to every request in flight), and what the WorkerActor
+does itself."""
 Effects = tuple[Effect, ...]

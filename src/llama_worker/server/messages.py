@@ -1,4 +1,4 @@
-"""Orders that decide about the server's life, what is told of its process, and of the watch over it."""
+"""Orders that decide about the server's life, of its process, and of the watch over it."""
 
 from __future__ import annotations
 
@@ -241,8 +241,8 @@ class EvidenceSeen(Struct, frozen=True, kw_only=True):
 
 
 class SlotsSeen(Struct, frozen=True, kw_only=True):
-    """From the thread of one look at `/slots`, its last word; None: an answer that tells nothing, or
-    it was not asked."""
+    """From the thread of one look at `/slots`, its last word; None: an answer that tells nothing,
+    or it was not asked."""
 
     epoch: int
     look: SlotsLook | SlotsSilence | None
@@ -268,8 +268,8 @@ ServerMessage = (  # what decides about the server's life
 )
 
 ServerNews = Launched | LaunchFailed | Died | Exited
-"""What a launch tells the ProcessActor and the WorkerActor: Launched or LaunchFailed; after Launched,
-Died (unless the guard was killed) and one Exited."""
+"""What a launch tells the ProcessActor and the WorkerActor: Launched or LaunchFailed; after
+Launched, Died (unless the guard was killed) and one Exited."""
 
 ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | ServerNews | Tick
 

@@ -1,4 +1,4 @@
-"""How long a batch of a prompt takes on this server, learnt from what its prompts reported. Sans-IO.
+"""How long a batch of a prompt takes on this server, as its prompts reported it. Sans-IO.
 
 While a batch is computed nothing moves, for a second or for minutes: a livelock in it looks the
 same. What earlier batches took tells the two apart, with a margin for all that may make an honest
@@ -76,7 +76,7 @@ class Pace:
     def expected_s(self, tokens: int, depth: int) -> float | None:
         """The longest that such a batch may take by what was learnt; None where nothing was.
 
-        Time grows with the tokens, and each token's with what lies before it, at most in proportion.
+        Time grows with the tokens, and each token's with those before it, at most in proportion.
         """
         known = [learnt for each in self._learnt.values() for learnt in each]
         if not known:

@@ -1,5 +1,5 @@
-"""What the requests of one launch say, what else is known of its work, and the verdicts that follow.
-Sans-IO; not thread-safe; instants (`*_at`, `now`) are monotonic seconds.
+"""What the requests of one launch say, what else is known of its work, and the verdicts that
+follow. Sans-IO; not thread-safe; instants (`*_at`, `now`) are monotonic seconds.
 
 Before verdicts every request is asked how far it is (a *round*); one that does not answer until the
 next round holds nobody up. While a request is suspected the slots are looked at.

@@ -146,7 +146,7 @@ class _Round:
         return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
 
     def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:
-        """By what was learnt of earlier ones; None where that tells nothing of the one under way."""
+        """By what was learnt of earlier ones; None where they tell nothing of this one."""
         if any(each.has_media for each in (self._suspect, *self._others)):
             return None
         tokens, depth = 0, 0

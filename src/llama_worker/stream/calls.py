@@ -69,7 +69,7 @@ def tool_call_id(number: int) -> str:
     return f"c{number:08d}"
 
 
-# --- fragments ------------------------------------------------------------------------------------------
+# --- fragments ------------------------------------------------------------------------------------
 
 
 class _Fragments(Struct):
@@ -124,7 +124,7 @@ def _may_be_whole(arguments: list[str]) -> bool:
     return arguments[-1].rstrip().endswith("}") and sum(map(len, arguments)) <= _EARLY_CHARS
 
 
-# --- judging --------------------------------------------------------------------------------------------
+# --- judging --------------------------------------------------------------------------------------
 
 
 def partition(

@@ -103,7 +103,7 @@ class ProtocolError(Exception):
     """A record cannot be read as a part of a chat completion; the text is for a person."""
 
 
-# ---------------------------------------------------------------- the short way: nearly all records are just a delta
+# ------------------------------------------- the short way: nearly all records are just a delta
 
 
 class _Delta(msgspec.Struct, forbid_unknown_fields=True):

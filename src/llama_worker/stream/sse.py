@@ -2,9 +2,9 @@
 time.
 
 This module decides where records end and normalises line ends; `sseclient-py` (1.8 and 1.9 behave
-alike) decodes every record. Those of one `data:` line, nearly all, it is given as many as have come.
-The others it is given line by line: it drops `error:` fields, and needs quadratic time for a record
-of many lines.
+alike) decodes every record. Those of one `data:` line, nearly all, it is given as many as have
+come. The others it is given line by line: it drops `error:` fields, and needs quadratic time for a
+record of many lines.
 """
 
 from collections.abc import Iterator

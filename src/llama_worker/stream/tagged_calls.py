@@ -14,7 +14,8 @@ from llama_worker.stream.calls import MAX_JSON_DEPTH, MalformedCall, RawCall, pa
 from llama_worker.stream.loops import LoopWatch
 
 MAX_TAGGED_CALL_CHARS = 1 << 20
-"""The longest tagged call, tags included; a longer one is malformed. Bounds what the filter holds back."""
+"""The longest tagged call, tags included; a longer one is malformed. Bounds what the filter holds
+back."""
 
 
 class TaggedCallFilter:

@@ -1,4 +1,4 @@
-"""For tests of host programs: a llama-server that says what a test scripted, and futures to resolve.
+"""For tests of host programs: a llama-server that follows a script, and futures to resolve.
 
 The fixtures `scripted_server` and `scripted_worker` of the pytest plugin are there wherever
 llama_worker is installed. docs/how-to/testing.md shows a test.

@@ -1,11 +1,12 @@
 """Scripts for `scripted_llama_server`, and a reader for its journal.
 
-    script = Script(replies=[ScriptedReply([Headers(), Text("ab"), Sleep(0.5), Finish(), DoneMarker()])])
+    reply = ScriptedReply([Headers(), Text("ab"), Sleep(0.5), Finish(), DoneMarker()])
+    script = Script(replies=[reply])
     cmd = scripted_server_cmd(script, host="127.0.0.1", port=port, slots=1, journal=path)
 
 The steps are the server's own functions that are marked `@step`. `steps_json` puts them into one
-request: `params={"scripted_reply": steps_json(Text("a"), Finish())}`; they win over the server's own
-script. A reply whose steps are used up ends regularly. Waits of every kind notice the client's
+request: `params={"scripted_reply": steps_json(Text("a"), Finish())}`; they win over the server's
+own script. A reply whose steps are used up ends regularly. Waits of every kind notice the client's
 close at once, journal it and end the reply.
 """
 

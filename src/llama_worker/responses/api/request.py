@@ -33,11 +33,11 @@ ENCRYPTED_REASONING = "reasoning.encrypted_content"
 # What the Responses API knows and a chat completion does not; `null` for it means that it was not
 # given.
 _OWN_KEYS = frozenset({
-    "background", "client_metadata", "context_management", "conversation", "include", "input", "instructions",
-    "max_output_tokens", "max_tool_calls", "messages", "metadata", "previous_response_id", "prompt",
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier",
-    "service_tier", "store", "stream", "stream_options", "text", "tool_choice", "tools", "top_logprobs",
-    "truncation", "user",
+    "background", "client_metadata", "context_management", "conversation", "include", "input",
+    "instructions", "max_output_tokens", "max_tool_calls", "messages", "metadata",
+    "previous_response_id", "prompt", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream",
+    "stream_options", "text", "tool_choice", "tools", "top_logprobs", "truncation", "user",
 })  # fmt: skip
 _IGNORED_WITH_A_WARNING = (
     "background",
@@ -180,7 +180,7 @@ def normalise(
     )
 
 
-# --- ids: an item's says whose it is ------------------------------------------------------------------------
+# --- ids: an item's says whose it is --------------------------------------------------------------
 
 
 def response_id_of(unique: str) -> str:
@@ -199,7 +199,7 @@ def owner_of(item_id: str) -> str | None:
     return response_id_of(found["response"]) if found is not None else None
 
 
-# --- the body as it came ---------------------------------------------------------------------------------
+# --- the body as it came --------------------------------------------------------------------------
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _children(value: object) -> Iterable[Any]:
     return ()
 
 
-# --- input ----------------------------------------------------------------------------------------------
+# --- input ----------------------------------------------------------------------------------------
 
 
 def input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
@@ -315,7 +315,7 @@ def _instructions(body: Mapping[str, Any]) -> tuple[str, Sequence[Item]]:
     raise ApiError(400, "instructions must be a string", param="instructions")
 
 
-# --- output ---------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def _text_format(text: object) -> dict[str, Any] | None:

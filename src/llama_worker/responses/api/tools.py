@@ -128,7 +128,7 @@ def custom_arguments(text: str) -> str:
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
-# --- reading --------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def _flat(
@@ -243,7 +243,7 @@ def _joined(namespace: str | None, name: str) -> str:
     return f"{namespace}{_JOINT}{name}" if namespace else name
 
 
-# --- choosing -------------------------------------------------------------------------------------------
+# --- choosing -------------------------------------------------------------------------------------
 
 
 class Choice(Struct, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
-"""What this machine lacks for a moment: descriptors, threads, ports, memory. It says nothing about the
-server."""
+"""What this machine lacks for a moment: descriptors, threads, ports, memory. It says nothing about
+the server."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class _KeepsReader:
         return self.reader
 
 
-class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # its makefile is of one kind
+class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # one kind of makefile
     pass
 
 

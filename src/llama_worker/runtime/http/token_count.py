@@ -1,4 +1,4 @@
-"""How many tokens a prompt has: the server's own template and tokenizer say it, beside its slots."""
+"""How many tokens a prompt has: its server's template and tokenizer say it, beside the slots."""
 
 from __future__ import annotations
 

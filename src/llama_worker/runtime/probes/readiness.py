@@ -125,8 +125,9 @@ class ReadinessProbe:
 
 
 class AnswerProbe:
-    """Does a server that is nobody's here answer anything? The constructor has it asked, and it tells
-    one Probed; any thread may call `abort`. Raises RuntimeError where the host has no thread."""
+    """Does a server that is nobody's here answer anything? The constructor has it asked, and it
+    tells one Probed; any thread may call `abort`. Raises RuntimeError where the host has no
+    thread."""
 
     def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -> None:
         self._endpoint = endpoint

@@ -8,11 +8,11 @@ risk that a pid was given to somebody else.
 It ends the tree when
 - the server's first process has ended, however;
 - the host says so: bytes on CONTROL_FD, `T` for SIGTERM to the server's group, `K` to kill;
-- the host is gone, however it went: SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`. CONTROL_FD's end of
-  file says so first, and a pidfd where a child that the host had forked keeps CONTROL_FD open.
-Should the guard itself be killed, the kernel kills the server by its parent-death signal. The kernel
-forgets that signal where the server's program is set-user-ID or has file capabilities; the host
-kills such a server then.
+- the host is gone, however it went: SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`. CONTROL_FD's end
+  of file says so first, and a pidfd where a child that the host had forked keeps CONTROL_FD open.
+Should the guard itself be killed, the kernel kills the server by its parent-death signal. The
+kernel forgets that signal where the server's program is set-user-ID or has file capabilities; the
+host kills such a server then.
 
 REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`; `died RETURNCODE` as soon as the
 server's first process has ended; `gone` when nothing of the tree is left. Then the guard ends.

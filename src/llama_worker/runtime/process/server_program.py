@@ -121,8 +121,8 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
 
 
 def interpreter() -> str:
-    """A Python for the guard: this one's, unless the host is a program that embeds Python (uWSGI) or
-    was frozen into one, and `sys.executable` would start that once more."""
+    """A Python for the guard: this one's, unless the host is a program that embeds Python (uWSGI)
+    or was frozen into one, and `sys.executable` would start that once more."""
     beside = (f"{prefix}/bin/python3" for prefix in (sys.exec_prefix, sys.base_exec_prefix))
     for path in (sys.executable, *beside, shutil.which("python3")):
         if path and _PYTHON.fullmatch(os.path.basename(path)) and os.access(path, os.X_OK):

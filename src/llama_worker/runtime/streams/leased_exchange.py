@@ -129,7 +129,7 @@ class LeasedExchange:
         with self._over:
             return None if self._request is None else self._request.end(now)
 
-    # ------------------------------------------------------------ the slot's actor, as of a `Request`
+    # ---------------------------------------------------------- the slot's actor, as of a `Request`
 
     def step(self, message: RequestInput, now: float) -> LeaseEffects:
         with self._over:
