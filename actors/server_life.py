@@ -49,7 +49,7 @@ from llama_worker.server.messages import (
     Stop,
     Terminate,
 )
-from llama_worker.server.recycling import Worn, worn
+from llama_worker.server.restart_budget import RecycleDue, recycle_due
 from llama_worker.server.traits import ServerTraits, shortcomings
 from llama_worker.types import RequestState, WorkerState, WorkerStatus
 
@@ -110,7 +110,7 @@ class ServerLife:
     # ------------------------------------------------------------ what is heard of the server
 
     def handle(
-        self, message: ServerMessage | RestartCause | Worn | Drained | Tick, now: float
+        self, message: ServerMessage | RestartCause | RecycleDue | Drained | Tick, now: float
     ) -> None:
         """Take note, step the lifecycle, carry out what follows. News of another launch changes
         nothing."""
@@ -129,7 +129,7 @@ class ServerLife:
                     self._children.watchdog.tell(message)
                 return
             case MemoryMeasured(anon_bytes=anon_bytes):
-                self._recycle_if_worn(now, anon_bytes)
+                self._recycle_by(now, anon_bytes)
                 return
             case EvidenceKept(processes=processes, log_tail=log_tail):
                 self._journal.add_processes(processes, log_tail)
@@ -175,17 +175,17 @@ class ServerLife:
             self._apply(lifecycle.step(self._life, Drained(), now), now)
 
     def recycle_if_due(self, now: float) -> None:
-        """A planned restart, of a server that is idle and worn; its memory is asked for first."""
+        """A planned restart, of a server that is idle, and due; its memory is asked for first."""
         policy = self._config.restart.recycle
         if policy is not None and policy.max_anon_mib and self._is_idle:
             self._children.process.tell(MeasureMemory(epoch=self._life.epoch))
-        self._recycle_if_worn(now, None)
+        self._recycle_by(now, None)
 
-    def _recycle_if_worn(self, now: float, anon_bytes: int | None) -> None:
+    def _recycle_by(self, now: float, anon_bytes: int | None) -> None:
         policy, ready_at = self._config.restart.recycle, self.last_ready_at
         if policy is None or ready_at is None or not self._is_idle:
             return
-        found = worn(
+        found = recycle_due(
             policy,
             ready_for_s=now - ready_at,
             requests_count=self._requests_count,

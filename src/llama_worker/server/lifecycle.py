@@ -50,8 +50,7 @@ from llama_worker.server.messages import (
     Terminate,
     Unkillable,
 )
-from llama_worker.server.recycling import Worn
-from llama_worker.server.restart_budget import Lockout, RestartBudget
+from llama_worker.server.restart_budget import Lockout, RecycleDue, RestartBudget
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 # how long SIGTERM waits for our own connections to be closed; the server waits for open ones
@@ -75,7 +74,7 @@ class Drained(Struct, frozen=True):
 
 
 LifecycleMessage = (
-    Start | Stop | Drain | Drained | Restart | LaunchNews | RestartCause | Worn | Tick
+    Start | Stop | Drain | Drained | Restart | LaunchNews | RestartCause | RecycleDue | Tick
 )
 
 
@@ -197,7 +196,7 @@ def step(  # noqa: C901  one line per case
             return _trouble(life, now, "gpu_failed", fault.detail)
         case ((Ready() | Draining() | Launching()), RestartCause(reason=reason, detail=detail)):
             return _trouble(life, now, reason, detail)
-        case Ready(), Worn(detail=detail):
+        case Ready(), RecycleDue(detail=detail):
             return _recycle(life, now, detail)
         case Ending(
             closing_until=float()

@@ -1,5 +1,5 @@
-"""How often and how soon a server is started again, and which failures of requests ask for it.
-Pure.
+"""How often and how soon a server is started again, which failures of requests ask for it, and when
+an idle one is replaced as planned. Pure.
 
 Instants (`now`) are monotonic seconds.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.config.profiles import RestartPolicy
+from llama_worker.config.profiles import Recycle, RestartPolicy
 
 
 class RestartAfter(Struct, frozen=True, kw_only=True):
@@ -139,3 +139,35 @@ class ServerErrors(Struct, frozen=True):
             told = f"server errors in {count} jobs with no success between"
             cause = f"{told} (limit: server_errors_before_restart {limit})"
         return errors, cause
+
+
+class RecycleDue(Struct, frozen=True):
+    """A limit of `Recycle` is reached, and the server is idle: replace it."""
+
+    detail: str
+
+
+def recycle_due(
+    policy: Recycle, *, ready_for_s: float, requests_count: int, anon_bytes: int | None
+) -> RecycleDue | None:
+    """Why a server that has been READY for so long, and answered so many requests, is due
+    for replacement.
+
+    `anon_bytes`: its anonymous memory, swapped out or not; None: unknown. Memory of mapped files is
+    the kernel's.
+    """
+    if policy.max_requests is not None and requests_count >= policy.max_requests:
+        ended = f"{requests_count} requests ended"
+        return RecycleDue(f"{ended} (limit: max_requests {policy.max_requests})")
+    if policy.max_age_s is not None and ready_for_s >= policy.max_age_s:
+        return RecycleDue(f"ready for {ready_for_s:.0f} s (limit: max_age_s {policy.max_age_s:g})")
+    if (
+        policy.max_anon_mib is not None
+        and anon_bytes is not None
+        and anon_bytes >> 20 >= policy.max_anon_mib
+    ):
+        return RecycleDue(
+            f"{anon_bytes >> 20} MiB of anonymous memory (limit: max_anon_mib "
+            f"{policy.max_anon_mib})"
+        )
+    return None

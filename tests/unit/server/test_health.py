@@ -1,5 +1,4 @@
-"""What tells that a server is lost, or worn: failed probes, errors of its GPU, age and size; with
-literal numbers."""
+"""What tells that a server is lost: failed probes, errors of its GPU; with literal numbers."""
 
 from __future__ import annotations
 
@@ -8,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from llama_worker import Recycle, TimeoutProfile
+from llama_worker import TimeoutProfile
 from llama_worker.server.gpu_faults import GpuFault, fault_of_xid
 from llama_worker.server.health import HealthCounter, probe_timeout_s
-from llama_worker.server.recycling import worn
 
-MIB = 1 << 20
 PROFILE = TimeoutProfile(health_failures_before_restart=2)
 
 
@@ -101,31 +98,3 @@ def test_a_fault_names_the_gpu_the_number_and_the_meaning() -> None:
     assert fault_of_xid("GPU 3", 9999) == GpuFault(
         fatal=False, detail="GPU 3: Xid 9999, see NVIDIA's catalog"
     )
-
-
-# ---------------------------------------------------------------- planned restarts
-
-
-@pytest.mark.parametrize(
-    ("policy", "ready_s", "requests", "anon", "says"),
-    [
-        (Recycle(max_requests=3), 1e9, 2, 1 << 60, None),
-        (Recycle(max_requests=3), 0.0, 3, None, "3 requests ended (limit: max_requests 3)"),
-        (Recycle(max_age_s=60), 59.9, 10**9, None, None),
-        (Recycle(max_age_s=60), 60.0, 0, None, "ready for 60 s (limit: max_age_s 60)"),
-        (Recycle(max_anon_mib=100), 1e9, 1, 100 * MIB - 1, None),
-        (
-            Recycle(max_anon_mib=100),
-            0.0,
-            1,
-            100 * MIB,
-            "100 MiB of anonymous memory (limit: max_anon_mib 100)",
-        ),
-        (Recycle(max_anon_mib=100), 1e9, 1, None, None),  # it cannot be seen
-    ],
-)
-def test_a_server_is_worn(
-    policy: Recycle, ready_s: float, requests: int, anon: int | None, says: str | None
-) -> None:
-    found = worn(policy, ready_for_s=ready_s, requests_count=requests, anon_bytes=anon)
-    assert (found.detail if found else None) == says

@@ -47,8 +47,7 @@ from llama_worker.server.messages import (
     Terminate,
     Unkillable,
 )
-from llama_worker.server.recycling import Worn
-from llama_worker.server.restart_budget import RestartBudget
+from llama_worker.server.restart_budget import RecycleDue, RestartBudget
 from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
 
 POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
@@ -340,10 +339,10 @@ def test_news_of_an_older_launch_of_an_expected_death_or_of_a_kill_that_nobody_o
 def test_a_worn_server_that_is_ready_ends_in_peace_its_successor_comes_at_once_and_none_is_locked_out() -> (
     None
 ):
-    assert step(launching(), Worn("old"), 1.0) == (launching(), ())
+    assert step(launching(), RecycleDue("old"), 1.0) == (launching(), ())
     life = ready(ONE_RESTART)
     for epoch in range(1, 20):
-        life, effects = step(life, Worn("old"), 10.0)
+        life, effects = step(life, RecycleDue("old"), 10.0)
         planned = RecordRestart(reason="recycled", detail="old", delay_s=0.0)
         assert effects == (planned, CloseAllStreams(epoch=epoch))
         assert life.public_state is WorkerState.RUNNING

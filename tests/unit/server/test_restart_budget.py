@@ -1,4 +1,4 @@
-"""Backoff and lockout, with a virtual clock."""
+"""Backoff, lockout and planned restarts, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from llama_worker.config.profiles import RestartPolicy
-from llama_worker.server.restart_budget import Lockout, RestartAfter, RestartBudget, backoff_s
+from llama_worker.config.profiles import Recycle, RestartPolicy
+from llama_worker.server.restart_budget import (
+    Lockout,
+    RestartAfter,
+    RestartBudget,
+    backoff_s,
+    recycle_due,
+)
 
+MIB = 1 << 20
 POLICY = RestartPolicy(
     restart_backoff_s=5.0,
     backoff_factor=2.0,
@@ -104,3 +111,31 @@ def test_the_window_counts_what_is_younger_than_it() -> None:
     busy = budget.request_completed(61.0)
     assert isinstance(busy.next(119.9, policy)[1], Lockout)
     assert busy.next(120.0, policy)[1] == RestartAfter(delay_s=5.0)
+
+
+# ---------------------------------------------------------------- planned restarts
+
+
+@pytest.mark.parametrize(
+    ("policy", "ready_s", "requests", "anon", "says"),
+    [
+        (Recycle(max_requests=3), 1e9, 2, 1 << 60, None),
+        (Recycle(max_requests=3), 0.0, 3, None, "3 requests ended (limit: max_requests 3)"),
+        (Recycle(max_age_s=60), 59.9, 10**9, None, None),
+        (Recycle(max_age_s=60), 60.0, 0, None, "ready for 60 s (limit: max_age_s 60)"),
+        (Recycle(max_anon_mib=100), 1e9, 1, 100 * MIB - 1, None),
+        (
+            Recycle(max_anon_mib=100),
+            0.0,
+            1,
+            100 * MIB,
+            "100 MiB of anonymous memory (limit: max_anon_mib 100)",
+        ),
+        (Recycle(max_anon_mib=100), 1e9, 1, None, None),  # it cannot be seen
+    ],
+)
+def test_an_idle_server_is_due_for_replacement(
+    policy: Recycle, ready_s: float, requests: int, anon: int | None, says: str | None
+) -> None:
+    found = recycle_due(policy, ready_for_s=ready_s, requests_count=requests, anon_bytes=anon)
+    assert (found.detail if found else None) == says
