@@ -19,7 +19,7 @@ from llama_worker.actors.messages import BeginLease, RequestMessage
 from llama_worker.actors.request import RequestActor
 from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from llama_worker.server import slots, watch
+from llama_worker.server import request_watch, slots
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
 from tests.responses.conftest import HELLO, Client, Json, MakeClient
@@ -136,7 +136,7 @@ def test_a_hang_ends_with_its_reason(
     limits: Any,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(watch, "SILENT_S", 3.0)  # of a minute
+    monkeypatch.setattr(request_watch, "SILENT_S", 3.0)  # of a minute
     monkeypatch.setattr(slots, "PAUSE_S", 0.3)  # of 5 s
     restarts = int(reason != "request_lost")  # the server serves others
     stage = make_stage(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits))

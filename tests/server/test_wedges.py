@@ -79,13 +79,16 @@ def suspicious() -> TimeoutProfile:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When /slots was asked."""
+    """When /slots was asked about requests: not the one look at each launch's READY."""
     asked: list[float] = []
+    ready: set[int] = set()
     look = real.RealRuntime.look_at_slots
 
-    def counted(self: real.RealRuntime, *args: Any) -> Any:
-        asked.append(time.monotonic())
-        return look(self, *args)
+    def counted(self: real.RealRuntime, epoch: int, *args: Any) -> Any:
+        if epoch in ready:
+            asked.append(time.monotonic())
+        ready.add(epoch)
+        return look(self, epoch, *args)
 
     monkeypatch.setattr(real.RealRuntime, "look_at_slots", counted)
     return asked

@@ -17,8 +17,8 @@ from unittest import mock
 import psutil
 
 from llama_worker import TimeoutProfile, llama_server_cmd
+from llama_worker.server import request_watch
 from llama_worker.server import slots as slots_watch
-from llama_worker.server import watch
 from llama_worker.server.slots import parse_slots
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, eventually
@@ -89,7 +89,7 @@ def survives_a_server_that_spins(on: Stage) -> None:
 
 
 def survives_a_stuck_task_queue(on: Stage) -> None:
-    on.enter_context(mock.patch.object(watch, "SILENT_S", 3.0))  # of a minute
+    on.enter_context(mock.patch.object(request_watch, "SILENT_S", 3.0))  # of a minute
     on.enter_context(mock.patch.object(slots_watch, "PAUSE_S", 0.3))  # of 5 s
     slots = [fs.Answer(body=[_slot(decoded=1)], times=3), fs.Answer(hang=True)]
     _survives(on, [*HALF, fs.Burn(None, 30.0)], "/slots has not answered", slots, SUSPICIOUS)
