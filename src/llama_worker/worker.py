@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import pykka
 
-from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.messages import (
     AwaitResult,
     GetDebugInfo,
@@ -24,7 +19,7 @@ from llama_worker.actors.messages import (
     Submit,
     WaitSlot,
 )
-from llama_worker.actors.worker import WorkerActor
+from llama_worker.backend import Backend
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import (
     checked_bool,
@@ -33,11 +28,10 @@ from llama_worker.config.validation import (
     checked_str,
     optional,
 )
-from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
 from llama_worker.mailbox import Reply
 from llama_worker.request.messages import CancelRequest, CountTokens, GetStatus, ReadOutput
 from llama_worker.request.submission import validate_submit
-from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
 from llama_worker.runtime.ports import Runtime
 from llama_worker.runtime.process.free_port import free_port
 from llama_worker.runtime.process.server_program import find_server
@@ -51,7 +45,6 @@ from llama_worker.types import (
     NotReady,
     OutputChunk,
     RequestResult,
-    RequestState,
     RequestStatus,
     SubmitResult,
     TokenCount,
@@ -59,9 +52,6 @@ from llama_worker.types import (
     WorkerStatus,
 )
 
-_logger = logging.getLogger("llama_worker")
-_EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
-_LEAVE_S = 5.0  # for the actors to end, once the server is gone
 T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
 
@@ -89,7 +79,7 @@ class LlamaWorker(Startable):
         WorkerConfig."""
         if not isinstance(config, WorkerConfig):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
-        self._backend = _Backend(config, RealRuntime(config) if _runtime is None else _runtime)
+        self._backend = Backend(config, RealRuntime(config) if _runtime is None else _runtime)
         self.actor_ref: pykka.ActorRef[Any] = self._backend.actor_ref
         # a handle that was lost takes its server along
         weakref.finalize(self, self._backend.abandon).atexit = False
@@ -233,10 +223,8 @@ class LlamaWorker(Startable):
             RequestRefused: the request was not admitted.
             RequestFailed: it ended in any way but `completed`; `result` has all output that came.
         """
-        backend, future = self._backend, WorkerFuture[RequestResult]()
-        reply = _Forward[SubmitResult](
-            future, lambda admission: backend.await_asked(future, admission)
-        )
+        future: WorkerFuture[RequestResult] = WorkerFuture()
+        reply = self._backend.reply_to_ask(future)
         return self._submit(reply, future, job_name, system_prompt, user_prompt, params, messages)
 
     def count_tokens(
@@ -423,144 +411,3 @@ class LlamaWorker(Startable):
                 future.fail(error)
                 return future
         return self._backend.ask(message, future)
-
-
-class _Backend:
-    """What outlives the handle: the way to the WorkerActor, and its regular end. Thread-safe."""
-
-    def __init__(self, config: WorkerConfig, runtime: Runtime) -> None:
-        self.config = config
-        self._runtime = runtime
-        self._pid = os.getpid()
-        self._live_count = LiveCount()
-        self._futures = OpenFutures()
-        self._closing = threading.RLock()  # a signal handler may close while its thread does
-        # the WorkerActor's thread alone changes it
-        self._handovers: set[_Forward[RequestResult | NotFound]] = set()
-        self._stopping: WorkerFuture[None] | None = None  # since close() was called
-        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(
-            self._live_count, runtime, config, self._futures
-        )
-        self._worker: Ref[Any] = Ref(self.actor_ref)
-        _open_backends.add(self)
-
-    def check_open(self) -> None:
-        """Raises WorkerClosed after the end."""
-        if self._futures.closed_by is not None:
-            raise WorkerClosed(self.config.name) from self._futures.closed_by
-        if self._stopping is not None or os.getpid() != self._pid:
-            raise WorkerClosed(self.config.name)  # a forked child has none of the threads
-
-    def ask(self, message: HostMessage, future: F) -> F:
-        """Send the message that carries the future; the future is answered in any case."""
-        self.check_open()
-        self._futures.add(future)
-        self.tell(message)
-        return future
-
-    def tell(self, message: HostMessage) -> None:
-        """Send; a dead actor has answered every future already."""
-        self._worker.tell(message)
-
-    def await_asked(self, future: WorkerFuture[RequestResult], admission: SubmitResult) -> None:
-        """What `ask` submitted was admitted, or not. The future keeps its result, so the worker may
-        forget it."""
-        if not admission["ok"]:
-            future.fail(RequestRefused(admission["error"]))
-            return
-
-        def hand_over(result: RequestResult | NotFound) -> None:
-            self._handovers.discard(handover)
-            if result["ok"]:
-                # first: who has the value finds it released
-                self.tell(ReleaseResult(request_id=result["request_id"]))
-                if result["state"] is RequestState.COMPLETED:
-                    future.answer(result)
-                else:
-                    future.fail(RequestFailed(result))
-            else:
-                future.fail(LookupError("the result was taken by another call"))
-
-        handover = _Forward(future, hand_over)
-        # the worker holds those that wait weakly; nobody else knows of this one
-        self._handovers.add(handover)
-        self.tell(AwaitResult(request_id=admission["request_id"], reply=handover))
-
-    def close(self) -> None:
-        """Stop the server and end the actors; returns when both is done."""
-        if os.getpid() != self._pid:
-            return  # a forked child has none of the threads, and the server is its parent's
-        with self._closing:  # one order; everybody waits for its end
-            stopping = self._stopping = self._stopping or self.begin_close(None)
-        self.finish_close(stopping, timeout_s=None)
-        self.wait_gone(_LEAVE_S)
-        _open_backends.discard(self)
-
-    def begin_close(self, grace_s: float | None) -> WorkerFuture[None]:
-        """Send the order to stop. Never blocks."""
-        stopped: WorkerFuture[None] = WorkerFuture()
-        self._futures.add(stopped)
-        self.tell(Stop(reply=stopped, grace_s=grace_s))
-        return stopped
-
-    def finish_close(self, stopped: WorkerFuture[None], timeout_s: float | None) -> None:
-        """Wait for the stop, then let the actors end."""
-        self._runtime.wait(stopped, timeout_s)
-        try:
-            stopped.get(timeout=0)
-        except (
-            WorkerClosed,
-            pykka.Timeout,
-        ) as error:  # the actor died, or the time is up: its release kills the rest
-            # its frames would keep the handle alive, as long as this object lives
-            error.__traceback__ = None
-        except WorkerStopError as error:
-            error.__traceback__ = None
-            _logger.error("close() of worker %r: %s", self.config.name, error)
-        self._worker.stop()
-
-    def wait_gone(self, timeout_s: float) -> None:
-        self._runtime.wait(self._live_count, timeout_s)
-
-    def abandon(self) -> None:
-        """The handle was lost: end without waiting."""
-        if os.getpid() == self._pid:
-            self._worker.stop()
-        _open_backends.discard(self)
-
-
-class _Forward(Generic[T]):
-    """A Reply that hands the answer to a function, on the actor's thread; a failure goes to the
-    future."""
-
-    def __init__(self, future: WorkerFuture[Any], on_answer: Callable[[T], object]) -> None:
-        self._future = future
-        self._on_answer = on_answer
-
-    def answer(self, value: T) -> None:
-        self._on_answer(value)
-
-    def done(self) -> bool:
-        """The future, which others may answer, too."""
-        return self._future.done()
-
-    def fail(self, error: BaseException) -> None:
-        self._future.fail(error)
-
-
-_open_backends: set[_Backend] = set()
-
-
-def _close_all_at_exit() -> None:
-    """Ends every worker of a host that exits without `close`, side by side; no thread may be
-    started any more."""
-    deadline = time.monotonic() + _EXIT_GRACE_S + 1.5
-    stopping = [(backend, backend.begin_close(_EXIT_GRACE_S)) for backend in tuple(_open_backends)]
-    for backend, stopped in stopping:
-        backend.finish_close(stopped, timeout_s=max(0.0, deadline - time.monotonic()))
-    for backend, _ in stopping:
-        backend.wait_gone(max(0.0, deadline - time.monotonic()))
-
-
-atexit.register(_close_all_at_exit)
-os.register_at_fork(after_in_child=_open_backends.clear)

@@ -10,10 +10,10 @@ from typing import Any
 import pykka
 
 from llama_worker import LlamaWorker
+from llama_worker.backend import open_backends
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.runtime.host.futures import _awaited
-from llama_worker.worker import _open_backends
 from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimRuntime
@@ -66,7 +66,7 @@ class Bench:
                 pykka.ActorRegistry.unregister(simulated.actor.actor_ref)
             self.scheduler.forget()
             _awaited.clear()
-            _open_backends.discard(self.worker._backend)
+            open_backends.discard(self.worker._backend)
             del self.worker  # its finalizer holds the backend, and that holds everything else
 
 

@@ -1,0 +1,172 @@
+"""The worker behind its handle: sends to the WorkerActor, and ends it with the host."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import pykka
+
+from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.actors.messages import AwaitResult, HostMessage, ReleaseResult
+from llama_worker.actors.worker import WorkerActor
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
+from llama_worker.mailbox import Reply
+from llama_worker.runtime.host.futures import OpenFutures, WorkerFuture
+from llama_worker.runtime.ports import Runtime
+from llama_worker.server.messages import Stop
+from llama_worker.types import NotFound, RequestResult, RequestState, SubmitResult
+
+_logger = logging.getLogger("llama_worker")
+_EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
+_LEAVE_S = 5.0  # for the actors to end, once the server is gone
+T = TypeVar("T")
+F = TypeVar("F", bound=WorkerFuture[Any])
+
+
+class Backend:
+    """Outlives the handle, which may be lost without `close`. Thread-safe."""
+
+    def __init__(self, config: WorkerConfig, runtime: Runtime) -> None:
+        self.config = config
+        self._runtime = runtime
+        self._pid = os.getpid()
+        self._live_count = LiveCount()
+        self._futures = OpenFutures()
+        self._closing = threading.RLock()  # a signal handler may close while its thread does
+        # the WorkerActor's thread alone changes it
+        self._handovers: set[_Forward[RequestResult | NotFound]] = set()
+        self._stopping: WorkerFuture[None] | None = None  # since close() was called
+        self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(
+            self._live_count, runtime, config, self._futures
+        )
+        self._worker: Ref[Any] = Ref(self.actor_ref)
+        open_backends.add(self)
+
+    def check_open(self) -> None:
+        """Raises WorkerClosed after the end."""
+        if self._futures.closed_by is not None:
+            raise WorkerClosed(self.config.name) from self._futures.closed_by
+        if self._stopping is not None or os.getpid() != self._pid:
+            raise WorkerClosed(self.config.name)  # a forked child has none of the threads
+
+    def ask(self, message: HostMessage, future: F) -> F:
+        """Send the message that carries the future; the future is answered in any case."""
+        self.check_open()
+        self._futures.add(future)
+        self.tell(message)
+        return future
+
+    def tell(self, message: HostMessage) -> None:
+        """Send; a dead actor has answered every future already."""
+        self._worker.tell(message)
+
+    def reply_to_ask(self, future: WorkerFuture[RequestResult]) -> Reply[SubmitResult]:
+        """Of the admission; the future gets the result, which the worker then forgets."""
+        return _Forward(future, lambda admission: self._await_asked(future, admission))
+
+    def _await_asked(self, future: WorkerFuture[RequestResult], admission: SubmitResult) -> None:
+        if not admission["ok"]:
+            future.fail(RequestRefused(admission["error"]))
+            return
+
+        def hand_over(result: RequestResult | NotFound) -> None:
+            self._handovers.discard(handover)
+            if result["ok"]:
+                # first: who has the value finds it released
+                self.tell(ReleaseResult(request_id=result["request_id"]))
+                if result["state"] is RequestState.COMPLETED:
+                    future.answer(result)
+                else:
+                    future.fail(RequestFailed(result))
+            else:
+                future.fail(LookupError("the result was taken by another call"))
+
+        handover = _Forward(future, hand_over)
+        # the worker holds those that wait weakly; nobody else knows of this one
+        self._handovers.add(handover)
+        self.tell(AwaitResult(request_id=admission["request_id"], reply=handover))
+
+    def close(self) -> None:
+        """Stop the server and end the actors; returns when both is done."""
+        if os.getpid() != self._pid:
+            return  # a forked child has none of the threads, and the server is its parent's
+        with self._closing:  # one order; everybody waits for its end
+            stopping = self._stopping = self._stopping or self.begin_close(None)
+        self.finish_close(stopping, timeout_s=None)
+        self.wait_gone(_LEAVE_S)
+        open_backends.discard(self)
+
+    def begin_close(self, grace_s: float | None) -> WorkerFuture[None]:
+        """Send the order to stop. Never blocks."""
+        stopped: WorkerFuture[None] = WorkerFuture()
+        self._futures.add(stopped)
+        self.tell(Stop(reply=stopped, grace_s=grace_s))
+        return stopped
+
+    def finish_close(self, stopped: WorkerFuture[None], timeout_s: float | None) -> None:
+        """Wait for the stop, then let the actors end."""
+        self._runtime.wait(stopped, timeout_s)
+        try:
+            stopped.get(timeout=0)
+        except (WorkerClosed, pykka.Timeout) as error:
+            # The actor died, or the time is up: its release kills the rest. The frames of the error
+            # would keep the handle alive as long as this object lives.
+            error.__traceback__ = None
+        except WorkerStopError as error:
+            error.__traceback__ = None
+            _logger.error("close() of worker %r: %s", self.config.name, error)
+        self._worker.stop()
+
+    def wait_gone(self, timeout_s: float) -> None:
+        """Wait until the actors have ended, at most so long."""
+        self._runtime.wait(self._live_count, timeout_s)
+
+    def abandon(self) -> None:
+        """The handle was lost: end without waiting."""
+        if os.getpid() == self._pid:
+            self._worker.stop()
+        open_backends.discard(self)
+
+
+class _Forward(Generic[T]):
+    """A Reply that hands the answer to a function, on the actor's thread; a failure goes to the
+    future."""
+
+    def __init__(self, future: WorkerFuture[Any], on_answer: Callable[[T], object]) -> None:
+        self._future = future
+        self._on_answer = on_answer
+
+    def answer(self, value: T) -> None:
+        self._on_answer(value)
+
+    def done(self) -> bool:
+        """The future, which others may answer, too."""
+        return self._future.done()
+
+    def fail(self, error: BaseException) -> None:
+        self._future.fail(error)
+
+
+open_backends: set[Backend] = set()
+
+
+def _close_all_at_exit() -> None:
+    """Ends every worker of a host that exits without `close`, side by side; no thread may be
+    started any more."""
+    deadline = time.monotonic() + _EXIT_GRACE_S + 1.5
+    stopping = [(backend, backend.begin_close(_EXIT_GRACE_S)) for backend in tuple(open_backends)]
+    for backend, stopped in stopping:
+        backend.finish_close(stopped, timeout_s=max(0.0, deadline - time.monotonic()))
+    for backend, _ in stopping:
+        backend.wait_gone(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_close_all_at_exit)
+os.register_at_fork(after_in_child=open_backends.clear)
