@@ -28,7 +28,6 @@ from llama_worker.config.validation import (
     checked_str,
     optional,
 )
-from llama_worker.mailbox import Reply
 from llama_worker.request.messages import CancelRequest, CountTokens, GetStatus, ReadOutput
 from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
@@ -57,11 +56,8 @@ F = TypeVar("F", bound=WorkerFuture[Any])
 
 
 def no_such_request(request_id: int) -> str:
-    """For a LookupError."""
-    return (
-        f"no request {request_id}: the id is unknown, or its result was taken, and the output "
-        "with it"
-    )
+    """The text of a LookupError."""
+    return f"no request {request_id}: the id is unknown, or its result and output were taken"
 
 
 class LlamaWorker(Startable):
@@ -166,14 +162,12 @@ class LlamaWorker(Startable):
             WorkerStartError: the worker is stopped, FAILED or draining (`stopped`), or the new
                 server could not be kept running.
         """
-        self._backend.check_open()
-        future: WorkerFuture[WorkerStatus] = WorkerFuture()
-        try:
+
+        def order(reply: WorkerFuture[WorkerStatus]) -> Restart:
             checked_str("reason", reason)
-        except (TypeError, ValueError) as error:
-            future.fail(error)
-            return future
-        return self._backend.ask(Restart(reason=reason, reply=future), future)
+            return Restart(reason=reason, reply=reply)
+
+        return self._ask(order)
 
     def close(self) -> None:
         """`stop()` and the end of the worker's actors. Blocks; idempotent."""
@@ -201,8 +195,12 @@ class LlamaWorker(Startable):
             A future of SubmitOk or SubmitErr. Bad input resolves as TypeError or ValueError and
             takes no slot.
         """
-        future: WorkerFuture[SubmitResult] = WorkerFuture()
-        return self._submit(future, future, job_name, system_prompt, user_prompt, params, messages)
+
+        def order(reply: WorkerFuture[SubmitResult]) -> Submit:
+            prompt = validate_submit(job_name, system_prompt, user_prompt, params, messages)
+            return Submit(submission=prompt, reply=reply)
+
+        return self._ask(order)
 
     def ask(
         self,
@@ -223,9 +221,12 @@ class LlamaWorker(Startable):
             RequestRefused: the request was not admitted.
             RequestFailed: it ended in any way but `completed`; `result` has all output that came.
         """
-        future: WorkerFuture[RequestResult] = WorkerFuture()
-        reply = self._backend.reply_to_ask(future)
-        return self._submit(reply, future, job_name, system_prompt, user_prompt, params, messages)
+
+        def order(future: WorkerFuture[RequestResult]) -> Submit:
+            prompt = validate_submit(job_name, system_prompt, user_prompt, params, messages)
+            return Submit(submission=prompt, reply=self._backend.reply_to_ask(future))
+
+        return self._ask(order)
 
     def count_tokens(
         self,
@@ -244,33 +245,25 @@ class LlamaWorker(Startable):
             LlamaWorkerError: the server, or the BIOS provider, did not answer in time or well.
             ConfigError, TypeError: as for `submit`.
         """
-        self._backend.check_open()
-        future: WorkerFuture[TokenCount] = WorkerFuture()
-        try:
-            submission = validate_submit("count", system_prompt, user_prompt, None, messages)
-        except (TypeError, ValueError) as error:
-            future.fail(error)
-            return future
-        return self._backend.ask(CountTokens(submission=submission, reply=future), future)
+
+        def question(reply: WorkerFuture[TokenCount]) -> CountTokens:
+            prompt = validate_submit("count", system_prompt, user_prompt, None, messages)
+            return CountTokens(submission=prompt, reply=reply)
+
+        return self._ask(question)
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
         """How far the request is."""
-        return self._ask(
-            lambda reply: GetStatus(request_id=request_id, reply=reply), request_id=request_id
-        )
+        return self._ask(lambda reply: GetStatus(request_id=_valid_id(request_id), reply=reply))
 
     def get_result(self, request_id: int) -> WorkerFuture[RequestResult | NotReady | NotFound]:
         """The result of a terminal request, which is then forgotten."""
-        return self._ask(
-            lambda reply: GetResult(request_id=request_id, reply=reply), request_id=request_id
-        )
+        return self._ask(lambda reply: GetResult(request_id=_valid_id(request_id), reply=reply))
 
     def release(self, request_id: int) -> WorkerFuture[bool]:
         """Forget a request that has ended and whose result nobody wants; False where there is
         none."""
-        return self._ask(
-            lambda reply: ReleaseResult(request_id=request_id, reply=reply), request_id=request_id
-        )
+        return self._ask(lambda reply: ReleaseResult(request_id=_valid_id(request_id), reply=reply))
 
     def wait_slot(self) -> WorkerFuture[None]:
         """Resolves when the worker is READY and a slot is free, at once where it is so.
@@ -285,13 +278,14 @@ class LlamaWorker(Startable):
         """Resolves when the request is terminal; it is forgotten once a `get` has returned the
         value."""
         backend = self._backend
-        future: ResultFuture[RequestResult | NotFound] = ResultFuture(
-            lambda value: (
-                backend.tell(ReleaseResult(request_id=request_id)) if value["ok"] else None
-            )
-        )
+
+        def release(value: RequestResult | NotFound) -> None:
+            if value["ok"]:
+                backend.tell(ReleaseResult(request_id=request_id))
+
         return self._ask_with(
-            future, AwaitResult(request_id=request_id, reply=future), request_id=request_id
+            ResultFuture(release),
+            lambda reply: AwaitResult(request_id=_valid_id(request_id), reply=reply),
         )
 
     def read_output(
@@ -307,10 +301,20 @@ class LlamaWorker(Startable):
         With `wait` the future resolves once something was added, or the request has ended: nobody
         has to poll.
         """
-        future: WorkerFuture[OutputChunk | NotFound] = WorkerFuture()
-        offsets = {"text_offset": text_offset, "reasoning_offset": reasoning_offset}
-        question = ReadOutput(request_id=request_id, **offsets, wait=wait, reply=future)
-        return self._ask_with(future, question, request_id=request_id, **offsets, wait=wait)
+
+        def question(reply: WorkerFuture[OutputChunk | NotFound]) -> ReadOutput:
+            checked_int("text_offset", text_offset, at_least=0)
+            checked_int("reasoning_offset", reasoning_offset, at_least=0)
+            checked_bool("wait", wait)
+            return ReadOutput(
+                request_id=_valid_id(request_id),
+                text_offset=text_offset,
+                reasoning_offset=reasoning_offset,
+                wait=wait,
+                reply=reply,
+            )
+
+        return self._ask(question)
 
     def iter_output(
         self, request_id: int, *, timeout_s: float | None = None
@@ -334,37 +338,33 @@ class LlamaWorker(Startable):
         return self._iter_output(request_id, timeout_s)
 
     def _iter_output(self, request_id: int, timeout_s: float | None) -> Iterator[OutputChunk]:
-        text_offset = reasoning_offset = 0
-        done = False
-        while not done:
+        chunk: OutputChunk = {
+            "ok": True,
+            "text": "",
+            "reasoning": "",
+            "text_offset": 0,
+            "reasoning_offset": 0,
+            "done": False,
+        }
+        while not chunk["done"]:
             more = self.read_output(
-                request_id, text_offset=text_offset, reasoning_offset=reasoning_offset, wait=True
+                request_id,
+                text_offset=chunk["text_offset"],
+                reasoning_offset=chunk["reasoning_offset"],
+                wait=True,
             )
             while not more.wait(timeout_s):
-                yield {
-                    "ok": True,
-                    "text": "",
-                    "reasoning": "",
-                    "text_offset": text_offset,
-                    "reasoning_offset": reasoning_offset,
-                    "done": False,
-                }
-            chunk = more.get()
-            if not chunk["ok"]:
+                yield {**chunk, "text": "", "reasoning": ""}
+            answer = more.get()
+            if not answer["ok"]:
                 raise LookupError(no_such_request(request_id))
-            text_offset, reasoning_offset, done = (
-                chunk["text_offset"],
-                chunk["reasoning_offset"],
-                chunk["done"],
-            )
-            yield chunk
+            chunk = answer
+            yield chunk.copy()  # the caller may change it
 
     def cancel(self, request_id: int) -> WorkerFuture[bool]:
         """Cancel a running request. True once it is cancelled and its slot is free; False where it
         was not running."""
-        return self._ask(
-            lambda reply: CancelRequest(request_id=request_id, reply=reply), request_id=request_id
-        )
+        return self._ask(lambda reply: CancelRequest(request_id=_valid_id(request_id), reply=reply))
 
     def get_worker_status(self) -> WorkerFuture[WorkerStatus]:
         """How the worker is."""
@@ -374,40 +374,22 @@ class LlamaWorker(Startable):
         """What a person needs to see what happened."""
         return self._ask(lambda reply: GetDebugInfo(reply=reply))
 
-    def _submit(
-        self,
-        reply: Reply[SubmitResult],
-        future: F,
-        job_name: str,
-        system_prompt: str,
-        user_prompt: str | Sequence[ContentPart],
-        params: Mapping[str, Any] | None,
-        messages: Iterable[ChatMessage] | None,
-    ) -> F:
+    def _ask(self, message: Callable[[WorkerFuture[T]], HostMessage]) -> WorkerFuture[T]:
+        return self._ask_with(WorkerFuture[T](), message)
+
+    def _ask_with(self, future: F, message: Callable[[F], HostMessage]) -> F:
+        """Send the message that carries the future, which fails if the message cannot be made of
+        the arguments."""
         self._backend.check_open()
         try:
-            submission = validate_submit(job_name, system_prompt, user_prompt, params, messages)
+            sent = message(future)
         except (TypeError, ValueError) as error:
             future.fail(error)
             return future
-        return self._backend.ask(Submit(submission=submission, reply=reply), future)
+        return self._backend.ask(sent, future)
 
-    def _ask(
-        self, question: Callable[[WorkerFuture[T]], HostMessage], **numbers: object
-    ) -> WorkerFuture[T]:
-        future: WorkerFuture[T] = WorkerFuture()
-        return self._ask_with(future, question(future), **numbers)
 
-    def _ask_with(self, future: F, message: HostMessage, **given: object) -> F:
-        """Send the message that carries the future, which fails if `wait` is no bool or another is
-        no count."""
-        self._backend.check_open()
-        for name, value in given.items():
-            try:
-                checked_bool(name, value) if name == "wait" else checked_int(
-                    name, value, at_least=0
-                )
-            except (TypeError, ValueError) as error:
-                future.fail(error)
-                return future
-        return self._backend.ask(message, future)
+def _valid_id(request_id: int) -> int:
+    """The id. Raises TypeError or ConfigError if no request can have it."""
+    checked_int("request_id", request_id, at_least=0)
+    return request_id
