@@ -14,7 +14,7 @@ _PORT_FLAGS = ("--port",)
 SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
 BATCH_FLAGS = ("-b", "--batch-size")
 _UBATCH_FLAGS = ("-ub", "--ubatch-size")
-BATCH_SIZE = 512  # what the server computes at once (--ubatch-size) unless told otherwise
+BATCH_SIZE = 512  # what the server computes at once (--ubatch-size) unless its flag says otherwise
 _TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # and no shell to part them
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
 
@@ -80,8 +80,8 @@ def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[s
 def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tuple[str, ...]:
     """A command or a part of one, as a copy."""
     if isinstance(value, str):
-        told = " ".join(masked_server_cmd(value.split(), None))
-        raise TypeError(f"{name} must be a sequence of words, not one str: {told!r}")
+        masked_words = " ".join(masked_server_cmd(value.split(), None))
+        raise TypeError(f"{name} must be a sequence of words, not one str: {masked_words!r}")
     if isinstance(value, bytes) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a sequence of str, not {type(value).__name__}")
     if not may_be_empty and (not value or value[0] == ""):
@@ -89,11 +89,11 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
     for index, word in enumerate(value):
         secret = index > 0 and value[index - 1] in _SECRET_FLAGS
         checked_str(f"{name}[{index}]", word, nul=False, secret=secret)
-        if found := _TWO_WORDS.fullmatch(word):
-            value = MASK if found[1] in _SECRET_FLAGS else found[2]
+        if parts := _TWO_WORDS.fullmatch(word):
+            value = MASK if parts[1] in _SECRET_FLAGS else parts[2]
             raise ConfigError(
-                f"{name}[{index}] holds an option and its value, {found[1] + ' ' + value!r}: split "
-                f"it into two words, {found[1]!r}, {value!r}"
+                f"{name}[{index}] holds an option and its value, {parts[1] + ' ' + value!r}: split "
+                f"it into two words, {parts[1]!r}, {value!r}"
             )
     return tuple(value)
 
@@ -101,15 +101,15 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
 def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -> None:
     """The command and the config must mean the same server."""
     checks: tuple[tuple[str, tuple[str, ...], object, Callable[[str], bool]], ...] = (
-        ("host", _HOST_FLAGS, host, lambda told: _same_host(told, host)),
-        ("port", _PORT_FLAGS, port, lambda told: told.strip() == str(port)),
-        ("slots", SLOT_FLAGS, slots, lambda told: told.strip() == str(slots)),
+        ("host", _HOST_FLAGS, host, lambda given: _same_host(given, host)),
+        ("port", _PORT_FLAGS, port, lambda given: given.strip() == str(port)),
+        ("slots", SLOT_FLAGS, slots, lambda given: given.strip() == str(slots)),
     )
     for name, flags, value, agrees in checks:
-        for flag, told in flag_values(command, flags):
-            if not agrees(told):
+        for flag, given in flag_values(command, flags):
+            if not agrees(given):
                 raise ConfigError(
-                    f"server_cmd says {flag} {told}, but {name} is {value!r}: make them agree"
+                    f"server_cmd says {flag} {given}, but {name} is {value!r}: make them agree"
                 )
 
 
@@ -124,19 +124,19 @@ def ip_address_of(host: str) -> str | None:
 def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
     """Each of the flags that the command has, with its value, or the word behind it ("" where there
     is none)."""
-    found = []
+    values = []
     for index, word in enumerate(command):
-        flag, equals, told = word.partition("=")
+        flag, equals, value = word.partition("=")
         if flag in flags and equals:
-            found.append((flag, told))
+            values.append((flag, value))
         elif word in flags:
-            found.append((word, command[index + 1] if index + 1 < len(command) else ""))
-    return found
+            values.append((word, command[index + 1] if index + 1 < len(command) else ""))
+    return values
 
 
-def _same_host(told: str, host: str) -> bool:
+def _same_host(given: str, host: str) -> bool:
     def canonical(name: str) -> str:
         name = name.strip().lower()
         return ip_address_of(name) or ("127.0.0.1" if name == "localhost" else name)
 
-    return canonical(told) == canonical(host)
+    return canonical(given) == canonical(host)

@@ -35,7 +35,7 @@ _CACHE_RAM_FLAGS = ("-cram", "--cache-ram")
 _HELP_LINE = re.compile(r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)")
 
 
-class _Breach(Struct, frozen=True):
+class _UnsafeOption(Struct, frozen=True):
     """Flags and variables that break what the library promises. `why` completes "server_cmd has
     FLAG: "."""
 
@@ -47,8 +47,8 @@ class _Breach(Struct, frozen=True):
     among_slots: bool = False  # harmless with a single slot
 
 
-_BREACHES = (
-    _Breach(
+_UNSAFE_OPTIONS = (
+    _UnsafeOption(
         ("--tools", "-ag", "--agent", "--mcp-servers-config", "--mcp-servers-json"),
         "the server may start programs outside its own process tree, which outlive it; tools of a "
         "worker are its normal_tools",
@@ -59,7 +59,7 @@ _BREACHES = (
             "LLAMA_ARG_MCP_SERVERS_JSON",
         ),
     ),
-    _Breach(
+    _UnsafeOption(
         ("--sleep-idle-seconds",),
         (
             "the server unloads its model when idle; the next request waits for the load, and "
@@ -67,8 +67,8 @@ _BREACHES = (
         ),
         off="-1",
     ),
-    _Breach(("--log-prompts-dir",), "the server writes every prompt to disk"),
-    _Breach(
+    _UnsafeOption(("--log-prompts-dir",), "the server writes every prompt to disk"),
+    _UnsafeOption(
         ("-kvu", "--kv-unified", "--kv-unified-per-slot"),
         (
             "all slots share one context; requests that fill it together are all aborted, and one "
@@ -78,7 +78,7 @@ _BREACHES = (
         negations=("-no-kvu", "--no-kv-unified"),
         among_slots=True,
     ),
-    _Breach(
+    _UnsafeOption(
         ("--context-shift",),
         (
             "a request that fills its context does not end; the server forgets the beginning of "
@@ -87,12 +87,12 @@ _BREACHES = (
         variables=("LLAMA_ARG_CONTEXT_SHIFT",),
         negations=("--no-context-shift",),
     ),
-    _Breach(
+    _UnsafeOption(
         ("--reuse-port",),
         "another process may listen on the same port, and receive the worker's requests",
         variables=("LLAMA_ARG_REUSE_PORT",),
     ),
-    _Breach(
+    _UnsafeOption(
         ("--lora", "--lora-scaled", "--lora-init-without-apply"),
         (
             "a request with other scales than its neighbours' (`lora` among its params) is not "
@@ -110,10 +110,10 @@ def command_warnings(
 ) -> list[str]:
     """What in a server's command breaks a promise of this library: lines for a person."""
     lines = []
-    for breach in _BREACHES:
-        named = _given(breach, command, env)
-        if named and not (breach.among_slots and _has_one_slot(command)):
-            lines.append(f"server_cmd has {', '.join(named)}: {breach.why}")
+    for option in _UNSAFE_OPTIONS:
+        named = _given(option, command, env)
+        if named and not (option.among_slots and _has_one_slot(command)):
+            lines.append(f"server_cmd has {', '.join(named)}: {option.why}")
     if _program_at(command) is not None and not _names_model(command, env):
         lines.append(
             "server_cmd names no model: llama-server then runs as a router, which starts a server "
@@ -146,8 +146,8 @@ def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) 
 def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     """A line for a person where whatever waits for a batch waits longer than it has to."""
     given = [value for _, value in flag_values(command, BATCH_FLAGS)]
-    told = given[-1] if given else env.get("LLAMA_ARG_BATCH", "")
-    size = int(told) if told.isdecimal() else DEFAULT_BATCH_SIZE
+    size_text = given[-1] if given else env.get("LLAMA_ARG_BATCH", "")
+    size = int(size_text) if size_text.isdecimal() else DEFAULT_BATCH_SIZE
     if size <= BATCH_SIZE:
         return None
     return (
@@ -187,9 +187,9 @@ def read_help(text: str) -> KnownFlags | None:
     """From what `llama-server --help` prints; None where that lists no flags."""
     counts: dict[str, int] = {}
     for line in text.splitlines():
-        found = _HELP_LINE.match(line)
-        if found:
-            flags, hint = found.groups()
+        match = _HELP_LINE.match(line)
+        if match:
+            flags, hint = match.groups()
             # "<tensor name pattern>=<buffer type>,..." is one
             words_count = 1 if "<" in hint else len(hint.split())
             counts |= dict.fromkeys(re.split(", +", flags), words_count)
@@ -239,13 +239,13 @@ def _program_at(command: Sequence[str]) -> int | None:
     )
 
 
-def _given(breach: _Breach, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The flags and variables of the breach that are in force."""
-    given = flag_values(command, (*breach.flags, *breach.negations))
-    if given and given[-1][0] in breach.negations:
+def _given(option: _UnsafeOption, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The flags and variables of the option that are in force."""
+    given = flag_values(command, (*option.flags, *option.negations))
+    if given and given[-1][0] in option.negations:
         return []  # a flag outdoes a variable
-    named = [flag for flag, value in given if flag not in breach.negations and value != breach.off]
-    values = {name: env.get(name, "") for name in breach.variables}
+    named = [flag for flag, value in given if flag not in option.negations and value != option.off]
+    values = {name: env.get(name, "") for name in option.variables}
     return named + [
         name for name, value in values.items() if value and value.lower() not in _OFF_VALUES
     ]

@@ -76,19 +76,19 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
     try:
         configs = _fleet(data)
-    except _Misfit as misfit:
-        number = _line_of(text, misfit.path)
+    except _BadEntry as invalid:
+        number = _line_of(text, invalid.path)
         place = os.fspath(path) if number is None else f"{os.fspath(path)}:{number}"
-        keys = ".".join(key if re.fullmatch(r"[\w-]+", key) else repr(key) for key in misfit.path)
-        raise ConfigError(": ".join(filter(None, (place, keys, misfit.problem)))) from misfit
+        keys = ".".join(key if re.fullmatch(r"[\w-]+", key) else repr(key) for key in invalid.path)
+        raise ConfigError(": ".join(filter(None, (place, keys, invalid.problem)))) from invalid
     commands = {name: config.server_cmd for name, config in configs.items()}
     if line := memory_warning(commands, memory_bytes()):
         warnings.warn(f"{os.fspath(path)}: {line}", stacklevel=2)
     return configs
 
 
-class _Misfit(Exception):
-    """What stands at `path` cannot be."""
+class _BadEntry(Exception):
+    """The entry at `path` is invalid."""
 
     def __init__(self, path: KeyPath, problem: str) -> None:
         super().__init__(problem)
@@ -97,8 +97,8 @@ class _Misfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
-    """A table of the file, and where it stands."""
+class _PlacedTable:
+    """A table of the file, and its path."""
 
     at: KeyPath
     table: Table
@@ -113,42 +113,42 @@ class _Merged:
     origins: Mapping[str, KeyPath]  # where each value stands
 
     @classmethod
-    def of(cls, levels: Sequence[_Level]) -> _Merged:
+    def of(cls, levels: Sequence[_PlacedTable]) -> _Merged:
         """A later level's value replaces an earlier one's."""
         values = {key: value for level in levels for key, value in level.table.items()}
         origins = {key: (*level.at, key) for level in levels for key in level.table}
         return cls(values, levels[-1].at, origins)
 
     def build(self, make: Callable[..., T], **arguments: Any) -> T:
-        """`make(**arguments)`; what it refuses is laid to the first key here that its message
-        names."""
+        """`make(**arguments)`; what it refuses is attributed to the first key here that its
+        message names."""
         try:
             return make(**arguments)
         except (TypeError, ConfigError) as error:
             named = (word for word in re.findall(r"\w+", str(error)) if word in self.origins)
-            raise _Misfit(self.origins.get(next(named, ""), self.at), str(error)) from error
+            raise _BadEntry(self.origins.get(next(named, ""), self.at), str(error)) from error
 
 
 def _fleet(data: Table) -> dict[str, WorkerConfig]:
-    _check_keys(_Level((), data), {"defaults", "workers"})
-    defaults = _Level(("defaults",), _table(("defaults",), data.get("defaults", {})))
+    _check_keys(_PlacedTable((), data), {"defaults", "workers"})
+    defaults = _PlacedTable(("defaults",), _table(("defaults",), data.get("defaults", {})))
     _check_keys(defaults, _WORKER_KEYS - {"port", "server_cmd"})
     workers = _table(("workers",), data.get("workers", {}))
     if not workers:
-        raise _Misfit((), "no workers; each needs a table [workers.NAME]")
+        raise _BadEntry((), "no workers; each needs a table [workers.NAME]")
     configs: dict[str, WorkerConfig] = {}
     ports: dict[tuple[str, int], str] = {}
     for name, table in workers.items():
-        own = _Level(("workers", name), _table(("workers", name), table))
+        own = _PlacedTable(("workers", name), _table(("workers", name), table))
         _check_keys(own, _WORKER_KEYS)
         config = configs[name] = _worker(name, defaults, own)
         other = ports.setdefault((config.connect_host, config.port), name)
         if other != name:
-            raise _Misfit((*own.at, "port"), f"{config.port} is the port of {other!r} already")
+            raise _BadEntry((*own.at, "port"), f"{config.port} is the port of {other!r} already")
     return configs
 
 
-def _worker(name: str, defaults: _Level, own: _Level) -> WorkerConfig:
+def _worker(name: str, defaults: _PlacedTable, own: _PlacedTable) -> WorkerConfig:
     if "server_cmd" in own.table:  # a whole command takes nothing from the defaults
         defaults = replace(
             defaults, table={k: v for k, v in defaults.table.items() if k not in _COMMAND_KEYS}
@@ -164,11 +164,11 @@ def _worker(name: str, defaults: _Level, own: _Level) -> WorkerConfig:
             values[key] = _profile(_nested(levels, key), make, presets)
     for key in ("host", "port"):
         if key not in values:
-            raise _Misfit(own.at, f"{key} is missing")
+            raise _BadEntry(own.at, f"{key} is missing")
     if "server_cmd" not in values:
         values["server_cmd"] = _server_cmd(merged, values)
     elif beside := sorted(_COMMAND_KEYS & set(values)):
-        raise _Misfit(
+        raise _BadEntry(
             merged.origins[beside[0]], "has no effect beside server_cmd: leave out one of them"
         )
     return merged.build(
@@ -178,10 +178,10 @@ def _worker(name: str, defaults: _Level, own: _Level) -> WorkerConfig:
 
 def _server_cmd(merged: _Merged, values: Table) -> tuple[str, ...]:
     if "model" not in values:
-        raise _Misfit(merged.at, "a model (a GGUF file) is missing, or a whole server_cmd")
+        raise _BadEntry(merged.at, "a model (a GGUF file) is missing, or a whole server_cmd")
     for key in ("model", "executable"):
         if key in values and not (isinstance(values[key], str) and values[key]):
-            raise _Misfit(merged.origins[key], f"must be a non-empty str, not {values[key]!r}")
+            raise _BadEntry(merged.origins[key], f"must be a non-empty str, not {values[key]!r}")
     parts = {key: values[key] for key in _COMMAND_KEYS if key in values}
     return merged.build(
         llama_server_cmd,
@@ -192,17 +192,17 @@ def _server_cmd(merged: _Merged, values: Table) -> tuple[str, ...]:
     )
 
 
-def _nested(levels: Sequence[_Level], key: str) -> _Merged:
+def _nested(levels: Sequence[_PlacedTable], key: str) -> _Merged:
     """The tables that stand at `key`, merged; a string is the name of a preset."""
-    found = []
+    tables = []
     for level in levels:
         value, at = level.table.get(key), (*level.at, key)
         if value is None or (value == _OFF and key in _MAY_BE_OFF):
             continue
         if isinstance(value, str) and key in _WITH_PRESETS:
             value = {"preset": value}
-        found.append(_Level(at, _table(at, value)))
-    return _Merged.of(found)
+        tables.append(_PlacedTable(at, _table(at, value)))
+    return _Merged.of(tables)
 
 
 def _profile(merged: _Merged, make: type[Any], presets: Mapping[str, Callable[[], Any]]) -> Any:
@@ -211,36 +211,36 @@ def _profile(merged: _Merged, make: type[Any], presets: Mapping[str, Callable[[]
     allowed = {*may_be_none, *(["preset"] if presets else [])}
     for key in merged.values:
         if key not in allowed:
-            raise _Misfit(merged.origins[key], _unknown(key, allowed))
+            raise _BadEntry(merged.origins[key], _unknown(key, allowed))
     changes = {k: None if v == _OFF and may_be_none.get(k) else v for k, v in merged.values.items()}
     if isinstance(changes.get("recycle"), Mapping):
         at = merged.origins["recycle"]
-        changes["recycle"] = _recycle(_Level(at, _table(at, changes["recycle"])))
+        changes["recycle"] = _recycle(_PlacedTable(at, _table(at, changes["recycle"])))
     preset = changes.pop("preset", None)
     if preset is None:
         return merged.build(make, **changes)
     if not (isinstance(preset, str) and preset in presets):
-        raise _Misfit(
+        raise _BadEntry(
             merged.origins["preset"],
             f"must be one of {', '.join(map(repr, presets))}, not {preset!r}",
         )
     return merged.build(partial(replace, presets[preset]()), **changes)
 
 
-def _recycle(level: _Level) -> Recycle:
+def _recycle(level: _PlacedTable) -> Recycle:
     for key in level.table:
         if key not in (allowed := {field.name for field in fields(Recycle)}):
-            raise _Misfit((*level.at, key), _unknown(key, allowed))
+            raise _BadEntry((*level.at, key), _unknown(key, allowed))
     return _Merged.of([level]).build(Recycle, **level.table)
 
 
 def _table(at: KeyPath, value: object) -> Table:
     if not isinstance(value, Mapping):
-        raise _Misfit(at, f"must be a table, not {type(value).__name__}")
+        raise _BadEntry(at, f"must be a table, not {type(value).__name__}")
     return value
 
 
-def _check_keys(level: _Level, allowed: set[str]) -> None:
+def _check_keys(level: _PlacedTable, allowed: set[str]) -> None:
     for key in level.table:
         if key in allowed:
             continue
@@ -252,7 +252,7 @@ def _check_keys(level: _Level, allowed: set[str]) -> None:
             problem = "is each worker's own: it cannot be among the defaults"
         else:
             problem = _unknown(key, allowed)
-        raise _Misfit((*level.at, key), problem)
+        raise _BadEntry((*level.at, key), problem)
 
 
 def _unknown(key: str, allowed: set[str]) -> str:

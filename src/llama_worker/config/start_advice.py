@@ -145,7 +145,7 @@ def advice(
         case StartFailReason.EXITED:
             return _why_it_ended(detail, returncode, log_tail)
         case StartFailReason.SPAWN_FAILED:
-            return _told_by(detail, _LACKS)
+            return _advice_by(detail, _LACKS)
         case StartFailReason.STARTUP_TIMEOUT:
             listens = _LISTENS.findall("\n".join(log_tail))
             if not listens:
@@ -210,7 +210,7 @@ def not_executed(program: str, number: int, why: str) -> str:
 def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) -> str | None:
     """`returncode` is negative for a signal, None where it is not known."""
     log = "\n".join((*log_tail, detail))
-    if todo := _told_by(log, _BY_LOG):
+    if todo := _advice_by(log, _BY_LOG):
         return todo
     if returncode is not None and -returncode in _BY_SIGNAL:
         return _BY_SIGNAL[-returncode]
@@ -221,20 +221,20 @@ def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) 
     )
 
 
-def _told_by(text: str, table: Sequence[tuple[re.Pattern[str], str]]) -> str | None:
+def _advice_by(text: str, table: Sequence[tuple[re.Pattern[str], str]]) -> str | None:
     """What to do, by the first pattern that is found."""
-    found = ((pattern.search(text), todo) for pattern, todo in table)
-    return next((_filled_in(todo, match) for match, todo in found if match), None)
+    matches = ((pattern.search(text), todo) for pattern, todo in table)
+    return next((_filled_in(todo, match) for match, todo in matches if match), None)
 
 
 def _filled_in(todo: str, match: re.Match[str]) -> str:
     """With the names that the log tells."""
-    told = match.groupdict()
-    option = told.get("option") or ""
+    parts = match.groupdict()
+    option = parts.get("option") or ""
     is_known = option in COMMON_OPTIONS
     near = None if is_known else did_you_mean(option, COMMON_OPTIONS, cutoff=_NEAR)
     for name, text in {
-        "{path}": told.get("path") or "",
+        "{path}": parts.get("path") or "",
         "{option}": option or "an option",
         "{meant}": f"{near} Else " if near else "",
     }.items():

@@ -77,18 +77,18 @@ def checked_str(
 ) -> None:
     """Text that can be encoded; servers refuse lone surrogates (b11434). A secret is not shown in
     the error."""
-    told = "(not shown)" if secret else shown(value)
+    safe_text = "(not shown)" if secret else shown(value)
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {told}")
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {safe_text}")
     if not empty and not value:
         raise ConfigError(f"{name} must not be empty")
     if not nul and "\0" in value:
-        raise ConfigError(f"{name} must not contain a NUL character: {told}")
+        raise ConfigError(f"{name} must not contain a NUL character: {safe_text}")
     try:
         value.encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{name} must be valid Unicode, without lone surrogates: {told}"
+            f"{name} must be valid Unicode, without lone surrogates: {safe_text}"
         ) from None
 
 
