@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +419,40 @@ def test_an_abort_ends_an_exchange_that_waits(make_server: MakeServer) -> None:
 
     with pytest.raises(Aborted):
         ask(make_server(serve).port, abort=abort, within_s=100 * WAIT_S)
+
+
+@pytest.mark.parametrize("reply", [b"", b"SSH 200\r\n\r\n"], ids=["ended", "not HTTP"])
+def test_what_is_being_cut_is_not_closed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, make_server: MakeServer, reply: bytes
+) -> None:
+    """Its descriptor may be another connection's in the next instant."""
+    abort, open_while_cut = Abort(), list[bool]()
+    asked, may_end, cutting, may_go_on = (threading.Event() for _ in range(4))
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        asked.set()
+        may_end.wait(WAIT_S)
+        connection.sendall(reply)
+        connection.close()
+
+    def shut_down(connection: socket.socket) -> None:
+        cutting.set()
+        may_go_on.wait(WAIT_S)
+        open_while_cut.append(connection.fileno() >= 0)
+
+    monkeypatch.setattr(abortable_socket, "shut_down", shut_down)
+    with ThreadPoolExecutor() as threads:
+        question = threads.submit(ask, make_server(serve).port, abort=abort)
+        assert asked.wait(WAIT_S)
+        cut = threads.submit(abort.abort)
+        assert cutting.wait(WAIT_S)
+        may_end.set()
+        wait([question], timeout=0.2)  # it waits, too
+        may_go_on.set()
+        cut.result(WAIT_S)
+        assert isinstance(question.exception(WAIT_S), Aborted)
+    assert open_while_cut == [True]
 
 
 def test_a_question_over_ipv6() -> None:

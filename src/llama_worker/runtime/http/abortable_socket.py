@@ -86,8 +86,8 @@ class Waiter(Protocol):
 class _KeepsReader:
     """Part of a socket: keeps the reader from which http.client takes the headers."""
 
-    reader: io.BufferedReader
-    abort: Abort
+    reader: io.BufferedReader | None = None
+    abort = Abort()  # nobody's, until it is connected
     waiter: Waiter | None = None
     deadline: float | None = None
     has_ended = False  # the server has closed it
@@ -97,6 +97,12 @@ class _KeepsReader:
         raw: io.RawIOBase = super().makefile("rb", buffering=0)  # type: ignore[misc]
         self.reader = io.BufferedReader(_Waiting(raw, cast(AbortableSocket, self)))
         return self.reader
+
+    def close(self) -> None:
+        """http.client closes it before its reader, which then has the descriptor."""
+        if self.reader is None:
+            self.abort.detach()
+        super().close()  # type: ignore[misc]
 
 
 class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # one kind of makefile
@@ -137,6 +143,7 @@ class _Waiting(io.RawIOBase):
                 raise TimeoutError("the time for the reply is up")
 
     def close(self) -> None:
+        self._connection.abort.detach()
         self._raw.close()
         super().close()
 

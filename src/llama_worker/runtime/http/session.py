@@ -104,6 +104,7 @@ class HttpReply:
         """The connection, which no longer blocks, and what of the body was read with the headers:
         from now on the caller reads it."""
         self._connection.setblocking(False)
+        assert self._connection.reader is not None
         try:
             return self._connection, self._connection.reader.peek()
         except ssl.SSLWantReadError:
@@ -302,6 +303,7 @@ class _Connection(urllib3.connection.HTTPConnection):
 
 class _TlsConnection(_Connection, urllib3.connection.HTTPSConnection):
     def _secure(self, connection: AbortableSocket) -> AbortableSocket:
+        self._request.abort.detach()  # another object takes the descriptor over
         secured = secure(connection, self.host, self.ca_certs, self.ca_cert_dir)
         self.is_verified = True
         return secured
