@@ -16,7 +16,7 @@ from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.server import lifecycle
 from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, is_degenerate
 from llama_worker.server.journal import Journal
-from llama_worker.server.lifecycle import Drained, Lifecycle
+from llama_worker.server.lifecycle import Drained
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,
@@ -25,6 +25,7 @@ from llama_worker.server.lifecycle_states import (
     Ending,
     Failed,
     Launching,
+    Lifecycle,
     Ready,
     RecordRestart,
     Resolve,

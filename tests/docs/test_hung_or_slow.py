@@ -13,7 +13,7 @@ from llama_worker import RequestFailReason, RequestPhase, StartFailReason, Timeo
 from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
-from llama_worker.server import blame, lifecycle, liveness, pace
+from llama_worker.server import blame, lifecycle, lifecycle_endings, liveness, pace
 from llama_worker.server.blame import Verdict
 from llama_worker.server.timeouts import DEAD_BESIDE_MULTIPLE, Neighbours, verdict
 from tests.docs.pages import DOCS, names_in, table
@@ -156,12 +156,10 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
 def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    said = (
-        r'(?:_(?:restart|trouble)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason=)\s*"(\w+)"'
-    )
+    said = r'(?:_?(?:restart|trouble)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason=)\s*"(\w+)"'
     sources = [
         Path(str(module.__file__)).read_text()
-        for module in (lifecycle, server_life, worker_actor, blame)
+        for module in (lifecycle, lifecycle_endings, server_life, worker_actor, blame)
     ]
     in_code = {cause for source in sources for cause in re.findall(said, source)}
     launches = set(StartFailReason) - {

@@ -32,8 +32,7 @@ from llama_worker.gaps import LATE_S
 from llama_worker.request.messages import RequestEnded, StreamEvents
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server.blame import is_degenerate
-from llama_worker.server.lifecycle import Lifecycle
-from llama_worker.server.lifecycle_states import BackingOff, Launching
+from llama_worker.server.lifecycle_states import BackingOff, Launching, Lifecycle
 from llama_worker.server.messages import Drain
 from llama_worker.server.termination import Signal
 from llama_worker.stream.events import ReasoningDelta, TextDelta

@@ -201,7 +201,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("stop() resolves too soon", _LIFE + "_stop", then(_stops_too_soon)),
     Bug(
         "a restart does not wait for the old process",
-        _LIFE + "_restart",
+        _LIFE + "restart",
         then(_restarts_beside_the_old),
         "livelock",
     ),
@@ -213,7 +213,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "nothing wakes after the backoff",
-        _LIFE + "Lifecycle.deadline",
+        "server.lifecycle_states:Lifecycle.deadline",
         without_deadline(lambda life: isinstance(life.state, BackingOff)),
         "crash",
     ),
@@ -237,7 +237,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "the last request does not end a drain",
-        _LIFE + "_drained",
+        _LIFE + "drained",
         lambda right: lambda life, *rest: (life, ()),
         NOTHING,
     ),

@@ -7,17 +7,27 @@ its effects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.config.profiles import RestartPolicy
 from llama_worker.config.start_advice import described
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
 from llama_worker.server.blame import RestartCause
+from llama_worker.server.lifecycle_endings import (
+    CLOSING_S,
+    drained,
+    kill,
+    launch,
+    launch_over,
+    lost_while_draining,
+    recycle,
+    restart,
+    terminate,
+    tree_gone,
+    unkillable,
+)
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,
@@ -25,6 +35,7 @@ from llama_worker.server.lifecycle_states import (
     Ending,
     Failed,
     Launching,
+    Lifecycle,
     Ready,
     RecordRestart,
     Resolve,
@@ -41,7 +52,6 @@ from llama_worker.server.messages import (
     Exited,
     GpuFaulted,
     HealthLost,
-    Launch,
     LaunchFailed,
     Restart,
     Start,
@@ -50,11 +60,8 @@ from llama_worker.server.messages import (
     Terminate,
     Unkillable,
 )
-from llama_worker.server.restart_budget import Lockout, RecycleDue, RestartBudget
-from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
-
-# how long SIGTERM waits for our own connections to be closed; the server waits for open ones
-CLOSING_S = 1.0
+from llama_worker.server.restart_budget import RecycleDue
+from llama_worker.types import RequestFailReason, StartFailReason
 
 LaunchNews = (
     BecameReady
@@ -78,76 +85,6 @@ LifecycleMessage = (
 )
 
 
-class Lifecycle(Struct, frozen=True, kw_only=True):
-    """Everything that decides about the server's life."""
-
-    policy: RestartPolicy
-    stop_grace_s: float = 10.0
-    state: State = field(default_factory=Stopped)
-    epoch: int = 0  # of the latest launch
-    budget: RestartBudget = field(default_factory=RestartBudget)
-    last_error: str | None = None
-
-    def broken(self) -> Iterator[str]:
-        """Which invariants do not hold; for a person."""
-        epoch = getattr(self.state, "epoch", self.epoch)
-        if epoch != self.epoch:
-            yield f"{self.state} is not of the latest launch, {self.epoch}"
-        serves = isinstance(self.state, Ready | Draining)
-        if serves is not (self.budget.ready_at is not None):
-            yield f"{self.state}, and READY since {self.budget.ready_at}"
-        if len(self.budget.recent) > self.budget.restart_count:
-            counts = f"{len(self.budget.recent)}, of {self.budget.restart_count} in all"
-            yield f"restarts in the window: {counts}"
-
-    @property
-    def public_state(self) -> WorkerState:
-        """What the host is told."""
-        match self.state:
-            case Stopped():
-                return WorkerState.STOPPED
-            case Failed() | Ending(stuck=str()):
-                return WorkerState.FAILED
-            case Ready() | Draining():
-                return WorkerState.READY
-            case Launching() | BackingOff() | Ending():
-                return WorkerState.RUNNING
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether `drain()` was called, and the server is not gone yet."""
-        match self.state:
-            case Draining() | Ending(goal=ToStopped(draining=True)):
-                return True
-            case _:
-                return False
-
-    @property
-    def waits_for_requests(self) -> bool:
-        """Whether `Drained` has an effect."""
-        return isinstance(self.state, Draining) or (
-            isinstance(self.state, Ending) and self.state.gone
-        )
-
-    @property
-    def is_moving(self) -> bool:
-        """On its way from one state in which it may rest to another."""
-        match self.state:
-            case Launching() | BackingOff() | Ending(stuck=None):
-                return True
-            case _:
-                return False
-
-    @property
-    def deadline(self) -> float | None:
-        """When `tick` has something to do; None: never."""
-        match self.state:
-            case Ending(closing_until=at) | BackingOff(resume_at=at):
-                return at
-            case _:
-                return None
-
-
 def step(  # noqa: C901  one line per case
     life: Lifecycle, message: LifecycleMessage, now: float
 ) -> tuple[Lifecycle, Effects]:
@@ -166,9 +103,9 @@ def step(  # noqa: C901  one line per case
         case _, Drain():  # no request is in flight
             return _stop(life, now, life.stop_grace_s, draining=True)
         case Draining() as draining, Drained():
-            return _drained(life, draining, now)
+            return drained(life, draining, now)
         case Ending(gone=True) as ending, Drained():
-            return _gone(life, ending, now)
+            return launch_over(life, ending, now)
         case _, Restart(reason=reason):
             return _restart_by_hand(life, now, reason)
         case Launching(), BecameReady():  # the server answers, and it is ours
@@ -182,14 +119,14 @@ def step(  # noqa: C901  one line per case
             return _startup_failed(life, now, WorkerStartError(reason, detail), first=first)
         case Draining() as draining, Died():
             reason = RequestFailReason.SERVER_DIED
-            return _lost_while_draining(life, draining, now, reason, _described(message))
+            return lost_while_draining(life, draining, now, reason, _described(message))
         case Ready(), Died():  # its guard kills the rest of its tree; Exited follows
             died, effects = _server_died(life, now, message)
             return died, (*effects, Terminate(epoch=life.epoch, grace_s=0.0))
         case _, Exited():
             return _exited(life, now, message)
         case Ending(gone=False) as ending, Unkillable(detail=detail):
-            return _unkillable(life, ending, detail)
+            return unkillable(life, ending, detail)
         case ((Ready() | Draining() | Launching()), HealthLost(detail=detail)):
             return _trouble(life, now, "health_lost", detail)
         case ((Ready() | Draining() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
@@ -197,15 +134,15 @@ def step(  # noqa: C901  one line per case
         case ((Ready() | Draining() | Launching()), RestartCause(reason=reason, detail=detail)):
             return _trouble(life, now, reason, detail)
         case Ready(), RecycleDue(detail=detail):
-            return _recycle(life, now, detail)
+            return recycle(life, now, detail)
         case Ending(
             closing_until=float()
         ) as ending, StreamsClosed():  # no connection of ours is open any more
-            return _terminate(life, ending)
+            return terminate(life, ending)
         case Ending(closing_until=float(at)) as ending, Tick() if now >= at:
-            return _terminate(life, ending)
+            return terminate(life, ending)
         case BackingOff(resume_at=at), Tick() if now >= at:
-            return _launch(life, first=False)
+            return launch(life, first=False)
         case _:
             return life, ()
 
@@ -221,7 +158,7 @@ def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
         case Ready():
             return life, (Resolve(Start),)
         case Stopped() | Failed():
-            return _launch(replace(life, budget=life.budget.cleared(), last_error=None), first=True)
+            return launch(replace(life, budget=life.budget.cleared(), last_error=None), first=True)
         case Ending(stuck=str(stuck)):
             return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Draining() as draining:
@@ -270,30 +207,6 @@ def _stop(
             return replace(life, state=sooner), (Resolve(Start, stopped), *hurry)
 
 
-def _drained(life: Lifecycle, draining: Draining, now: float) -> tuple[Lifecycle, Effects]:
-    """The last request has ended: stop the server, which is idle."""
-    goal = ToStopped(then_start=draining.then_start, draining=True)
-    ending = Ending(
-        epoch=life.epoch, goal=goal, grace_s=life.stop_grace_s, closing_until=now + CLOSING_S
-    )
-    left = replace(life, state=ending, budget=life.budget.left_ready(now))
-    return left, (CloseAllStreams(epoch=life.epoch),)
-
-
-def _lost_while_draining(
-    life: Lifecycle, draining: Draining, now: float, reason: RequestFailReason, detail: str
-) -> tuple[Lifecycle, Effects]:
-    """What still ran fails; nobody wants another launch."""
-    goal = ToStopped(then_start=draining.then_start, draining=True)
-    left = replace(
-        life,
-        state=Ending(epoch=life.epoch, goal=goal),
-        budget=life.budget.left_ready(now),
-        last_error=detail,
-    )
-    return left, (Abandon(reason=reason, detail=detail), *_kill(life.epoch))
-
-
 def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, Effects]:
     """`restart()`: without backoff, and nothing for the lockout to count. Whoever waits is answered
     by a Resolve, now or later."""
@@ -306,9 +219,9 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
             ending = Ending(epoch=life.epoch, goal=ToRestart(now))
             planned = replace(life, state=ending, budget=life.budget.planned(now))
             note = RecordRestart(reason="requested", detail=detail, delay_s=0.0)
-            return planned, (note, abandon, *_kill(life.epoch))
+            return planned, (note, abandon, *kill(life.epoch))
         case BackingOff():
-            return _launch(life, first=False)
+            return launch(life, first=False)
         case Ending(stuck=str(stuck)):
             return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Ending(goal=ToRestart()) as ending:
@@ -324,14 +237,6 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
             return life, (Resolve(Start, WorkerStartError(StartFailReason.STOPPED, detail)),)
 
 
-def _kill(epoch: int) -> Effects:
-    """At once; what is seen of the server is kept."""
-    return (
-        CloseAllStreams(epoch=epoch),
-        Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
-    )
-
-
 def _launch_failed(
     life: Lifecycle, now: float, error: WorkerStartError
 ) -> tuple[Lifecycle, Effects]:
@@ -339,9 +244,9 @@ def _launch_failed(
         case Launching(first=True):
             return _start_failed(life, error)
         case Launching():
-            return _restart(life, now, str(error.reason), error.detail, gone=True, failure=error)
+            return restart(life, now, str(error.reason), error.detail, gone=True, failure=error)
         case Ending() as ending:
-            return _tree_gone(life, ending), ()
+            return tree_gone(life, ending), ()
         case _:
             return life, ()
 
@@ -351,12 +256,12 @@ def _startup_failed(
 ) -> tuple[Lifecycle, Effects]:
     """The launch will not become ready: end its process; a first launch fails with this."""
     epoch = life.epoch
-    kill = _kill(epoch)
     if not first:
-        return _restart(life, now, str(error.reason), error.detail, kill, failure=error)
+        effects = kill(epoch)
+        return restart(life, now, str(error.reason), error.detail, effects, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
     ending = Ending(epoch=epoch, goal=goal, start_error=error)
-    return replace(life, state=ending, last_error=str(error)), kill
+    return replace(life, state=ending, last_error=str(error)), kill(epoch)
 
 
 def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Effects]:
@@ -375,41 +280,25 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             )
         case Launching():
             error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
-            return _restart(
+            return restart(
                 life, now, "exited", f"{detail} before it was ready", gone=True, failure=error
             )
         case Ready():
             return _server_died(life, now, exited, gone=True)
         case Draining() as draining:
             died = RequestFailReason.SERVER_DIED
-            lost, effects = _lost_while_draining(life, draining, now, died, detail)
+            lost, effects = lost_while_draining(life, draining, now, died, detail)
             assert isinstance(lost.state, Ending)
-            return _tree_gone(lost, lost.state), effects
+            return tree_gone(lost, lost.state), effects
         case Ending(start_error=WorkerStartError() as error) as ending:
             whole = WorkerStartError(
                 error.reason, error.detail, returncode=error.returncode, log_tail=log_tail
             )
-            return _tree_gone(life, replace(ending, start_error=whole)), ()
+            return tree_gone(life, replace(ending, start_error=whole)), ()
         case Ending() as ending:
-            return _tree_gone(life, ending), ()
+            return tree_gone(life, ending), ()
         case _:
             return life, ()
-
-
-def _tree_gone(life: Lifecycle, ending: Ending) -> Lifecycle:
-    """Nothing of the tree is left: what is missing are the records of requests."""
-    return replace(life, state=replace(ending, gone=True, closing_until=None))
-
-
-def _unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle, Effects]:
-    """SIGKILL has no effect. FAILED, and no second server beside it, until the process is gone one
-    day."""
-    error = WorkerStartError(StartFailReason.UNKILLABLE, detail)
-    # A start that waited for the end is answered now.
-    goal = ToStopped() if isinstance(ending.goal, ToStopped) else ending.goal
-    stuck = replace(ending, goal=goal, start_error=None, closing_until=None, stuck=detail)
-    known = replace(life, state=stuck, last_error=str(error))
-    return known, (Resolve(Start, error), Resolve(Stop, WorkerStopError("unkillable", detail)))
 
 
 def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
@@ -417,24 +306,12 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
     repave."""
     if isinstance(life.state, Draining):
         told = f"{reason}: {detail}; the worker was draining"
-        return _lost_while_draining(life, life.state, now, RequestFailReason.WORKER_STOPPED, told)
+        return lost_while_draining(life, life.state, now, RequestFailReason.WORKER_STOPPED, told)
     effects: Effects = (
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
-        *_kill(life.epoch),
+        *kill(life.epoch),
     )
-    return _restart(life, now, reason, detail, effects)
-
-
-def _launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
-    epoch = life.epoch + 1
-    return replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch), (
-        Launch(epoch=epoch),
-    )
-
-
-def _terminate(life: Lifecycle, ending: Ending) -> tuple[Lifecycle, Effects]:
-    told = replace(life, state=replace(ending, closing_until=None))
-    return told, (Terminate(epoch=ending.epoch, grace_s=ending.grace_s),)
+    return restart(life, now, reason, detail, effects)
 
 
 def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
@@ -451,89 +328,10 @@ def _server_died(
     detail = _described(death)
     effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),)
     if death.lack_of_memory is not None:
-        return _restart(life, now, "out_of_memory", detail, effects, gone=gone)
-    return _restart(life, now, "server_died", detail, effects, gone=gone)
+        return restart(life, now, "out_of_memory", detail, effects, gone=gone)
+    return restart(life, now, "server_died", detail, effects, gone=gone)
 
 
 def _described(death: Died | Exited) -> str:
     how = f"the server ended with {described(death.returncode)}"
     return how if death.lack_of_memory is None else f"{how}: {death.lack_of_memory}"
-
-
-def _recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:
-    """A planned restart of an idle server: no failure, so without backoff, and nothing for the
-    lockout to count."""
-    ending = Ending(
-        epoch=life.epoch,
-        goal=ToRestart(now),
-        grace_s=life.stop_grace_s,
-        closing_until=now + CLOSING_S,
-    )
-    effects: Effects = (
-        RecordRestart(reason="recycled", detail=detail, delay_s=0.0),
-        CloseAllStreams(epoch=life.epoch),
-    )
-    return replace(life, state=ending, budget=life.budget.planned(now)), effects
-
-
-def _restart(
-    life: Lifecycle,
-    now: float,
-    reason: str,
-    detail: str,
-    effects: Effects = (),
-    *,
-    gone: bool = False,
-    failure: WorkerStartError | None = None,
-) -> tuple[Lifecycle, Effects]:
-    """Decide whether there is another launch, once this one is over.
-
-    `gone`: nothing of its tree is left. `failure`: what a launch that did not become ready came to,
-    for a `start()` that shares it.
-    """
-    budget, decision = life.budget.next(now, life.policy)
-    goal: ToFailed | ToRestart
-    if isinstance(decision, Lockout):
-        detail = f"{detail}; {decision.detail}"
-        goal, error = ToFailed(), _locked_out(failure, f"{reason}: {detail}")
-        note = RecordRestart(reason=reason, detail=detail, delay_s=None)
-    else:
-        goal, error = ToRestart(now + decision.delay_s), None
-        note = RecordRestart(reason=reason, detail=detail, delay_s=decision.delay_s)
-    ending = Ending(epoch=life.epoch, goal=goal, gone=gone, start_error=error)
-    ends = replace(life, budget=budget, state=ending, last_error=f"{reason}: {detail}")
-    return ends, (note, *effects)
-
-
-def _locked_out(failure: WorkerStartError | None, detail: str) -> WorkerStartError:
-    """What a `start()` that shared the restarts is told. The worker is FAILED, which `port_in_use`
-    would deny."""
-    if failure is None:
-        return WorkerStartError(StartFailReason.EXITED, detail)
-    reason = (
-        StartFailReason.EXITED if failure.reason is StartFailReason.PORT_IN_USE else failure.reason
-    )
-    return WorkerStartError(
-        reason, detail, returncode=failure.returncode, log_tail=failure.log_tail
-    )
-
-
-def _gone(life: Lifecycle, ending: Ending, now: float) -> tuple[Lifecycle, Effects]:
-    """Neither tree nor request is left of the launch: on to the goal."""
-    error = ending.start_error
-    match ending.goal:
-        case ToStopped(then_start=True):
-            fresh = replace(life, state=Stopped(), budget=life.budget.cleared(), last_error=None)
-            launched, effects = _launch(fresh, first=True)
-            return launched, (Resolve(Stop), *effects)
-        case ToStopped():
-            failed: Effects = (Resolve(Start, error),) if error is not None else ()
-            return replace(life, state=Stopped()), (*failed, Resolve(Stop))
-        case ToFailed():
-            failed = (Resolve(Start, error),) if error is not None else ()
-            last_error = str(error) if error is not None else life.last_error
-            return replace(life, state=Failed(), last_error=last_error), failed
-        case ToRestart(resume_at=at):
-            if now >= at:
-                return _launch(life, first=False)
-            return replace(life, state=BackingOff(resume_at=at)), ()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from collections.abc import Iterator
 
+from msgspec import Struct, field
+
+from llama_worker.config.profiles import RestartPolicy
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.server.messages import Launch, Start, Stop, Terminate
+from llama_worker.server.restart_budget import RestartBudget
+from llama_worker.types import WorkerState
 
 # ---------------------------------------------------------------- states
 
@@ -77,6 +82,79 @@ class BackingOff(Struct, frozen=True, kw_only=True):
 
 
 State = Stopped | Failed | Launching | Ready | Draining | Ending | BackingOff
+
+# ---------------------------------------------------------------- the whole
+
+
+class Lifecycle(Struct, frozen=True, kw_only=True):
+    """Everything that decides about the server's life."""
+
+    policy: RestartPolicy
+    stop_grace_s: float = 10.0
+    state: State = field(default_factory=Stopped)
+    epoch: int = 0  # of the latest launch
+    budget: RestartBudget = field(default_factory=RestartBudget)
+    last_error: str | None = None
+
+    def broken(self) -> Iterator[str]:
+        """Which invariants do not hold; for a person."""
+        epoch = getattr(self.state, "epoch", self.epoch)
+        if epoch != self.epoch:
+            yield f"{self.state} is not of the latest launch, {self.epoch}"
+        serves = isinstance(self.state, Ready | Draining)
+        if serves is not (self.budget.ready_at is not None):
+            yield f"{self.state}, and READY since {self.budget.ready_at}"
+        if len(self.budget.recent) > self.budget.restart_count:
+            counts = f"{len(self.budget.recent)}, of {self.budget.restart_count} in all"
+            yield f"restarts in the window: {counts}"
+
+    @property
+    def public_state(self) -> WorkerState:
+        """What the host is told."""
+        match self.state:
+            case Stopped():
+                return WorkerState.STOPPED
+            case Failed() | Ending(stuck=str()):
+                return WorkerState.FAILED
+            case Ready() | Draining():
+                return WorkerState.READY
+            case Launching() | BackingOff() | Ending():
+                return WorkerState.RUNNING
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `drain()` was called, and the server is not gone yet."""
+        match self.state:
+            case Draining() | Ending(goal=ToStopped(draining=True)):
+                return True
+            case _:
+                return False
+
+    @property
+    def waits_for_requests(self) -> bool:
+        """Whether `Drained` has an effect."""
+        return isinstance(self.state, Draining) or (
+            isinstance(self.state, Ending) and self.state.gone
+        )
+
+    @property
+    def is_moving(self) -> bool:
+        """On its way from one state in which it may rest to another."""
+        match self.state:
+            case Launching() | BackingOff() | Ending(stuck=None):
+                return True
+            case _:
+                return False
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do; None: never."""
+        match self.state:
+            case Ending(closing_until=at) | BackingOff(resume_at=at):
+                return at
+            case _:
+                return None
+
 
 # ---------------------------------------------------------------- effects
 

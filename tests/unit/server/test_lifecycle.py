@@ -15,7 +15,7 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.gpu_faults import GpuFault
-from llama_worker.server.lifecycle import Drained, Lifecycle, step
+from llama_worker.server.lifecycle import Drained, step
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,
@@ -23,6 +23,7 @@ from llama_worker.server.lifecycle_states import (
     Ending,
     Failed,
     Launching,
+    Lifecycle,
     RecordRestart,
     Resolve,
     State,

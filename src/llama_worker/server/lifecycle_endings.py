@@ -1,0 +1,168 @@
+"""How a launch ends, and what comes after it: a stop, another launch, or none. Pure."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from llama_worker.errors import WorkerStartError, WorkerStopError
+from llama_worker.request.messages import Abandon, CloseAllStreams
+from llama_worker.server.lifecycle_states import (
+    BackingOff,
+    Draining,
+    Effects,
+    Ending,
+    Failed,
+    Launching,
+    Lifecycle,
+    RecordRestart,
+    Resolve,
+    Stopped,
+    ToFailed,
+    ToRestart,
+    ToStopped,
+)
+from llama_worker.server.messages import Launch, Start, Stop, Terminate
+from llama_worker.server.restart_budget import Lockout
+from llama_worker.types import RequestFailReason, StartFailReason
+
+# how long SIGTERM waits for our own connections to be closed; the server waits for open ones
+CLOSING_S = 1.0
+
+
+def launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
+    epoch = life.epoch + 1
+    return replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch), (
+        Launch(epoch=epoch),
+    )
+
+
+def kill(epoch: int) -> Effects:
+    """At once; what is seen of the server is kept."""
+    return (
+        CloseAllStreams(epoch=epoch),
+        Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
+    )
+
+
+def terminate(life: Lifecycle, ending: Ending) -> tuple[Lifecycle, Effects]:
+    told = replace(life, state=replace(ending, closing_until=None))
+    return told, (Terminate(epoch=ending.epoch, grace_s=ending.grace_s),)
+
+
+def drained(life: Lifecycle, draining: Draining, now: float) -> tuple[Lifecycle, Effects]:
+    """The last request has ended: stop the server, which is idle."""
+    goal = ToStopped(then_start=draining.then_start, draining=True)
+    ending = Ending(
+        epoch=life.epoch, goal=goal, grace_s=life.stop_grace_s, closing_until=now + CLOSING_S
+    )
+    left = replace(life, state=ending, budget=life.budget.left_ready(now))
+    return left, (CloseAllStreams(epoch=life.epoch),)
+
+
+def recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:
+    """A planned restart of an idle server: no failure, so without backoff, and nothing for the
+    lockout to count."""
+    ending = Ending(
+        epoch=life.epoch,
+        goal=ToRestart(now),
+        grace_s=life.stop_grace_s,
+        closing_until=now + CLOSING_S,
+    )
+    effects: Effects = (
+        RecordRestart(reason="recycled", detail=detail, delay_s=0.0),
+        CloseAllStreams(epoch=life.epoch),
+    )
+    return replace(life, state=ending, budget=life.budget.planned(now)), effects
+
+
+def lost_while_draining(
+    life: Lifecycle, draining: Draining, now: float, reason: RequestFailReason, detail: str
+) -> tuple[Lifecycle, Effects]:
+    """What still ran fails; nobody wants another launch."""
+    goal = ToStopped(then_start=draining.then_start, draining=True)
+    left = replace(
+        life,
+        state=Ending(epoch=life.epoch, goal=goal),
+        budget=life.budget.left_ready(now),
+        last_error=detail,
+    )
+    return left, (Abandon(reason=reason, detail=detail), *kill(life.epoch))
+
+
+def restart(
+    life: Lifecycle,
+    now: float,
+    reason: str,
+    detail: str,
+    effects: Effects = (),
+    *,
+    gone: bool = False,
+    failure: WorkerStartError | None = None,
+) -> tuple[Lifecycle, Effects]:
+    """Decide whether there is another launch, once this one is over.
+
+    `gone`: nothing of its tree is left. `failure`: what a launch that did not become ready came to,
+    for a `start()` that shares it.
+    """
+    budget, decision = life.budget.next(now, life.policy)
+    goal: ToFailed | ToRestart
+    if isinstance(decision, Lockout):
+        detail = f"{detail}; {decision.detail}"
+        goal, error = ToFailed(), _locked_out(failure, f"{reason}: {detail}")
+        note = RecordRestart(reason=reason, detail=detail, delay_s=None)
+    else:
+        goal, error = ToRestart(now + decision.delay_s), None
+        note = RecordRestart(reason=reason, detail=detail, delay_s=decision.delay_s)
+    ending = Ending(epoch=life.epoch, goal=goal, gone=gone, start_error=error)
+    ends = replace(life, budget=budget, state=ending, last_error=f"{reason}: {detail}")
+    return ends, (note, *effects)
+
+
+def _locked_out(failure: WorkerStartError | None, detail: str) -> WorkerStartError:
+    """What a `start()` that shared the restarts is told. The worker is FAILED, which `port_in_use`
+    would deny."""
+    if failure is None:
+        return WorkerStartError(StartFailReason.EXITED, detail)
+    reason = (
+        StartFailReason.EXITED if failure.reason is StartFailReason.PORT_IN_USE else failure.reason
+    )
+    return WorkerStartError(
+        reason, detail, returncode=failure.returncode, log_tail=failure.log_tail
+    )
+
+
+def tree_gone(life: Lifecycle, ending: Ending) -> Lifecycle:
+    """Nothing of the tree is left: what is missing are the records of requests."""
+    return replace(life, state=replace(ending, gone=True, closing_until=None))
+
+
+def unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle, Effects]:
+    """SIGKILL has no effect. FAILED, and no second server beside it, until the process is gone one
+    day."""
+    error = WorkerStartError(StartFailReason.UNKILLABLE, detail)
+    # A start that waited for the end is answered now.
+    goal = ToStopped() if isinstance(ending.goal, ToStopped) else ending.goal
+    stuck = replace(ending, goal=goal, start_error=None, closing_until=None, stuck=detail)
+    known = replace(life, state=stuck, last_error=str(error))
+    return known, (Resolve(Start, error), Resolve(Stop, WorkerStopError("unkillable", detail)))
+
+
+def launch_over(life: Lifecycle, ending: Ending, now: float) -> tuple[Lifecycle, Effects]:
+    """Neither tree nor request is left of the launch: on to the goal."""
+    error = ending.start_error
+    match ending.goal:
+        case ToStopped(then_start=True):
+            fresh = replace(life, state=Stopped(), budget=life.budget.cleared(), last_error=None)
+            launched, effects = launch(fresh, first=True)
+            return launched, (Resolve(Stop), *effects)
+        case ToStopped():
+            failed: Effects = (Resolve(Start, error),) if error is not None else ()
+            return replace(life, state=Stopped()), (*failed, Resolve(Stop))
+        case ToFailed():
+            failed = (Resolve(Start, error),) if error is not None else ()
+            last_error = str(error) if error is not None else life.last_error
+            return replace(life, state=Failed(), last_error=last_error), failed
+        case ToRestart(resume_at=at):
+            if now >= at:
+                return launch(life, first=False)
+            return replace(life, state=BackingOff(resume_at=at)), ()
