@@ -16,7 +16,7 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.lifecycle_endings import (
-    CLOSING_S,
+    close,
     drained,
     kill,
     launch,
@@ -135,9 +135,7 @@ def step(  # noqa: C901  one line per case
             return _trouble(life, now, reason, detail)
         case Ready(), RecycleDue(detail=detail):
             return recycle(life, now, detail)
-        case Ending(
-            closing_until=float()
-        ) as ending, StreamsClosed():  # no connection of ours is open any more
+        case Ending(closing_until=float()) as ending, StreamsClosed():
             return terminate(life, ending)
         case Ending(closing_until=float(at)) as ending, Tick() if now >= at:
             return terminate(life, ending)
@@ -184,14 +182,11 @@ def _stop(
         case BackingOff():
             return replace(life, state=Stopped()), (Resolve(Start, stopped), Resolve(Stop))
         case Launching(epoch=epoch) | Ready(epoch=epoch) | Draining(epoch=epoch):
-            ending = Ending(epoch=epoch, goal=goal, grace_s=grace_s, closing_until=now + CLOSING_S)
-            left = replace(life, state=ending, budget=life.budget.left_ready(now))
-            effects: Effects = (
+            return close(life, now, goal, grace_s), (
                 Abandon(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
                 Resolve(Start, stopped),
                 CloseAllStreams(epoch=epoch),
             )
-            return left, effects
         case Ending(stuck=str(stuck)) as ending:
             return replace(life, state=replace(ending, goal=goal)), (
                 Resolve(Stop, WorkerStopError("unkillable", stuck)),
@@ -255,34 +250,25 @@ def _startup_failed(
     life: Lifecycle, now: float, error: WorkerStartError, *, first: bool
 ) -> tuple[Lifecycle, Effects]:
     """The launch will not become ready: end its process; a first launch fails with this."""
-    epoch = life.epoch
+    killed = kill(life.epoch)
     if not first:
-        effects = kill(epoch)
-        return restart(life, now, str(error.reason), error.detail, effects, failure=error)
+        return restart(life, now, str(error.reason), error.detail, killed, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
-    ending = Ending(epoch=epoch, goal=goal, start_error=error)
-    return replace(life, state=ending, last_error=str(error)), kill(epoch)
+    ending = Ending(epoch=life.epoch, goal=goal, start_error=error)
+    return replace(life, state=ending, last_error=str(error)), killed
 
 
 def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Effects]:
     """Nothing of the launch's tree is left."""
-    returncode, log_tail, detail = exited.returncode, exited.log_tail, _described(exited)
-    reason = StartFailReason.PORT_IN_USE if exited.port_taken else StartFailReason.EXITED
+    detail = _described(exited)
     match life.state:
+        case Launching(first=True) if exited.port_taken:
+            return _start_failed(life, _exit_error(exited, "another process took the port"))
         case Launching(first=True):
-            detail = (
-                "another process took the port"
-                if exited.port_taken
-                else "the server ended before it was ready"
-            )
-            return _start_failed(
-                life, WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
-            )
+            return _start_failed(life, _exit_error(exited, "the server ended before it was ready"))
         case Launching():
-            error = WorkerStartError(reason, detail, returncode=returncode, log_tail=log_tail)
-            return restart(
-                life, now, "exited", f"{detail} before it was ready", gone=True, failure=error
-            )
+            error, early = _exit_error(exited, detail), f"{detail} before it was ready"
+            return restart(life, now, "exited", early, gone=True, failure=error)
         case Ready():
             return _server_died(life, now, exited, gone=True)
         case Draining() as draining:
@@ -291,22 +277,26 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             assert isinstance(lost.state, Ending)
             return tree_gone(lost, lost.state), effects
         case Ending(start_error=WorkerStartError() as error) as ending:
-            whole = WorkerStartError(
-                error.reason, error.detail, returncode=error.returncode, log_tail=log_tail
+            known = WorkerStartError(
+                error.reason, error.detail, returncode=error.returncode, log_tail=exited.log_tail
             )
-            return tree_gone(life, replace(ending, start_error=whole)), ()
+            return tree_gone(life, replace(ending, start_error=known)), ()
         case Ending() as ending:
             return tree_gone(life, ending), ()
         case _:
             return life, ()
 
 
+def _exit_error(exited: Exited, detail: str) -> WorkerStartError:
+    reason = StartFailReason.PORT_IN_USE if exited.port_taken else StartFailReason.EXITED
+    return WorkerStartError(reason, detail, returncode=exited.returncode, log_tail=exited.log_tail)
+
+
 def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
-    """The server cannot be trusted any more (or one of the worker's actors died): nuke and
-    repave."""
+    """The server cannot be trusted any more, or one of the worker's actors died: replace both."""
     if isinstance(life.state, Draining):
-        told = f"{reason}: {detail}; the worker was draining"
-        return lost_while_draining(life, life.state, now, RequestFailReason.WORKER_STOPPED, told)
+        lost = f"{reason}: {detail}; the worker was draining"
+        return lost_while_draining(life, life.state, now, RequestFailReason.WORKER_STOPPED, lost)
     effects: Effects = (
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
         *kill(life.epoch),

@@ -25,54 +25,47 @@ from llama_worker.server.messages import Launch, Start, Stop, Terminate
 from llama_worker.server.restart_budget import Lockout
 from llama_worker.types import RequestFailReason, StartFailReason
 
-# how long SIGTERM waits for our own connections to be closed; the server waits for open ones
+# How long SIGTERM waits for our own connections to be closed: the server waits for open ones.
 CLOSING_S = 1.0
 
 
 def launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
+    """The next launch; `first`: of an explicit start."""
     epoch = life.epoch + 1
-    return replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch), (
-        Launch(epoch=epoch),
-    )
+    launching = replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch)
+    return launching, (Launch(epoch=epoch),)
 
 
-def kill(epoch: int) -> Effects:
-    """At once; what is seen of the server is kept."""
-    return (
-        CloseAllStreams(epoch=epoch),
-        Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True),
-    )
+def close(life: Lifecycle, now: float, goal: ToStopped | ToRestart, grace_s: float) -> Lifecycle:
+    """Our connections are closed first: the effect that goes with it is CloseAllStreams."""
+    ending = Ending(epoch=life.epoch, goal=goal, grace_s=grace_s, closing_until=now + CLOSING_S)
+    return replace(life, state=ending, budget=life.budget.left_ready(now))
 
 
 def terminate(life: Lifecycle, ending: Ending) -> tuple[Lifecycle, Effects]:
-    told = replace(life, state=replace(ending, closing_until=None))
-    return told, (Terminate(epoch=ending.epoch, grace_s=ending.grace_s),)
+    """No connection of ours is open any more, or it takes too long: SIGTERM."""
+    terminated = replace(life, state=replace(ending, closing_until=None))
+    return terminated, (Terminate(epoch=ending.epoch, grace_s=ending.grace_s),)
+
+
+def kill(epoch: int) -> Effects:
+    """SIGKILL at once; what is seen of the server is kept."""
+    return CloseAllStreams(epoch=epoch), Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True)
 
 
 def drained(life: Lifecycle, draining: Draining, now: float) -> tuple[Lifecycle, Effects]:
     """The last request has ended: stop the server, which is idle."""
     goal = ToStopped(then_start=draining.then_start, draining=True)
-    ending = Ending(
-        epoch=life.epoch, goal=goal, grace_s=life.stop_grace_s, closing_until=now + CLOSING_S
-    )
-    left = replace(life, state=ending, budget=life.budget.left_ready(now))
-    return left, (CloseAllStreams(epoch=life.epoch),)
+    return close(life, now, goal, life.stop_grace_s), (CloseAllStreams(epoch=life.epoch),)
 
 
 def recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:
     """A planned restart of an idle server: no failure, so without backoff, and nothing for the
     lockout to count."""
-    ending = Ending(
-        epoch=life.epoch,
-        goal=ToRestart(now),
-        grace_s=life.stop_grace_s,
-        closing_until=now + CLOSING_S,
-    )
-    effects: Effects = (
-        RecordRestart(reason="recycled", detail=detail, delay_s=0.0),
-        CloseAllStreams(epoch=life.epoch),
-    )
-    return replace(life, state=ending, budget=life.budget.planned(now)), effects
+    closing = close(life, now, ToRestart(now), life.stop_grace_s)
+    note = RecordRestart(reason="recycled", detail=detail, delay_s=0.0)
+    planned = replace(closing, budget=life.budget.planned(now))
+    return planned, (note, CloseAllStreams(epoch=life.epoch))
 
 
 def lost_while_draining(
@@ -137,8 +130,7 @@ def tree_gone(life: Lifecycle, ending: Ending) -> Lifecycle:
 
 
 def unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle, Effects]:
-    """SIGKILL has no effect. FAILED, and no second server beside it, until the process is gone one
-    day."""
+    """SIGKILL has no effect: FAILED, with no second server beside it, until the process is gone."""
     error = WorkerStartError(StartFailReason.UNKILLABLE, detail)
     # A start that waited for the end is answered now.
     goal = ToStopped() if isinstance(ending.goal, ToStopped) else ending.goal
