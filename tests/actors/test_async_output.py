@@ -35,7 +35,7 @@ async def first_then(rig: Rig, request_id: int, act: Callable[[], Awaitable[Any]
         await act()
 
 
-def test_the_pieces_are_the_whole_output_in_order_and_the_last_alone_is_done(rig: Rig) -> None:
+def test_pieces_make_the_output_the_last_is_done(rig: Rig) -> None:
     request_id = rig.submit(*plain_reply(Reasoning("hm "), Tokens(50, interval_s=0.002)))
     chunks = run_async(collect(rig, request_id))
     assert [chunk["done"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -66,7 +66,7 @@ def test_the_event_loop_goes_on_while_it_waits(rig: Rig, gate: Path) -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["left", "cancelled"])
-def test_an_iteration_that_ends_early_leaves_the_request_running(
+def test_ending_an_iteration_early_leaves_the_request_running(
     rig: Rig, gate: Path, is_cancelled: bool
 ) -> None:
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
@@ -84,9 +84,7 @@ def test_an_iteration_that_ends_early_leaves_the_request_running(
     assert rig.ended(request_id)["text"] == "ab"
 
 
-def test_a_result_that_is_taken_from_under_the_stream_is_no_silent_end(
-    rig: Rig, gate: Path
-) -> None:
+def test_a_result_taken_meanwhile_is_a_lookup_error(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
 
     async def take() -> None:

@@ -115,7 +115,7 @@ TOLD_IN_NATIVE_MODE = '<tool_call>{"name": "escalate", "arguments": {"reason": "
 @pytest.mark.parametrize(
     ("shown", "strict"), [(prompted_tools_text((ADD,), ()), True), (TOLD_IN_NATIVE_MODE, False)]
 )
-def test_the_convention_shown_is_one_that_the_parser_reads(shown: str, strict: bool) -> None:
+def test_the_parser_reads_the_convention_that_is_shown(shown: str, strict: bool) -> None:
     tool_filter = TaggedCallFilter(strict=strict)
     text = tool_filter.feed(shown) + tool_filter.finish()
     (call,) = tool_filter.calls
@@ -124,7 +124,7 @@ def test_the_convention_shown_is_one_that_the_parser_reads(shown: str, strict: b
 
 
 @pytest.mark.parametrize("bios", ["text", "", BiosText("a", "b"), BiosText("a")])
-def test_text_of_a_provider_is_taken_as_it_is(bios: BiosText | str) -> None:
+def test_the_text_of_a_provider_is_unchanged(bios: BiosText | str) -> None:
     assert run_bios(lambda ctx: bios, CONTEXT) == bios
 
 

@@ -33,9 +33,7 @@ from llama_worker.config.start_advice import described, lack_of_memory, not_exec
         (ConfigError("slots must be 1 or more"), "slots must be 1 or more"),
     ],
 )
-def test_an_error_has_the_one_root_and_survives_pickling_and_copying(
-    error: LlamaWorkerError, text: str
-) -> None:
+def test_errors_share_one_root_and_survive_pickling(error: LlamaWorkerError, text: str) -> None:
     assert isinstance(error, LlamaWorkerError)
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is type(error)
@@ -46,7 +44,7 @@ def test_an_error_has_the_one_root_and_survives_pickling_and_copying(
 # ---------------------------------------------------------------- a start that failed
 
 
-def test_a_start_error_tells_why_and_what_the_server_said_last() -> None:
+def test_a_start_error_has_reason_and_last_lines() -> None:
     lines = tuple(f"line {number}" for number in range(40))
     error = WorkerStartError("exited", "the server ended", 1, lines)
     assert (error.reason, error.returncode, error.log_tail, error.advice) == (
@@ -61,7 +59,7 @@ def test_a_start_error_tells_why_and_what_the_server_said_last() -> None:
 
 
 @pytest.mark.parametrize("reason", [reason for reason in StartFailReason if reason != "exited"])
-def test_a_start_error_without_a_process_says_just_why(reason: StartFailReason) -> None:
+def test_without_a_process_there_are_no_last_lines(reason: StartFailReason) -> None:
     error = WorkerStartError(reason, "detail")
     assert (str(error), error.returncode, error.log_tail) == (f"{reason}: detail", None, ())
 
@@ -156,9 +154,7 @@ def test_a_server_that_ended(returncode: int, log: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("returncode", "log"), [(3, "something"), (-signal.SIGRTMIN, "x"), (-40, "x"), (None, "x")]
 )
-def test_what_is_not_known_is_left_to_the_servers_last_lines(
-    returncode: int | None, log: str
-) -> None:
+def test_an_unknown_cause_gives_no_advice(returncode: int | None, log: str) -> None:
     error = WorkerStartError("exited", "it ended", returncode, [log])
     assert str(error) == f"{error.summary}; the server's last lines:\n  {log}"
 
@@ -192,9 +188,7 @@ def test_what_is_not_known_is_left_to_the_servers_last_lines(
         ),
     ],
 )
-def test_a_host_at_its_limits_or_a_server_that_listens_elsewhere(
-    reason: str, detail: str, log: str, told: str
-) -> None:
+def test_advice_for_a_host_at_its_limits(reason: str, detail: str, log: str, told: str) -> None:
     assert told in str(WorkerStartError(reason, detail, None, [log])).splitlines()[0]
 
 

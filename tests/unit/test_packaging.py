@@ -47,7 +47,7 @@ def test_every_version_that_is_told_is_the_same() -> None:
     )
 
 
-def test_the_sans_io_rooms_are_under_the_import_contract() -> None:
+def test_the_import_contract_covers_every_sans_io_room() -> None:
     sans_io, *_ = PYPROJECT["tool"]["importlinter"]["contracts"]
     waiting = {"actors", "cli", "config", "ray", "responses", "runtime", "testing"}
     assert set(sans_io["source_modules"]) == {
@@ -55,7 +55,7 @@ def test_the_sans_io_rooms_are_under_the_import_contract() -> None:
     }
 
 
-def test_a_name_is_loaded_from_where_the_type_checker_finds_it() -> None:
+def test_names_load_from_where_the_checker_looks() -> None:
     (checked,) = [
         node
         for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
@@ -81,7 +81,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-def test_to_import_the_package_is_to_import_next_to_nothing() -> None:
+def test_importing_the_package_imports_next_to_nothing() -> None:
     program = (
         "import sys; before = set(sys.modules); import llama_worker; print(*(set(sys.modules) - "
         "before))"
@@ -103,9 +103,7 @@ def test_to_import_the_package_is_to_import_next_to_nothing() -> None:
         ("ray", "ray", "from llama_worker.ray import Fleet"),
     ],
 )
-def test_what_needs_an_extra_that_is_not_installed_says_how_to_install_it(
-    package: str, extra: str, program: str
-) -> None:
+def test_a_missing_extra_says_how_to_install_it(package: str, extra: str, program: str) -> None:
     command = [sys.executable, "-c", HIDE.format(package) + program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

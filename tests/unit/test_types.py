@@ -73,7 +73,7 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         ),
     ],
 )
-def test_the_keys_of_an_answer_and_which_may_be_missing(kind: Any, keys: str) -> None:
+def test_answers_have_these_keys_some_optional(kind: Any, keys: str) -> None:
     assert {*kind.__required_keys__, *(f"{key}?" for key in kind.__optional_keys__)} == set(
         keys.split()
     )
@@ -88,7 +88,7 @@ def test_three_states_are_terminal() -> None:
 
 
 @pytest.mark.parametrize("tool", ALL_EXIT_TOOLS, ids=lambda tool: tool["function"]["name"])
-def test_an_exit_tool_is_an_openai_function_with_a_closed_object_schema(tool: ToolDef) -> None:
+def test_exit_tools_are_functions_with_closed_schemas(tool: ToolDef) -> None:
     assert json.loads(json.dumps(tool)) == tool
     assert tool["type"] == "function"
     assert tool["function"]["description"]

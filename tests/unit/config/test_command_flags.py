@@ -117,7 +117,7 @@ def test_a_flag_that_breaks_a_promise_is_named(
     assert (says or "") in "".join(lines)
 
 
-def test_a_limit_that_is_off_is_longer_than_any_timeout() -> None:
+def test_a_limit_turned_off_outlasts_any_timeout() -> None:
     profile = TimeoutProfile(
         prefill_liveness_timeout_s=1, idle_stream_timeout_s=1, silent_work_timeout_s=None
     )
@@ -146,7 +146,7 @@ def test_a_command_without_a_model_is_named(
     ] == [True] * warned
 
 
-def test_a_config_has_the_warnings_of_its_command_from_the_start() -> None:
+def test_a_config_has_the_warnings_of_its_command() -> None:
     config = WorkerConfig("w", "127.0.0.1", 8080, (*MODEL, "--tools", "all"))
     assert [line.partition(":")[0] for line in config.warnings] == ["server_cmd has --tools"]
 
@@ -274,7 +274,7 @@ def test_what_a_build_does_not_know_is_named(
     assert unknown_flags(("numactl", "-N0", "/bin/llama-server", *words), KNOWN) == list(unknown)
 
 
-def test_the_words_of_a_program_of_another_name_are_its_own() -> None:
+def test_words_of_another_program_are_not_checked() -> None:
     assert unknown_flags(("./serve.sh", "--zzz"), KNOWN) == []
 
 

@@ -117,7 +117,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_not_said_is_as_in_a_program_and_a_path_may_be_text(tmp_path: Path) -> None:
+def test_defaults_are_those_of_a_program(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_text(ONE)
     command = "llama-server --model m.gguf --host 127.0.0.1 --port 8081 --parallel 1"
     command += " --batch-size 512"
@@ -134,7 +134,7 @@ def test_a_preset_of_timeouts_by_its_name(tmp_path: Path, preset: str) -> None:
     assert one(tmp_path, before=f'defaults.timeouts = "{preset}"\n').timeouts == wanted
 
 
-def test_fields_change_the_preset_below_them_and_a_preset_leaves_the_fields(tmp_path: Path) -> None:
+def test_fields_and_presets_are_merged_across_levels(tmp_path: Path) -> None:
     fast = dataclasses.replace(TimeoutProfile.fast(), stop_grace_s=3)
     assert (
         one(tmp_path, "timeouts.stop_grace_s = 3", before='defaults.timeouts = "fast"\n').timeouts
@@ -154,9 +154,7 @@ def test_fields_change_the_preset_below_them_and_a_preset_leaves_the_fields(tmp_
         ("loop_detector.max_period = 2", LoopDetector(max_period=2)),
     ],
 )
-def test_off_is_none_beside_other_defaults_too_and_can_be_taken_back(
-    tmp_path: Path, line: str, value: object
-) -> None:
+def test_off_is_none_and_can_be_taken_back(tmp_path: Path, line: str, value: object) -> None:
     key = line.partition(" ")[0].partition(".")[0]
     off = f'{key} = "off"'
     assert getattr(one(tmp_path, off), key) is None
@@ -165,7 +163,7 @@ def test_off_is_none_beside_other_defaults_too_and_can_be_taken_back(
     assert getattr(one(tmp_path, line, before=f"defaults.{off}\n"), key) == value
 
 
-def test_a_whole_command_takes_no_model_from_the_defaults(tmp_path: Path) -> None:
+def test_a_whole_command_ignores_the_defaults_model(tmp_path: Path) -> None:
     defaults = 'defaults = { model = "n.gguf", extra_args = ["-v"] }\n'
     whole = (
         'workers.b = { host = "127.0.0.1", port = 8082, server_cmd = ["my-server", "--port", '
@@ -176,7 +174,7 @@ def test_a_whole_command_takes_no_model_from_the_defaults(tmp_path: Path) -> Non
     assert workers["a"].server_cmd[-1] == "-v"
 
 
-def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> None:
+def test_every_key_of_a_file_reaches_the_config(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "max_tool_iterations": 3,
         "tool_timeout_s": 2.5,
@@ -216,7 +214,7 @@ def test_every_key_that_a_file_can_hold_reaches_the_config(tmp_path: Path) -> No
     }
 
 
-def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(tmp_path: Path) -> None:
+def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
     assert one(tmp_path, 'restart = "never"').restart == RestartPolicy.never()
     table = (
         "restart = { restart_backoff_s = 1, recycle = { max_requests = 100, max_age_s = 3600 } }"
@@ -308,9 +306,7 @@ def test_a_restart_policy_may_be_never_or_hold_a_recycle_table(tmp_path: Path) -
         ),
     ],
 )
-def test_a_wrong_line_is_named_with_file_number_and_key(
-    tmp_path: Path, line: str, told: str
-) -> None:
+def test_errors_name_file_line_and_key(tmp_path: Path, line: str, told: str) -> None:
     assert told in refusal(tmp_path, f"{ONE}{line}\n")
 
 
@@ -363,7 +359,7 @@ def test_a_secret_is_in_no_error(tmp_path: Path, line: str) -> None:
     assert "hunter2" not in refusal(tmp_path, f"{ONE}{line}\n")
 
 
-def test_a_file_that_is_not_there_is_an_os_error_with_its_name(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.toml"):
         load_config(tmp_path / "nowhere.toml")
 
@@ -422,7 +418,7 @@ def test_finding_a_line_asks_the_parser_seldom(monkeypatch: pytest.MonkeyPatch) 
 # ---------------------------------------------------------------- memory
 
 
-def test_servers_that_may_outgrow_the_machine_are_warned_of(
+def test_caches_larger_than_the_memory_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = f'{ONE}[workers.b]\nmodel = "m.gguf"\nhost = "127.0.0.1"\nport = 8082\n'

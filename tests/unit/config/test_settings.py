@@ -369,7 +369,7 @@ def test_a_plain_config_can_be_pickled_and_copied() -> None:
         assert other.config_hash == made.config_hash
 
 
-def test_a_runner_may_be_async_or_take_its_call() -> None:
+def test_a_runner_may_be_async_or_get_calls() -> None:
     async def run_tool(**call: Any) -> int:
         return 1
 

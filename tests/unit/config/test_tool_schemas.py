@@ -53,9 +53,7 @@ def taking(**schema: Any) -> dict[str, Any]:
         (tool("a" * 129), "up to 128"),
     ],
 )
-def test_a_slip_is_named_with_its_place_and_what_was_meant(
-    given: dict[str, Any], says: str
-) -> None:
+def test_a_slip_is_named_with_place_and_hint(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checked_tools("normal_tools", [given])
     assert str(caught.value).startswith("normal_tools[0]")
