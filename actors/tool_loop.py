@@ -1,9 +1,9 @@
 """ToolLoopActor: the host's tools, on threads.
 
-Receives RunTool and DropTool. The threads tell the asking RequestActor CallEnded; that one decides
-when one has taken too long, and orders one call after the other. A thread whose call does not
-return is left alone: it is a daemon, and tells the WorkerActor ToolThreadStuck and, should it end
-one day, ToolThreadReturned.
+Receives RunTool and DropTool. The threads tell the asking RequestActor CallEnded; that one
+orders one call after the other, and keeps the deadline of each (`Request`, in `request.request`).
+A thread whose call does not return is left alone: it is a daemon, and tells the WorkerActor
+ToolThreadStuck and, should it end one day, ToolThreadReturned.
 """
 
 from __future__ import annotations

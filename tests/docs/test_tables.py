@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 from dataclasses import MISSING, Field, fields
 from datetime import UTC, datetime
@@ -24,6 +26,7 @@ from llama_worker import (
 from llama_worker.actors.messages import RequestMessage, UpstreamMessage, WorkerMessage
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from llama_worker.request.messages import ToolMessage, TransportMessage
+from llama_worker.responses.messages import ProxyMessage
 from llama_worker.server.messages import ProcessMessage, WatchdogMessage
 from llama_worker.types import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
@@ -141,6 +144,9 @@ def test_every_reason_is_explained_once_and_no_other(section: str) -> None:
 
 # ---------------------------------------------------------------- how-it-works.md
 
+HOW_IT_WORKS = DOCS / "how-it-works.md"
+PACKAGE = Path(llama_worker.__file__).parent
+
 
 def test_every_message_between_actors_is_in_the_table_with_its_receiver_and_no_other() -> None:
     unions = {
@@ -151,20 +157,75 @@ def test_every_message_between_actors_is_in_the_table_with_its_receiver_and_no_o
         "ToolLoopActor": ToolMessage,
         "WatchdogActor": WatchdogMessage,
         "UpstreamActor": UpstreamMessage,
+        "ResponsesProxyActor": ProxyMessage,
     }
     in_code = sorted(
         (actor, kind.__name__) for actor, union in unions.items() for kind in get_args(union)
     )
-    rows = table((DOCS / "how-it-works.md").read_text(), "to the")
+    rows = table(HOW_IT_WORKS.read_text(), "to the")
     assert sorted((to, name) for to, _, names in rows for name in names_in(names)) == in_code
 
 
-def test_the_modules_that_the_page_names_are_there() -> None:
-    package = Path(llama_worker.__file__).parent
-    rows = table((DOCS / "how-it-works.md").read_text(), "decision")
-    named = [name for _, modules in rows for name in names_in(modules)]
-    assert named
-    assert [name for name in named if not (package / name).is_file()] == []
+def test_the_listed_actors_are_those_with_messages() -> None:
+    page = HOW_IT_WORKS.read_text()
+    listed = {re.match(r"\w+", actor)[0] for actor, _ in table(page, "actor")}  # type: ignore[index]
+    assert listed == {to for to, _, _ in table(page, "to the")}
+
+
+def test_the_map_has_every_folder_and_module() -> None:
+    rooms = {
+        "".join(names_in(room)): {name for name in names_in(text) if name.endswith(".py")}
+        for room, text in table(HOW_IT_WORKS.read_text(), "room")
+    }
+    folders = {
+        f"{Path(folder).relative_to(PACKAGE)}/"
+        for folder, _, names in os.walk(PACKAGE, followlinks=True)
+        if "__init__.py" in names
+    }
+    assert set(rooms) - {""} == folders - {"./"}
+    assert rooms[""] == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    named = [(room, name) for room, names in rooms.items() for name in names]
+    missing = [
+        (room, name)
+        for room, name in named
+        if not any((PACKAGE / base / name).is_file() for base in ("", room))
+    ]
+    assert missing == []
+
+
+QUESTIONS = table(HOW_IT_WORKS.read_text(), "question")
+
+
+@pytest.mark.parametrize(
+    ("files", "names"), [q[1:] for q in QUESTIONS], ids=[q[0] for q in QUESTIONS]
+)
+def test_the_file_of_a_question_defines_its_name(files: str, names: str) -> None:
+    answers = list(zip(names_in(files), names_in(names), strict=True))
+    assert 1 <= len(answers) <= 2, "a reader opens two files at most"
+    for file, name in answers:
+        assert name in defined_names(PACKAGE / file), file
+
+
+def defined_names(module: Path) -> set[str]:
+    """The classes, functions, fields and constants of a module, at any depth."""
+    names = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                names.add(name)
+    return names
+
+
+# the changelog also names what is gone
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name
+)
+def test_every_repository_file_that_a_page_names_exists(page: Path) -> None:
+    folders = "actors|benchmarks|docs|examples|src|tests|tools"
+    named = re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 # ---------------------------------------------------------------- what the project's pages say of it

@@ -1,5 +1,7 @@
 """Whether a process tree works, judged by the rate of what it uses. Pure.
 
+The probes that read `/proc` and ask the GPU are in `runtime.probes.liveness_probes`.
+
 Single ticks prove nothing: an idle or wedged llama-server shows 0-1 ticks of 10 ms per second, also
 while it is probed every second; one that computes shows over 80 per thread, also under heavy load
 beside it (b11434).

@@ -1,7 +1,7 @@
 """How often and how soon a server is started again, which failures of requests ask for it, and when
 an idle one is replaced as planned. Pure.
 
-Instants (`now`) are monotonic seconds.
+The numbers are the `RestartPolicy`'s, in `config.profiles`. Instants (`now`) are monotonic seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The life of one server process as the ProcessActor sees it: what to signal, and when. Pure."""
+"""The life of one server process as the ProcessActor sees it: what to signal, and when. Pure.
+
+The order is SIGTERM, once more after `REPEAT_S`, and SIGKILL when the grace period is over. The
+guard sends the signals (`runtime.process.guard`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """When a request has been silent for too long. Pure.
 
-Instants (`*_at`, `now`) are monotonic seconds.
+`_limits` lists every limit; its seconds are the `TimeoutProfile`'s, in `config.profiles`. A tool's
+deadline is the `Request`'s, in `request.request`. Instants (`*_at`, `now`) are monotonic seconds.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Output that repeats itself without end, by lines or without line ends. Sans-IO; one watch per
-text, one thread."""
+text, one thread.
+
+The thresholds are the `LoopDetector`'s, in `config.profiles`.
+"""
 
 from collections import deque
 from collections.abc import Iterator

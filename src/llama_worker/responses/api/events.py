@@ -1,8 +1,9 @@
 """The events of one response, made from the stream events of one chat completion. Pure; not
 thread-safe.
 
-At most one item is open at a time. A tool call is closed when its arguments are a whole JSON object
-and something else comes; what comes earlier than that waits, in order.
+An event of the response as a whole is emitted here; those of one item are in `items`. At most
+one item is open at a time. A tool call is closed when its arguments are a whole JSON object and
+something else comes; what comes earlier than that waits, in order.
 """
 
 from __future__ import annotations
