@@ -193,6 +193,13 @@ def test_the_map_has_every_folder_and_module() -> None:
     assert missing == []
 
 
+def test_the_paths_on_the_page_lead_to_modules() -> None:
+    named = [name for name in names_in(HOW_IT_WORKS.read_text()) if name.endswith(".py")]
+    paths = [name for name in named if "/" in name]
+    assert paths
+    assert [p for p in paths if not (PACKAGE / p).is_file() and not (ROOT / p).is_file()] == []
+
+
 QUESTIONS = table(HOW_IT_WORKS.read_text(), "question")
 
 
