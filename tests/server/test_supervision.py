@@ -89,10 +89,12 @@ def test_a_killed_server_fails_its_request_at_once_in_every_phase_and_comes_back
 ) -> None:
     took_s, message_s = [], 0.0
     phases: list[tuple[int, Reached]] = [(150, is_reading), (1, is_generating), (1, is_generating)]
-    with LlamaWorker(serve()) as worker:
+    with LlamaWorker(serve(slot_tokens=32_768)) as worker:
         for restarts, (words, reached) in enumerate(phases, start=1):
             pid = pid_of(worker)
-            request_id = submitted(worker, "doomed", prompt_of(words, "Count"), **ENDLESS)
+            request_id = submitted(
+                worker, "doomed", prompt_of(words, "Count"), max_tokens=100_000, **ENDLESS
+            )
             seen = wait_status(worker, request_id, reached)
             message_s = max(message_s, round_trip(worker))
             result, news_s = Fall(worker, request_id, signal.SIGKILL).result()
