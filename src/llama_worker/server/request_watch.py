@@ -44,6 +44,9 @@ class RequestWatch:
         self.ids: set[int] = set()  # of the requests in flight
         self.progress: dict[int, Progress] = {}  # what each said last
         self.slots = SlotsWatch()
+        # What `/slots` shows is of the server that has the requests. Else it may be another's,
+        # behind the same address: then it excuses a request, and accuses none.
+        self.slots_are_theirs = True
         self.gaps = NO_GAPS
         self.liveness_at: float | None = None
         self.build_answers_in_batches = False
@@ -203,7 +206,7 @@ class RequestWatch:
         and nowhere while an image may be encoded, which nobody measured.
         """
         slots, since = self.slots, self.slots.silent_since
-        if since is None or not self._is_suspect(progress, now):
+        if since is None or not self.slots_are_theirs or not self._is_suspect(progress, now):
             return None
         has_media = self._may_encode_media or any(each.has_media for each in heard)
         may_be_a_batch = has_media or not self.build_answers_in_batches
@@ -238,7 +241,7 @@ class RequestWatch:
         if isinstance(found, SlotMoves):
             self._moved_at[progress.request_id] = self.slots.looks[-1].asked_at
             return None
-        return found
+        return found if self.slots_are_theirs else None
 
     def _is_suspect(self, progress: Progress, now: float) -> bool:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at

@@ -110,8 +110,9 @@ class ServerWatch:
 
     def adopt(self, epoch: int, now: float) -> None:
         """Watch a server that runs already, and whose processes are nobody's here: it counts as
-        ready."""
+        ready, and several may share its address."""
         assert self._stage is None
+        self._requests.slots_are_theirs = False
         self._epoch, self._stage = epoch, HealthCounter(since=now)
         self._probe_at = next_probe_at(self._profile, now)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pykka
@@ -16,7 +17,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
-from llama_worker.server.slots import Slot, SlotsLook
+from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.events import PromptReport, StreamEvent, TextDelta
 from llama_worker.stream.failure import disconnected
@@ -75,7 +76,7 @@ class World:
         self,
         timeouts: TimeoutProfile = NORMAL,
         *,
-        slots: Callable[[float], Slots | None] = lambda now: None,
+        slots: Callable[[float], Slots | SlotsSilence | None] = lambda now: None,
         answers: Callable[[float], bool] = lambda now: True,
     ) -> None:
         self.at = 0.0
@@ -118,7 +119,7 @@ class World:
     def look_at_slots(self, epoch: int, reply_to: Any) -> Question:
         self.questions_count += 1
         slots = self.slots(self.at) if self.answers(self.at) else None
-        look = None if slots is None else SlotsLook(asked_at=self.at, slots=slots)
+        look = SlotsLook(asked_at=self.at, slots=slots) if isinstance(slots, tuple) else slots
         reply_to.tell(SlotsSeen(epoch=epoch, look=look))
         return Question()
 
@@ -183,8 +184,13 @@ def reads(now: float) -> Slots:
     return (Slot(slot_id=0, is_processing=True, prompt_tokens=512 * int(now / 50.0)),)
 
 
+def generates(now: float) -> Slot:
+    return Slot(slot_id=0, is_processing=True, prompt_tokens=20, decoded_tokens=3 + int(now))
+
+
 GENERATES: Slots = (Slot(slot_id=0, is_processing=True, prompt_tokens=20, decoded_tokens=3),)
 IDLE: Slots = (Slot(slot_id=0, is_processing=False),)
+READS: Slots = (Slot(slot_id=1, is_processing=True, prompt_tokens=20),)
 TEXT = TextDelta("Once ")
 
 
@@ -197,20 +203,6 @@ TEXT = TextDelta("Once ")
         pytest.param([(0.0, None), (1.0, TEXT)], {}, "stall_timeout", 126.0, id="text ends"),
         pytest.param(
             [], {"answers": lambda now: now < 1}, "stall_timeout", 95.0, id="nothing is answered"
-        ),
-        pytest.param(
-            [(0.0, None), (1.0, TEXT)],
-            {"slots": lambda now: GENERATES},
-            "stall_timeout",
-            80.0,
-            id="its slot stands still",
-        ),
-        pytest.param(
-            [(0.0, None), (1.0, TEXT)],
-            {"slots": lambda now: IDLE},
-            "request_lost",
-            80.0,
-            id="no slot works on it",
         ),
     ],
 )
@@ -251,6 +243,28 @@ def test_slow_ones_are_left_alone(clients: list[Client], world: Any) -> None:
     upstream.begin(*clients)
     upstream.run(*clients, until=SILENT_S)
     assert [client.given_up for client in clients] == [None] * len(clients)
+
+
+@pytest.mark.parametrize("hears", [[(0.0, None)], every(1.0, 9.0, report)], ids=["none", "some"])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        pytest.param(lambda now: IDLE, id="idle"),
+        pytest.param(lambda now: GENERATES, id="hung"),
+        pytest.param(lambda now: (generates(now), *READS), id="one hangs, one does not"),
+        pytest.param(lambda now: GENERATES if now < 70 else SlotsSilence(), id="silent"),
+    ],
+)
+def test_slots_of_another_server_accuse_nobody(
+    hears: Any, slots: Callable[[float], Slots | SlotsSilence]
+) -> None:
+    """Behind a load balancer `/slots` may be answered by one that has not got the request."""
+    patient = replace(NORMAL, prefill_liveness_timeout_s=None, idle_stream_timeout_s=None)
+    client, neighbour = Client(*hears), Client(*every(1.0, SILENT_S, lambda n: TEXT))
+    upstream = World(patient, slots=slots)
+    upstream.begin(client, neighbour)
+    upstream.run(client, until=SILENT_S)
+    assert client.given_up is None
 
 
 def test_a_hang_costs_only_its_own_request() -> None:
