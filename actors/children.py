@@ -17,7 +17,7 @@ from llama_worker.request.messages import ToolMessage, TransportMessage
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.messages import LaunchFailed, ProcessMessage, WatchdogMessage
 from llama_worker.server.roll_call import Member
-from llama_worker.types import StartFailReason
+from llama_worker.types.worker import StartFailReason
 
 M = TypeVar("M")
 

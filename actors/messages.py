@@ -40,14 +40,8 @@ from llama_worker.server.messages import (
     Stop,
 )
 from llama_worker.server.roll_call import Member
-from llama_worker.types import (
-    NotFound,
-    NotReady,
-    RequestResult,
-    SubmitResult,
-    WorkerDebugInfo,
-    WorkerStatus,
-)
+from llama_worker.types.request import NotFound, NotReady, RequestResult, SubmitResult
+from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
 
 class ReportIn(Struct, frozen=True):

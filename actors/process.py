@@ -39,7 +39,7 @@ from llama_worker.server.termination import (
     describe_stuck,
     step,
 )
-from llama_worker.types import StartFailReason
+from llama_worker.types.worker import StartFailReason
 
 _EVIDENCE_LINES = 50  # of the server's output, kept with the evidence of a kill
 

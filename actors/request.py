@@ -51,7 +51,7 @@ from llama_worker.request.output import WaitingReads, is_answered_by
 from llama_worker.request.request import Effect, Request
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 
 class RequestActor(Child[RequestMessage]):

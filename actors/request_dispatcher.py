@@ -23,7 +23,7 @@ from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.runtime.host.futures import WeakList
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import Unwatch, Watch
-from llama_worker.types import (
+from llama_worker.types.request import (
     NotFound,
     NotReady,
     RequestFailReason,

@@ -52,7 +52,8 @@ from llama_worker.server.messages import (
 )
 from llama_worker.server.restart_budget import RecycleDue, recycle_due
 from llama_worker.server.traits import ServerTraits, shortcomings
-from llama_worker.types import RequestState, WorkerState, WorkerStatus
+from llama_worker.types.request import RequestState
+from llama_worker.types.worker import WorkerState, WorkerStatus
 
 
 class ServerLife:

@@ -25,7 +25,7 @@ from llama_worker.request.messages import (
 from llama_worker.request.orders import TurnId
 from llama_worker.runtime.ports import Stream
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 
 class TransportActor(Child[TransportMessage]):

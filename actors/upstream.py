@@ -41,7 +41,7 @@ from llama_worker.server.watch_effects import (
     Order,
     ProbeReadiness,
 )
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 
 class UpstreamActor(SupervisedActor[UpstreamMessage]):

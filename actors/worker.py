@@ -56,7 +56,8 @@ from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
 from llama_worker.server.messages import Observed, Stalled
 from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
 from llama_worker.server.traits import unsupported
-from llama_worker.types import SubmitErrorCode, WorkerDebugInfo, WorkerState, WorkerStatus
+from llama_worker.types.request import SubmitErrorCode
+from llama_worker.types.worker import WorkerDebugInfo, WorkerState, WorkerStatus
 
 
 class WorkerActor(SupervisedActor[WorkerMessage]):

@@ -33,7 +33,7 @@ from llama_worker.server.watch_effects import (
     News,
     ProbeReadiness,
 )
-from llama_worker.types import RequestPhase
+from llama_worker.types.request import RequestPhase
 
 RequestAt = Callable[[float], Progress]
 SlotsAt = Callable[[float], tuple[Slot, ...] | SlotsSilence | None]

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, is_typeddict
 
-from llama_worker import types
+from llama_worker.types import request, worker
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 _FIELD = re.compile(r"^    (\w+): (.+)$", re.MULTILINE)
@@ -22,7 +22,8 @@ def answers() -> dict[str, Any]:
     """The typed dictionaries whose docstring describes their keys, by name."""
     return {
         name: kind
-        for name, kind in vars(types).items()
+        for module in (request, worker)
+        for name, kind in vars(module).items()
         if is_typeddict(kind) and "Attributes:" in (kind.__doc__ or "")
     }
 

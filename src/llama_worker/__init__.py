@@ -33,19 +33,22 @@ if TYPE_CHECKING:
     )
     from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
     from llama_worker.runtime.process.free_port import free_port
-    from llama_worker.types import (
+    from llama_worker.types.chat import ChatMessage, ContentPart, ToolCall, ToolDef, ToolFunctionDef
+    from llama_worker.types.hooks import (
         BiosContext,
         BiosProvider,
         BiosText,
         CancellableToolRunner,
-        ChatMessage,
-        ContentPart,
-        ContextUse,
-        Durations,
         EventHandler,
-        ExitSignal,
         LivenessEvidence,
         LivenessProbe,
+        RunningCall,
+        SignalHandler,
+        ToolRunner,
+    )
+    from llama_worker.types.request import (
+        ContextUse,
+        ExitSignal,
         NotFound,
         NotReady,
         OutputChunk,
@@ -56,21 +59,18 @@ if TYPE_CHECKING:
         RequestResult,
         RequestState,
         RequestStatus,
-        RestartRecord,
-        RunningCall,
-        SignalHandler,
-        StartFailReason,
         SubmitErr,
         SubmitOk,
         SubmitResult,
         Timings,
         TokenCount,
-        ToolCall,
-        ToolDef,
-        ToolFunctionDef,
-        ToolRunner,
         ToolTraceEntry,
         Usage,
+    )
+    from llama_worker.types.worker import (
+        Durations,
+        RestartRecord,
+        StartFailReason,
         WorkerDebugInfo,
         WorkerState,
         WorkerStatus,
@@ -145,7 +145,7 @@ __all__ = [
     "prompted_tools_text",
 ]
 
-# The modules of the public names; `types` has those that are not here.
+# The modules of the public names; `types.request` has those that are not here.
 _MODULES = {
     "bios": ("default_bios", "prompted_tools_text"),
     "config.command": ("llama_server_cmd",),
@@ -158,6 +158,15 @@ _MODULES = {
     ),
     "runtime.host.futures": ("ResultFuture", "WorkerFuture"),
     "runtime.process.free_port": ("free_port",),
+    "types.chat": ("ChatMessage", "ContentPart", "ToolCall", "ToolDef", "ToolFunctionDef"),
+    "types.hooks": (
+        *("BiosContext", "BiosProvider", "BiosText", "CancellableToolRunner", "EventHandler"),
+        *("LivenessEvidence", "LivenessProbe", "RunningCall", "SignalHandler", "ToolRunner"),
+    ),
+    "types.worker": (
+        *("Durations", "RestartRecord", "StartFailReason", "WorkerDebugInfo", "WorkerState"),
+        *("WorkerStatus", "WorkerTotals"),
+    ),
     "worker": ("LlamaWorker",),
 }
 
@@ -165,7 +174,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = next((module for module, names in _MODULES.items() if name in names), "types")
+    module = next((module for module, names in _MODULES.items() if name in names), "types.request")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value  # the next access does not come here
     return value

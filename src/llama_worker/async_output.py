@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from llama_worker.config.validation import checked_seconds
-from llama_worker.types import OutputChunk
+from llama_worker.types.request import OutputChunk
 from llama_worker.worker import LlamaWorker, no_such_request
 
 

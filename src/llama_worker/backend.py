@@ -21,7 +21,7 @@ from llama_worker.mailbox import Reply
 from llama_worker.runtime.host.futures import OpenFutures, WorkerFuture
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.messages import Stop
-from llama_worker.types import NotFound, RequestResult, RequestState, SubmitResult
+from llama_worker.types.request import NotFound, RequestResult, RequestState, SubmitResult
 
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable
 
 from llama_worker.errors import described_error
-from llama_worker.types import BiosContext, BiosProvider, BiosText, ToolDef
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.hooks import BiosContext, BiosProvider, BiosText
 
 CALL_OPEN = "<tool_call>"
 CALL_CLOSE = "</tool_call>"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from traceback import format_exception_only
 
 from llama_worker.config import start_advice
-from llama_worker.types import RequestResult, StartFailReason, SubmitErrorCode
+from llama_worker.types.request import RequestResult, SubmitErrorCode
+from llama_worker.types.worker import StartFailReason
 
 _SHOWN_LOG_LINES = 20
 MASK = "***"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llama_worker.types import ToolDef
+from llama_worker.types.chat import ToolDef
 
 
 def _tool(

@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from llama_worker.errors import ConfigError, WorkerClosed
-from llama_worker.types import Durations, WorkerDebugInfo, WorkerState, WorkerStatus
+from llama_worker.types.worker import Durations, WorkerDebugInfo, WorkerState, WorkerStatus
 from llama_worker.worker import LlamaWorker
 
 _ANSWER_S = 10.0  # workers answer within milliseconds; a scrape that gets no answer fails

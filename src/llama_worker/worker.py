@@ -37,9 +37,8 @@ from llama_worker.runtime.process.server_program import find_server
 from llama_worker.runtime.real import RealRuntime
 from llama_worker.server.messages import Drain, Restart, Start, Stop
 from llama_worker.startable import Startable
-from llama_worker.types import (
-    ChatMessage,
-    ContentPart,
+from llama_worker.types.chat import ChatMessage, ContentPart
+from llama_worker.types.request import (
     NotFound,
     NotReady,
     OutputChunk,
@@ -47,9 +46,8 @@ from llama_worker.types import (
     RequestStatus,
     SubmitResult,
     TokenCount,
-    WorkerDebugInfo,
-    WorkerStatus,
 )
+from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
 T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])

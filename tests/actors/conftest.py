@@ -26,7 +26,8 @@ from llama_worker.testing.scripts import (
     scripted_server_cmd,
     steps_json,
 )
-from llama_worker.types import RequestResult, RequestStatus, WorkerState, WorkerStatus
+from llama_worker.types.request import RequestResult, RequestStatus
+from llama_worker.types.worker import WorkerState, WorkerStatus
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0  # for what takes milliseconds on a quiet machine

@@ -31,7 +31,7 @@ from llama_worker.testing.scripts import (
     scripted_server_cmd,
     to_json,
 )
-from llama_worker.types import WorkerState
+from llama_worker.types.worker import WorkerState
 from tests.actors.conftest import (
     WAIT_S,
     MakeWorker,

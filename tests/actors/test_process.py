@@ -36,7 +36,7 @@ from llama_worker.testing.scripts import (
     plain_reply,
     scripted_server_cmd,
 )
-from llama_worker.types import StartFailReason, WorkerState, WorkerStatus
+from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
 from tests.conftest import Leftovers, shell_program
 

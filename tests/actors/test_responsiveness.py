@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.testing.scripts import Headers, Repeat, Script, ScriptedReply, Sleep, Text
-from llama_worker.types import WorkerState
+from llama_worker.types.worker import WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, fast_timeouts
 
 TOKENS = [Headers(), Repeat(None, [Text("token "), Sleep(0.002)])]

@@ -15,7 +15,7 @@ import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
 from llama_worker.testing.scripts import Text, ToolCall, Turns, plain_reply
-from llama_worker.types import StartFailReason, WorkerState
+from llama_worker.types.worker import StartFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, no_threads
 from tests.conftest import Leftovers
 

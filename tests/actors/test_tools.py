@@ -34,7 +34,8 @@ from llama_worker.testing.scripts import (
     Turns,
     plain_reply,
 )
-from llama_worker.types import ExitSignal, ToolDef
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.request import ExitSignal
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
 from tests.conftest import Speechless
 

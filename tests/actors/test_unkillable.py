@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from llama_worker import WorkerStartError, WorkerStopError
-from llama_worker.types import WorkerState
+from llama_worker.types.worker import WorkerState
 from tests.actors.conftest import MakeWorker, Rig, fast_timeouts
 from tests.conftest import Leftovers, trace, wait_traced
 

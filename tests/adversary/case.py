@@ -21,7 +21,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.errors import RequestFailed
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.pace import Pace
-from llama_worker.types import RequestState
+from llama_worker.types.request import RequestState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
 from tests.simulation.scheduler import Choices

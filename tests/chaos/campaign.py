@@ -36,7 +36,9 @@ from llama_worker.request.request import Request
 from llama_worker.request.table import RequestRecord
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.testing import scripts as fs
-from llama_worker.types import RequestState, StartFailReason, ToolDef, WorkerState
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.request import RequestState
+from llama_worker.types.worker import StartFailReason, WorkerState
 from tests.actors.conftest import HOST, fast_restart, running, tree
 from tests.chaos.replies import EXIT_TOOL, REQUEST_S, TOOLS, Reply, Tracked, random_reply
 from tests.conftest import Leftovers

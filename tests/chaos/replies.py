@@ -12,8 +12,8 @@ from typing import Any
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.testing import scripts as fs
 from llama_worker.testing.scripts import Step
-from llama_worker.types import RequestFailReason as Reason
-from llama_worker.types import RequestState
+from llama_worker.types.request import RequestFailReason as Reason
+from llama_worker.types.request import RequestState
 from tests.simulation.dice import Dice
 
 EXIT_TOOL = "report"

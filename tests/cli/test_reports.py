@@ -16,7 +16,7 @@ from llama_worker import (
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.run_report import Activity
 from llama_worker.errors import WorkerStartError
-from llama_worker.types import SubmitErrorCode
+from llama_worker.types.request import SubmitErrorCode
 
 # ---------------------------------------------------------------- what is shown
 

@@ -28,7 +28,7 @@ from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from llama_worker.request.messages import ToolMessage, TransportMessage
 from llama_worker.responses.messages import ProxyMessage
 from llama_worker.server.messages import ProcessMessage, WatchdogMessage
-from llama_worker.types import NotFound, NotReady, SubmitErrorCode
+from llama_worker.types.request import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
 from tests.recordings import builds
 from tests.recordings.conformance import LEFT_OUT

@@ -37,7 +37,7 @@ from llama_worker.ray import (
 from llama_worker.ray.replica import one_line
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.types import RequestPhase, RequestStatus
+from llama_worker.types.request import RequestPhase, RequestStatus
 from tests.actors.conftest import HOST, WAIT_S, run_async
 
 # ---------------------------------------------------------------- a worker

@@ -27,7 +27,7 @@ from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 from tests.actors.conftest import HOST, WAIT_S, eventually
 from tests.runtime.conftest import MakeServer, Serve, Server, sends
 

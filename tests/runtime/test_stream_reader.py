@@ -21,7 +21,7 @@ from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams import stream_reader
 from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.stream.events import Finish, PromptReport, TextDelta, ToolCallDelta
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

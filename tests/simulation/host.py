@@ -22,7 +22,8 @@ from llama_worker.errors import (
 )
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.token_count import COUNT_S
-from llama_worker.types import RequestState, WorkerState
+from llama_worker.types.request import RequestState
+from llama_worker.types.worker import WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S
 from tests.simulation.leases import ProxiedClient

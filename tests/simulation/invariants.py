@@ -36,7 +36,8 @@ from llama_worker.server.lifecycle_states import BackingOff, Launching, Lifecycl
 from llama_worker.server.messages import Drain
 from llama_worker.server.termination import Signal
 from llama_worker.stream.events import ReasoningDelta, TextDelta
-from llama_worker.types import RequestFailReason, RequestState, WorkerState
+from llama_worker.types.request import RequestFailReason, RequestState
+from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import Bench
 from tests.simulation.faults import Kind
 from tests.simulation.promises import Promise

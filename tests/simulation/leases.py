@@ -10,7 +10,7 @@ from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.abortable_socket import Aborted
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
-from llama_worker.types import SubmitResult
+from llama_worker.types.request import SubmitResult
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.termination import Signal
-from llama_worker.types import StartFailReason
+from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.server import Build, Exchange, LlamaServer, Reply

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llama_worker.server.gpu_faults import GpuFault, gpu_lost
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.server.termination import Signal
-from llama_worker.types import StartFailReason
+from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
 from tests.simulation.invariants import QUICK_S, Fault, Truth

@@ -47,7 +47,8 @@ from llama_worker.server.termination import Signal
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types import RequestFailReason, StartFailReason, TokenCount
+from llama_worker.types.request import RequestFailReason, TokenCount
+from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
 from tests.simulation.scheduler import Event, Scheduler, Violation

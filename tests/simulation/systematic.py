@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from llama_worker.server.blame import Verdict
 from llama_worker.server.messages import Stalled
-from llama_worker.types import RequestFailReason, WorkerState
+from llama_worker.types.request import RequestFailReason
+from llama_worker.types.worker import WorkerState
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
 from tests.simulation.scheduler import Choices, Scheduler

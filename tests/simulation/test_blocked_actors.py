@@ -11,7 +11,7 @@ from llama_worker.request.messages import RequestInput
 from llama_worker.request.orders import PostChat
 from llama_worker.request.request import Effect, Request
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
-from llama_worker.types import RequestFailReason, RequestState
+from llama_worker.types.request import RequestFailReason, RequestState
 from tests.simulation.bench import Bench, quiet_bench
 from tests.simulation.scheduler import SimulatedActor
 from tests.simulation.server import Reply

@@ -26,7 +26,7 @@ from llama_worker.runtime.host.futures import WeakList
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.messages import Exited, Stop, Unkillable, Watch
 from llama_worker.server.restart_budget import Lockout, RestartAfter
-from llama_worker.types import RequestPhase
+from llama_worker.types.request import RequestPhase
 from tests.simulation.faults import KINDS
 from tests.simulation.scheduler import Violation
 from tests.simulation.world import Failure, Setting, World

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from llama_worker.types import RequestState
+from llama_worker.types.request import RequestState
 from tests.simulation.bench import quiet_bench
 from tests.simulation.server import Build, Headers, Reply
 

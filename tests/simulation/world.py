@@ -14,7 +14,9 @@ from typing import Any
 from llama_worker.config.profiles import Recycle, RestartPolicy, TimeoutProfile
 from llama_worker.errors import WorkerClosed
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.types import RequestState, ToolDef, WorkerState
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.request import RequestState
+from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS

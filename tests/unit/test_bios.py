@@ -13,7 +13,8 @@ from llama_worker import exit_tools
 from llama_worker.bios import PromptError, default_bios, prompted_tools_text, run_bios
 from llama_worker.stream.calls import RawCall
 from llama_worker.stream.tagged_calls import TaggedCallFilter
-from llama_worker.types import BiosContext, BiosText, ToolCallMode, ToolDef
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.hooks import BiosContext, BiosText, ToolCallMode
 from tests.conftest import Speechless
 
 ADD: ToolDef = {

@@ -8,18 +8,36 @@ from typing import Any
 
 import pytest
 
-from llama_worker import types
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
-from llama_worker.types import RequestState, ToolDef
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.request import (
+    ExitSignal,
+    NotFound,
+    NotReady,
+    OutputChunk,
+    PromptProgress,
+    RequestFinishReason,
+    RequestPhase,
+    RequestResult,
+    RequestState,
+    RequestStatus,
+    SubmitErr,
+    SubmitOk,
+    Timings,
+    TokenCount,
+    ToolTraceEntry,
+    Usage,
+)
+from llama_worker.types.worker import RestartRecord, WorkerDebugInfo, WorkerState, WorkerStatus
 
 
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        (types.WorkerState, "stopped running ready failed"),
-        (types.RequestState, "running tool_running completed failed canceled"),
-        (types.RequestFinishReason, "stop max_tokens canceled failed"),
-        (types.RequestPhase, "waiting prefill generating tool done"),
+        (WorkerState, "stopped running ready failed"),
+        (RequestState, "running tool_running completed failed canceled"),
+        (RequestFinishReason, "stop max_tokens canceled failed"),
+        (RequestPhase, "waiting prefill generating tool done"),
     ],
 )
 def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
@@ -32,40 +50,40 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
-        (types.SubmitOk, "ok request_id"),
-        *((kind, "ok error") for kind in (types.SubmitErr, types.NotFound, types.NotReady)),
+        (SubmitOk, "ok request_id"),
+        *((kind, "ok error") for kind in (SubmitErr, NotFound, NotReady)),
         (
-            types.RequestStatus,
+            RequestStatus,
             "ok request_id job_name state phase created_at output_chars reasoning_chars "
             "tool_iters_remaining tool_calls_count signals fail_reason dispatched_at? "
             "first_token_at? completed_at? last_progress_at? last_stream_byte_at? "
             "last_liveness_at? prompt_progress? tokens_received? tokens_per_second? tail? "
             "running_tool? fail_detail?",
         ),
-        (types.PromptProgress, "processed total cached"),
-        (types.TokenCount, "ok n_prompt_tokens n_ctx n_left"),
-        (types.OutputChunk, "ok text reasoning text_offset reasoning_offset done"),
+        (PromptProgress, "processed total cached"),
+        (TokenCount, "ok n_prompt_tokens n_ctx n_left"),
+        (OutputChunk, "ok text reasoning text_offset reasoning_offset done"),
         (
-            types.RequestResult,
+            RequestResult,
             "ok request_id job_name state finish_reason text reasoning signals tool_trace "
             "fail_reason conversation usage? timings? fail_detail? context?",
         ),
-        (types.Usage, "prompt_tokens completion_tokens cached_tokens"),
-        (types.Timings, "total_s ttft_s? tokens_per_second?"),
-        (types.ExitSignal, "tool_name arguments emitted_at malformed?"),
+        (Usage, "prompt_tokens completion_tokens cached_tokens"),
+        (Timings, "total_s ttft_s? tokens_per_second?"),
+        (ExitSignal, "tool_name arguments emitted_at malformed?"),
         (
-            types.ToolTraceEntry,
+            ToolTraceEntry,
             "tool_call_id tool_name arguments iteration started_at duration_s ok error? result?",
         ),
         (
-            types.WorkerStatus,
+            WorkerStatus,
             "name state slots_total slots_used active_request_ids active_jobs finished_request_ids draining "
             "restart_count config_hash warnings pid?"
             " last_error? last_ready_at? next_restart_at? n_ctx? modalities? model?",
         ),
-        (types.RestartRecord, "at reason detail"),
+        (RestartRecord, "at reason detail"),
         (
-            types.WorkerDebugInfo,
+            WorkerDebugInfo,
             (
                 "recent_logs recent_restarts recent_events events_dropped_count server_cmd evidence "
                 "seconds_since_progress stuck_tool_threads_count totals"

@@ -51,7 +51,8 @@ from llama_worker.config.validation import (
     takes,
 )
 from llama_worker.errors import MASK, ConfigError
-from llama_worker.types import (
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.hooks import (
     BiosProvider,
     CancellableToolRunner,
     EventHandler,
@@ -59,7 +60,6 @@ from llama_worker.types import (
     SignalHandler,
     SystemPromptMode,
     ToolCallMode,
-    ToolDef,
     ToolErrors,
     ToolRunner,
 )

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 
 from llama_worker.config.near_names import COMMON_OPTIONS, did_you_mean
-from llama_worker.types import StartFailReason
+from llama_worker.types.worker import StartFailReason
 
 LESS_MEMORY = (
     "a smaller context (--ctx-size 4096), a smaller quantisation of the model, or other "

@@ -9,7 +9,7 @@ from typing import Any, cast
 from llama_worker.config.near_names import did_you_mean
 from llama_worker.config.validation import checked_json_object, checked_str, shown
 from llama_worker.errors import ConfigError
-from llama_worker.types import ToolDef
+from llama_worker.types.chat import ToolDef
 
 _TOOL_KEYS = ("type", "function")
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")

@@ -32,9 +32,8 @@ from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission, validate_submit
 from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture
 from llama_worker.startable import Startable
-from llama_worker.types import (
-    ChatMessage,
-    ContentPart,
+from llama_worker.types.chat import ChatMessage, ContentPart
+from llama_worker.types.request import (
     NotFound,
     NotReady,
     OutputChunk,
@@ -42,9 +41,8 @@ from llama_worker.types import (
     RequestStatus,
     SubmitErr,
     SubmitResult,
-    WorkerDebugInfo,
-    WorkerStatus,
 )
+from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
 _LEAST_LEASE_S = 10.0  # several times what it takes to call a replica silent
 _RESERVED_OPTIONS = ("max_restarts", "max_task_retries")

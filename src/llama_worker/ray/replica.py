@@ -22,7 +22,8 @@ from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStat
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.types import SubmitErr, SubmitResult, WorkerStatus
+from llama_worker.types.request import SubmitErr, SubmitResult
+from llama_worker.types.worker import WorkerStatus
 
 _SETTLE_S = 5.0  # for what an actor sent before its end to be taken over
 # An actor answers in milliseconds. Ray 2.60 takes a minute to see that a machine has vanished.

@@ -7,7 +7,7 @@ import copy
 
 from llama_worker.ray.types import RequestUpdate
 from llama_worker.request.output import Output, read_output
-from llama_worker.types import (
+from llama_worker.types.request import (
     OutputChunk,
     RequestFailReason,
     RequestFinishReason,

@@ -9,7 +9,7 @@ from typing import NotRequired, TypeAlias, TypedDict
 
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError, WorkerClosed
-from llama_worker.types import OutputChunk, RequestResult, RequestStatus
+from llama_worker.types.request import OutputChunk, RequestResult, RequestStatus
 
 ConfigFor: TypeAlias = Callable[[int], WorkerConfig]
 """Makes the config of a worker whose server gets this port. Called where the server will run."""

@@ -22,7 +22,8 @@ from llama_worker.gaps import LATE_S, gap_s
 from llama_worker.ray.types import ConfigFor, Place, RequestUpdate
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process.free_port import free_port
-from llama_worker.types import RequestStatus, StartFailReason, WorkerState, WorkerStatus
+from llama_worker.types.request import RequestStatus
+from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from llama_worker.worker import LlamaWorker, no_such_request
 
 _PORTS_TRIED = 10

@@ -10,7 +10,12 @@ from llama_worker.stream.calls import Partition
 from llama_worker.stream.events import ServerError
 from llama_worker.stream.failure import StreamFailure, exceeds_context, reports_malformed_call
 from llama_worker.stream.loops import LoopFound, TextLoopFound
-from llama_worker.types import ContextUse, RequestFailReason, RequestFinishReason, RequestState
+from llama_worker.types.request import (
+    ContextUse,
+    RequestFailReason,
+    RequestFinishReason,
+    RequestState,
+)
 
 
 class Outcome(Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.stream.events import ReasoningDelta, ServerError, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, Verdict
-from llama_worker.types import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
+from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 LeaseEffects = list[RequestEnded | AskIfServerDied]
 _BREAKS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED)

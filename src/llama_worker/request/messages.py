@@ -11,8 +11,8 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types import (
-    BiosText,
+from llama_worker.types.hooks import BiosText
+from llama_worker.types.request import (
     ExitSignal,
     NotFound,
     OutputChunk,

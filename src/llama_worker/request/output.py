@@ -9,7 +9,7 @@ from llama_worker.config.profiles import LoopDetector
 from llama_worker.mailbox import Reply
 from llama_worker.request.messages import ReadOutput
 from llama_worker.stream.loops import LoopFound, LoopWatch, TextLoopFound
-from llama_worker.types import NotFound, OutputChunk
+from llama_worker.types.request import NotFound, OutputChunk
 
 _SWEEP_MIN = 16
 

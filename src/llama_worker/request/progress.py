@@ -24,7 +24,7 @@ from llama_worker.stream.events import (
     UnknownContent,
     UsageReport,
 )
-from llama_worker.types import RequestPhase
+from llama_worker.types.request import RequestPhase
 
 _BATCHES_KEPT = 16
 _MAX_FINGERPRINTS = 4096  # a circle of more records than that is taken for something new

@@ -21,7 +21,8 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.tools import ToolBatch
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
-from llama_worker.types import BiosText, ChatMessage, SystemPromptMode
+from llama_worker.types.chat import ChatMessage
+from llama_worker.types.hooks import BiosText, SystemPromptMode
 
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 

@@ -16,8 +16,8 @@ from llama_worker.request.output import Output
 from llama_worker.request.progress import Progress, TurnProgress, last_progress_at
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.stream.events import UsageReport
-from llama_worker.types import (
-    ChatMessage,
+from llama_worker.types.chat import ChatMessage
+from llama_worker.types.request import (
     ExitSignal,
     RequestFailReason,
     RequestPhase,

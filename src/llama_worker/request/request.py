@@ -43,7 +43,7 @@ from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import encodable
 from llama_worker.stream.failure import StreamFailure, refuses_tools
 from llama_worker.stream.turn_end import Finished, LastWord, Verdict
-from llama_worker.types import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
+from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 # of a tool's error: a model's context is small, and a traceback may be long
 _MAX_ERROR_CHARS = 2000

@@ -39,7 +39,7 @@ from llama_worker.request.ending import Outcome
 from llama_worker.request.tools import ToolBatch
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import SETTLE_S
-from llama_worker.types import RequestPhase
+from llama_worker.types.request import RequestPhase
 
 DEATH_NEWS_S = 0.2  # a process's death is told 0.03 s after its connection broke (idle machine)
 LATE_NEWS_S = 10.0  # the process is gone, so its end will be told: the machine is busy

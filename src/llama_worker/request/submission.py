@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from llama_worker.config.validation import checked_json_object, checked_str, shown
 from llama_worker.errors import ConfigError
-from llama_worker.types import ChatMessage, ContentPart
+from llama_worker.types.chat import ChatMessage, ContentPart
 
 # What stands in the object that is named as its part's type; of text, the text stands there itself.
 _PARTS: dict[str, tuple[str, ...]] = {

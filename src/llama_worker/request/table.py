@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from llama_worker.request.progress import Batch
-from llama_worker.types import RequestResult, RequestStatus
+from llama_worker.types.request import RequestResult, RequestStatus
 
 
 class RequestRecord(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from llama_worker.request.messages import SignalEmitted
 from llama_worker.request.report import RequestTotals
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawCall, partition
-from llama_worker.types import ToolTraceEntry
+from llama_worker.types.request import ToolTraceEntry
 
 
 class ToolBatch(Struct, frozen=True, kw_only=True):

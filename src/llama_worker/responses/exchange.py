@@ -18,7 +18,7 @@ from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types import RequestFailReason, SubmitErrorCode, SubmitResult
+from llama_worker.types.request import RequestFailReason, SubmitErrorCode, SubmitResult
 
 M = TypeVar("M")
 T = TypeVar("T")

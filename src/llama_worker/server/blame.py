@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.restart_budget import ServerErrors, TransportFailures
-from llama_worker.types import RequestFailReason, RequestState
+from llama_worker.types.request import RequestFailReason, RequestState
 
 _TRANSPORT_FAILURES = frozenset(
     {

@@ -17,7 +17,8 @@ from llama_worker.request.table import Admitted
 from llama_worker.server.messages import Observed
 from llama_worker.server.timeouts import ages
 from llama_worker.server.totals import Totals
-from llama_worker.types import EventHandler, RestartRecord, WorkerDebugInfo
+from llama_worker.types.hooks import EventHandler
+from llama_worker.types.worker import RestartRecord, WorkerDebugInfo
 
 _KEPT_EVENTS = 200
 _KEPT_RESTARTS = 50

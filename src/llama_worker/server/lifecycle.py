@@ -61,7 +61,8 @@ from llama_worker.server.messages import (
     Unkillable,
 )
 from llama_worker.server.restart_budget import RecycleDue
-from llama_worker.types import RequestFailReason, StartFailReason
+from llama_worker.types.request import RequestFailReason
+from llama_worker.types.worker import StartFailReason
 
 LaunchNews = (
     BecameReady

@@ -23,7 +23,8 @@ from llama_worker.server.lifecycle_states import (
 )
 from llama_worker.server.messages import Launch, Start, Stop, Terminate
 from llama_worker.server.restart_budget import Lockout
-from llama_worker.types import RequestFailReason, StartFailReason
+from llama_worker.types.request import RequestFailReason
+from llama_worker.types.worker import StartFailReason
 
 # How long SIGTERM waits for our own connections to be closed: the server waits for open ones.
 CLOSING_S = 1.0

@@ -11,7 +11,7 @@ from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.server.messages import Launch, Start, Stop, Terminate
 from llama_worker.server.restart_budget import RestartBudget
-from llama_worker.types import WorkerState
+from llama_worker.types.worker import WorkerState
 
 # ---------------------------------------------------------------- states
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from llama_worker.types import LivenessEvidence
+from llama_worker.types.hooks import LivenessEvidence
 
 WINDOW_S = 3.0  # rates are averaged over this, or longer where probes are rarer
 TICK_S = 0.01

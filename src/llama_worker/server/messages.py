@@ -20,7 +20,7 @@ from llama_worker.server.blame import Verdict
 from llama_worker.server.gpu_faults import GpuFault
 from llama_worker.server.slots import SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
-from llama_worker.types import StartFailReason, WorkerStatus
+from llama_worker.types.worker import StartFailReason, WorkerStatus
 
 
 class Start(Struct, frozen=True, kw_only=True):

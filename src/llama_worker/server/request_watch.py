@@ -26,7 +26,7 @@ from llama_worker.server.timeouts import (
     describe,
     verdict,
 )
-from llama_worker.types import RequestFailReason, RequestPhase
+from llama_worker.types.request import RequestFailReason, RequestPhase
 
 
 class GivenUp(NamedTuple):

@@ -17,7 +17,7 @@ from llama_worker.server.blame import Verdict
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import Slot, SlotsLook, moved, moved_always
 from llama_worker.server.timeouts import describe
-from llama_worker.types import RequestFailReason, RequestPhase
+from llama_worker.types.request import RequestFailReason, RequestPhase
 
 _PREFILL, _GENERATING = RequestPhase.PREFILL, RequestPhase.GENERATING
 

@@ -15,7 +15,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Progress, newest
 from llama_worker.server.blame import Verdict
-from llama_worker.types import RequestFailReason, RequestPhase
+from llama_worker.types.request import RequestFailReason, RequestPhase
 
 DEAD_BESIDE_MULTIPLE = 4  # of `idle_stream_timeout_s`, where `/slots` cannot tell whose work it is
 

@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections import Counter
 
 from llama_worker.request.table import RequestRecord
-from llama_worker.types import Durations, RequestState, WorkerTotals
+from llama_worker.types.request import RequestState
+from llama_worker.types.worker import Durations, WorkerTotals
 
 BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 _OUTCOMES = (RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELED)

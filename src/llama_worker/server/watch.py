@@ -51,7 +51,7 @@ from llama_worker.server.watch_effects import (
     LookAtSlots,
     ProbeReadiness,
 )
-from llama_worker.types import StartFailReason
+from llama_worker.types.worker import StartFailReason
 
 FIRST_LOOK_S = 0.5  # after the first request began
 _RETRY_S = 1.0  # a probe that could not be made is made again

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.stream.events import ToolCallDelta, encodable
-from llama_worker.types import ExitSignal
+from llama_worker.types.request import ExitSignal
 
 # of a call's arguments: far below where Python's parser, or a copy of them, gives up
 MAX_JSON_DEPTH = 128

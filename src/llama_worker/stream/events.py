@@ -5,7 +5,7 @@ import re
 import msgspec
 from msgspec import Struct
 
-from llama_worker.types import ContextUse
+from llama_worker.types.request import ContextUse
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.types import ContextUse, RequestFailReason
+from llama_worker.types.request import ContextUse, RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000
 

@@ -13,7 +13,7 @@ import httptools
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure, disconnected
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 _MAX_LENGTH_DIGITS = 18  # httptools counts in 64 bits
 

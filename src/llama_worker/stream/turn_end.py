@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from llama_worker.stream.events import Done, Finish, ServerError
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error record may still follow
 NO_FINISH_REASON = "the stream ended without a finish reason"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, cast
 
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.types import RequestFinishReason, RequestResult, RequestState
+from llama_worker.types.request import RequestFinishReason, RequestResult, RequestState
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.events import PromptReport, StreamEvent, TextDelta
 from llama_worker.stream.failure import disconnected
-from llama_worker.types import SubmitResult
+from llama_worker.types.request import SubmitResult
 from tests.simulation.leases import SimAbort
 
 NORMAL = TimeoutProfile.normal()

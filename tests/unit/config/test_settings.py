@@ -26,7 +26,7 @@ from llama_worker import (
 )
 from llama_worker.config.command import llama_server_cmd
 from llama_worker.errors import MASK
-from llama_worker.types import ToolDef
+from llama_worker.types.chat import ToolDef
 from llama_worker.worker import LlamaWorker
 from tests.unit.config.cases import CMD, SURROGATE, bad, config, refuses
 

@@ -42,7 +42,8 @@ from llama_worker.stream.events import (
     UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types import RequestFailReason, ToolDef
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.request import RequestFailReason
 
 UNIX = 1000.0  # what makes Unix seconds of the clock here
 NOBODY: Any = object()  # a mailbox or a reply: the request itself tells and asks nobody

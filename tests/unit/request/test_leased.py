@@ -28,8 +28,8 @@ from llama_worker.stream.events import (
     TextDelta,
 )
 from llama_worker.stream.failure import StreamFailure, disconnected
-from llama_worker.types import RequestFailReason as Reason
-from llama_worker.types import RequestPhase, RequestResult
+from llama_worker.types.request import RequestFailReason as Reason
+from llama_worker.types.request import RequestPhase, RequestResult
 
 DIED = Abandon(reason=Reason.SERVER_DIED, detail="exit code -9")
 STALLED = Abandon(reason=Reason.STALL_TIMEOUT, detail="no data")

@@ -10,7 +10,7 @@ from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.messages import ReadOutput
 from llama_worker.request.output import Output, WaitingReads, is_answered_by
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.types import NotFound, OutputChunk
+from llama_worker.types.request import NotFound, OutputChunk
 
 LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
 

@@ -14,7 +14,8 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.request.prompt import SYSTEM_PROMPT_DELIMITER, Conversation, Prompts
 from llama_worker.request.submission import Submission
 from llama_worker.stream.calls import ParsedCall
-from llama_worker.types import BiosText, ChatMessage, SystemPromptMode
+from llama_worker.types.chat import ChatMessage
+from llama_worker.types.hooks import BiosText, SystemPromptMode
 from tests.unit.request.playbook import ADD, PLAIN, SIGNAL, WITH_TOOLS, config
 
 CALLS = (

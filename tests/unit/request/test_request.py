@@ -31,7 +31,8 @@ from llama_worker.stream.events import (
 )
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import NO_FINISH_REASON, TurnEnd
-from llama_worker.types import BiosContext, BiosText, RequestFailReason
+from llama_worker.types.hooks import BiosContext, BiosText
+from llama_worker.types.request import RequestFailReason
 from tests.unit.request.playbook import (
     ADD,
     BOOM,

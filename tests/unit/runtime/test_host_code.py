@@ -9,7 +9,7 @@ import pytest
 
 from llama_worker.runtime.host.host_code import look
 from llama_worker.server.messages import Look
-from llama_worker.types import LivenessEvidence
+from llama_worker.types.hooks import LivenessEvidence
 
 
 class Probe:

@@ -21,7 +21,7 @@ import pytest
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.probes import liveness_probes as probes
 from llama_worker.runtime.probes.liveness_probes import NvidiaProbe, ProcessProbe, process_evidence
-from llama_worker.types import LivenessEvidence
+from llama_worker.types.hooks import LivenessEvidence
 from tests.scripted_nvml import NVMLError, ScriptedNvml
 
 pytestmark = pytest.mark.timeout(60)

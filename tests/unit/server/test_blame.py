@@ -17,7 +17,7 @@ from llama_worker.server.blame import (
     Verdict,
     is_busy,
 )
-from llama_worker.types import RequestFailReason, RequestState
+from llama_worker.types.request import RequestFailReason, RequestState
 
 STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s", accuses=True)
 BESIDE = replace(STALLED, alone=True)  # the server serves others

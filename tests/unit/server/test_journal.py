@@ -16,7 +16,12 @@ from llama_worker.runtime.host.futures import write_log
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.messages import Observed
 from llama_worker.server.totals import BOUNDS_S
-from llama_worker.types import RequestFailReason, RequestFinishReason, RequestPhase, RequestState
+from llama_worker.types.request import (
+    RequestFailReason,
+    RequestFinishReason,
+    RequestPhase,
+    RequestState,
+)
 
 UNIX = 1000.0  # what makes Unix seconds of the clock here
 

@@ -49,7 +49,8 @@ from llama_worker.server.messages import (
     Unkillable,
 )
 from llama_worker.server.restart_budget import RecycleDue, RestartBudget
-from llama_worker.types import RequestFailReason, StartFailReason, WorkerState
+from llama_worker.types.request import RequestFailReason
+from llama_worker.types.worker import StartFailReason, WorkerState
 
 POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
 ONE_RESTART = replace(POLICY, max_restarts_per_window=1)

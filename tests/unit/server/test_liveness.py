@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
-from llama_worker.types import LivenessEvidence
+from llama_worker.types.hooks import LivenessEvidence
 
 ROOT: ProcessKey = (100, 5.0)
 CHILD: ProcessKey = (101, 6.0)

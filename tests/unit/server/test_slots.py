@@ -34,7 +34,7 @@ from llama_worker.server.slots import (
     SlotsSilence,
     parse_slots,
 )
-from llama_worker.types import RequestFailReason, RequestPhase
+from llama_worker.types.request import RequestFailReason, RequestPhase
 from tests.virtual_watch import RequestAt, SlotsAt, VirtualWatch, generating
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING

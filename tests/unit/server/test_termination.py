@@ -20,7 +20,7 @@ from llama_worker.server.termination import (
     Terminating,
     deadline,
 )
-from llama_worker.types import StartFailReason
+from llama_worker.types.worker import StartFailReason
 
 Step = tuple[ProcessState, Signal | None]
 

@@ -20,7 +20,7 @@ from llama_worker.server.timeouts import (
     SlotSigns,
     verdict,
 )
-from llama_worker.types import RequestFailReason, RequestPhase
+from llama_worker.types.request import RequestFailReason, RequestPhase
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
 TOOL, DONE = RequestPhase.TOOL, RequestPhase.DONE

@@ -9,7 +9,7 @@ import pytest
 
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.server.traits import ServerTraits, server_traits, shortcomings, unsupported
-from llama_worker.types import ToolDef
+from llama_worker.types.chat import ToolDef
 
 
 def caps(**told: Any) -> dict[str, Any]:

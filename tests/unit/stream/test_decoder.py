@@ -23,7 +23,7 @@ from llama_worker.stream.events import (
     UsageReport,
 )
 from llama_worker.stream.sse import ErrorField
-from llama_worker.types import ContextUse
+from llama_worker.types.request import ContextUse
 
 
 def decode(value: Any, *, is_error: bool = False) -> list[StreamEvent]:

@@ -13,7 +13,7 @@ from llama_worker.stream.failure import (
     refuses_tools,
     reports_malformed_call,
 )
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 LONG_AGO = b'{"error":{"code":400,"message":"too long","type":"invalid_request_error","n_ctx":64}}'
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama_worker.stream.events import Done, StreamEvent, TextDelta
 from llama_worker.stream.response import ChatBody
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 RECORDS = [
     b": keepalive\n\n",

@@ -32,7 +32,7 @@ from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.server.messages import EvidenceSeen, Look
-from llama_worker.types import BiosContext, BiosText, LivenessProbe, RunningCall
+from llama_worker.types.hooks import BiosContext, BiosText, LivenessProbe, RunningCall
 
 _logger = logging.getLogger("llama_worker")
 

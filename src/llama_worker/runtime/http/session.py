@@ -38,7 +38,7 @@ from llama_worker.runtime.http.abortable_socket import (
     secure,
 )
 from llama_worker.stream.failure import StreamFailure, describe_http_error, disconnected
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 _READ_BYTES = 65536
 _MAX_REPLY_BYTES = 4 * 1024 * 1024  # of a small question: /props holds the chat template

@@ -16,7 +16,7 @@ from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.host.timers import call_at
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
-from llama_worker.types import TokenCount
+from llama_worker.types.request import TokenCount
 
 COUNT_S = 10.0
 

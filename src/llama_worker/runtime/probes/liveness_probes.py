@@ -19,7 +19,7 @@ import psutil
 from msgspec import Struct
 
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
-from llama_worker.types import LivenessEvidence, LivenessProbe
+from llama_worker.types.hooks import LivenessEvidence, LivenessProbe
 
 # a walk over the tree costs about 20 us a thread, a look at one process 12 us
 CHILDREN_REFRESH_S: Final = 5.0

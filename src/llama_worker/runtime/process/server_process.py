@@ -29,7 +29,7 @@ from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_program import ServerNotFound, interpreter, located
 from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, ServerNews
 from llama_worker.server.termination import GuardSilence, Signal
-from llama_worker.types import StartFailReason
+from llama_worker.types.worker import StartFailReason
 
 _GUARD = Path(guard.__file__)
 _READ_BYTES = 65536

@@ -15,7 +15,7 @@ from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure, describe_http_error
-from llama_worker.types import OutputChunk, RequestFailReason, RequestStatus
+from llama_worker.types.request import OutputChunk, RequestFailReason, RequestStatus
 
 _NEWS_S = DEATH_NEWS_S + 2 * LATE_NEWS_S + 1.0  # the request has ended by then
 

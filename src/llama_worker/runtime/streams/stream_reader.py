@@ -22,7 +22,7 @@ from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.stream.response import ChatBody
-from llama_worker.types import RequestFailReason
+from llama_worker.types.request import RequestFailReason
 
 TICK_S = 0.28  # text that comes fast is told so often: within 0.3 s, as promised
 MUCH_BYTES = 32 * 1024  # are read and told at once

@@ -1,0 +1,55 @@
+"""Messages and tools in OpenAI's shapes; a server may know more keys. Pure."""
+
+# No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`, and
+# the classes' `__required_keys__` are wrong.
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
+
+
+class ToolFunctionDef(TypedDict):
+    """A function as a model is told of it; `parameters` is a JSON schema."""
+
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[Mapping[str, Any]]
+    strict: NotRequired[bool]
+
+
+class ToolDef(TypedDict):
+    """A tool that a model may call."""
+
+    type: Literal["function"]
+    function: ToolFunctionDef
+
+
+class ToolCallFunction(TypedDict):
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call as it stands in an assistant message."""
+
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: ToolCallFunction
+
+
+ContentPart: TypeAlias = Mapping[str, Any]
+"""A part of a message, as OpenAI has it: `{"type": "text", "text": ...}`,
+`{"type": "image_url", "image_url": {"url": ...}}` or
+`{"type": "input_audio", "input_audio": {"data": ..., "format": ...}}`."""
+
+
+class ChatMessage(TypedDict, total=False):
+    """One message of a conversation; a server may know more keys."""
+
+    role: Required[str]
+    content: str | Sequence[ContentPart] | None
+    name: str
+    reasoning_content: str
+    tool_calls: list[ToolCall]
+    tool_call_id: str

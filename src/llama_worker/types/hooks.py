@@ -1,0 +1,125 @@
+"""What a host plugs into a worker: a BIOS, handlers, a tool runner, a liveness probe. Pure."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.request import ExitSignal
+
+ToolCallMode: TypeAlias = Literal["auto", "native", "prompted"]
+ToolErrors: TypeAlias = Literal["fail", "tell"]
+SystemPromptMode: TypeAlias = Literal["merged", "separate"]
+
+
+@dataclass(frozen=True, slots=True)
+class BiosText:
+    """`stable` is the same for a whole request and stands first; `volatile` ends the last message
+    of each turn."""
+
+    stable: str
+    volatile: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiosContext:
+    """What a BIOS text may speak of. `now` is aware, in the configured zone."""
+
+    now: datetime
+    timezone_name: str
+    worker_name: str
+    tool_iters_remaining: int
+    normal_tools: tuple[ToolDef, ...]
+    exit_tools: tuple[ToolDef, ...]
+    bios_version: str = "bios-v1"
+    tool_call_mode: ToolCallMode = "native"
+
+
+class BiosProvider(Protocol):
+    """Writes the BIOS text: pure and quick. It runs on a thread of its own, for `bios_timeout_s` at
+    most."""
+
+    def __call__(self, ctx: BiosContext, /) -> BiosText | str: ...
+
+
+class EventHandler(Protocol):
+    """Hears of the worker's life, one event after the other, each a dict as in
+    `recent_events`; it may use the worker, and should not wait long."""
+
+    def __call__(self, event: dict[str, Any], /) -> object: ...
+
+
+class SignalHandler(Protocol):
+    """Hears of exit tools called, one call after the other; it may use the worker, and should not
+    wait long."""
+
+    def __call__(self, signal: ExitSignal, /, *, request_id: int, job_name: str) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCall:
+    """A tool call as long as somebody waits for it, for a runner that can give up."""
+
+    deadline: float
+    """`time.monotonic()` at which `tool_timeout_s` is over."""
+    cancelled: threading.Event
+    """Set once nobody waits any more: the time is up, or the request has ended."""
+
+
+@runtime_checkable
+class ToolRunner(Protocol):
+    """Runs normal tools. Called on a tool thread; several threads may call at once.
+
+    `run_tool` may be `async def`: it then runs in an event loop of its thread's own, and is
+    cancelled once nobody waits any more.
+    """
+
+    def run_tool(
+        self, *, name: str, arguments: dict[str, Any], request_id: int, job_name: str
+    ) -> Any:
+        """Return any JSON value; for an exception see `tool_errors`."""
+        ...
+
+
+class CancellableToolRunner(Protocol):
+    """A ToolRunner that is told how long somebody waits."""
+
+    def run_tool(
+        self,
+        *,
+        name: str,
+        arguments: dict[str, Any],
+        request_id: int,
+        job_name: str,
+        call: RunningCall,
+    ) -> Any:
+        """Return any JSON value; for an exception see `tool_errors`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessEvidence:
+    """One look at the server's processes. `alive`: work was seen since the look before."""
+
+    alive: bool
+    detail: str
+    """What was seen, with numbers, for a person."""
+    reads: bool = False
+    """Among that, a model that is paged in from disk: then a batch may take any time."""
+
+
+@runtime_checkable
+class LivenessProbe(Protocol):
+    """Looks from outside whether the server works. One thread at a time calls it."""
+
+    def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
+        """Look at the tree of `root_pid`; `now` is monotonic seconds. None is no news, and never a
+        failure."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was seen: watching begins anew, maybe with another process."""
+        ...

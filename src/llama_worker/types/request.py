@@ -1,0 +1,359 @@
+"""What a worker says of a request: where it is, why it failed, its output and its result. Pure.
+
+Instants (`*_at`) are Unix seconds that never run backwards within a worker, durations (`*_s`) are
+seconds.
+"""
+
+# No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`, and
+# the classes' `__required_keys__` are wrong.
+
+from enum import StrEnum
+from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
+
+from llama_worker.types.chat import ChatMessage
+
+
+class RequestState(StrEnum):
+    """Where a request is; the last three are terminal."""
+
+    RUNNING = "running"
+    TOOL_RUNNING = "tool_running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELED = "canceled"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Nothing changes any more."""
+        return self in (RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELED)
+
+
+class RequestPhase(StrEnum):
+    """What a request is doing; `waiting`: no response headers yet."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    GENERATING = "generating"
+    TOOL = "tool"
+    DONE = "done"
+
+
+class RequestFinishReason(StrEnum):
+    """How a request ended."""
+
+    STOP = "stop"
+    MAX_TOKENS = "max_tokens"
+    CANCELED = "canceled"
+    FAILED = "failed"
+
+
+class RequestFailReason(StrEnum):
+    """Why a request did not complete."""
+
+    WORKER_RESTARTED = "worker_restarted"
+    WORKER_STOPPED = "worker_stopped"
+    SERVER_DIED = "server_died"
+    CONNECT_FAILED = "connect_failed"
+    HEADERS_TIMEOUT = "headers_timeout"
+    TTFT_TIMEOUT = "ttft_timeout"
+    STALL_TIMEOUT = "stall_timeout"
+    ABSOLUTE_TIMEOUT = "absolute_timeout"
+    STREAM_DISCONNECTED = "stream_disconnected"
+    PROTOCOL_ERROR = "protocol_error"
+    HTTP_ERROR = "http_error"
+    SERVER_ERROR = "server_error"
+    PROMPT_ERROR = "prompt_error"
+    TOOL_PARSE_ERROR = "tool_parse_error"
+    TOOL_EXECUTION_ERROR = "tool_execution_error"
+    REPEATED_LINE_LOOP = "repeated_line_loop"
+    REPEATED_TEXT_LOOP = "repeated_text_loop"
+    REQUEST_LOST = "request_lost"
+    CONTEXT_EXCEEDED = "context_exceeded"
+    """The server said that the prompt does not fit into its context."""
+    CANCELED = "canceled"
+    UNKNOWN_ERROR = "unknown_error"
+
+
+SubmitErrorCode: TypeAlias = Literal[
+    "NO_SLOT_AVAILABLE", "WORKER_NOT_READY", "WORKER_DRAINING", "WORKER_FAILED"
+]
+
+
+class SubmitOk(TypedDict):
+    """The request was admitted and holds a slot.
+
+    Attributes:
+        ok: True.
+        request_id: for every call about it; 1, 2, 3, ... for the life of the worker.
+    """
+
+    ok: Literal[True]
+    request_id: int
+
+
+class SubmitErr(TypedDict):
+    """The request was refused and took nothing.
+
+    Attributes:
+        ok: False.
+        error: why: no free slot, or no server to send it to.
+    """
+
+    ok: Literal[False]
+    error: SubmitErrorCode
+
+
+SubmitResult: TypeAlias = SubmitOk | SubmitErr
+
+
+class NotFound(TypedDict):
+    """No such request, or not any more.
+
+    Attributes:
+        ok: False.
+        error: the id is unknown, or its result was taken.
+    """
+
+    ok: Literal[False]
+    error: Literal["NOT_FOUND"]
+
+
+class NotReady(TypedDict):
+    """The request has not ended yet.
+
+    Attributes:
+        ok: False.
+        error: it has not ended.
+    """
+
+    ok: Literal[False]
+    error: Literal["NOT_READY"]
+
+
+class ExitSignal(TypedDict):
+    """A call of an exit tool: one-way, recorded and never answered.
+
+    Attributes:
+        tool_name: which exit tool.
+        arguments: as the model wrote them; empty where they are malformed.
+        emitted_at: when the call was complete.
+        malformed: the raw text that did not parse.
+    """
+
+    tool_name: str
+    arguments: dict[str, Any]
+    emitted_at: float
+    malformed: NotRequired[str]
+
+
+class ToolTraceEntry(TypedDict):
+    """One call of a normal tool, as it went; one that was not run (cut off, unknown, over the
+    budget) says why.
+
+    Attributes:
+        tool_call_id: the worker's own, as the server is told it.
+        tool_name: as the model wrote it.
+        arguments: the text as it came, where the call was not run.
+        iteration: which turn with calls it belongs to.
+        started_at: when.
+        duration_s: how long it took.
+        ok: whether the model was given a result.
+        error: why there is none.
+        result: what the model was given: JSON, or with `tool_errors="tell"` the error's text.
+    """
+
+    tool_call_id: str
+    tool_name: str
+    arguments: dict[str, Any] | str
+    iteration: int
+    started_at: float
+    duration_s: float
+    ok: bool
+    error: NotRequired[str]
+    result: NotRequired[str]
+
+
+class PromptProgress(TypedDict):
+    """Prefill, in tokens of the prompt.
+
+    Attributes:
+        processed: read so far.
+        total: of the whole prompt.
+        cached: that need not be read.
+    """
+
+    processed: int
+    total: int
+    cached: int
+
+
+class Usage(TypedDict):
+    """Tokens as the server counted them.
+
+    Attributes:
+        prompt_tokens: of the prompts, cached ones included.
+        completion_tokens: that were generated.
+        cached_tokens: of the prompts, that the server had kept.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class ContextUse(TypedDict):
+    """A prompt that did not fit, in tokens.
+
+    Attributes:
+        n_prompt_tokens: of the prompt.
+        n_ctx: the context of a slot.
+    """
+
+    n_prompt_tokens: int
+    n_ctx: int
+
+
+class Timings(TypedDict, total=False):
+    """`ttft_s` is absent where no token came, `tokens_per_second` where it is not known.
+
+    Attributes:
+        ttft_s: until the first token, where one came.
+        total_s: from admission to the end.
+        tokens_per_second: where the speed is known.
+    """
+
+    ttft_s: float
+    total_s: Required[float]
+    tokens_per_second: float
+
+
+class RequestStatus(TypedDict):
+    """How far a request is.
+
+    Attributes:
+        ok: True.
+        request_id: as `submit` gave it.
+        job_name: the caller's.
+        state: running, or how it ended.
+        phase: what it does: waits, reads the prompt, generates, runs a tool.
+        created_at: when it was admitted.
+        output_chars: of text so far.
+        reasoning_chars: of reasoning so far.
+        tool_iters_remaining: turns with calls that are left.
+        tool_calls_count: calls of normal tools so far.
+        signals: calls of exit tools so far.
+        fail_reason: None while it runs, and on success.
+        dispatched_at: when it was sent to the server.
+        first_token_at: when.
+        completed_at: when it ended.
+        last_progress_at: the latest of data and signs of work.
+        last_stream_byte_at: the latest byte of any kind.
+        last_liveness_at: the latest sign of work of the server's processes.
+        prompt_progress: how much of the prompt is read.
+        tokens_received: as the server counts them, else the deltas received.
+        tokens_per_second: the speed so far.
+        tail: the last 200 characters of the output.
+        running_tool: the tool that runs now.
+        fail_detail: why, for a person.
+    """
+
+    ok: Literal[True]
+    request_id: int
+    job_name: str
+    state: RequestState
+    phase: RequestPhase
+    created_at: float
+    output_chars: int
+    reasoning_chars: int
+    tool_iters_remaining: int
+    tool_calls_count: int
+    signals: list[ExitSignal]
+    fail_reason: RequestFailReason | None
+    dispatched_at: NotRequired[float]
+    first_token_at: NotRequired[float]
+    completed_at: NotRequired[float]
+    last_progress_at: NotRequired[float]
+    last_stream_byte_at: NotRequired[float]
+    last_liveness_at: NotRequired[float]
+    prompt_progress: NotRequired[PromptProgress]
+    tokens_received: NotRequired[int]
+    tokens_per_second: NotRequired[float]
+    tail: NotRequired[str]
+    running_tool: NotRequired[str]
+    fail_detail: NotRequired[str]
+
+
+class TokenCount(TypedDict):
+    """Whether a prompt fits.
+
+    Attributes:
+        ok: True.
+        n_prompt_tokens: of the prompt as it would be sent, the BIOS and tools included.
+        n_ctx: the context of a slot.
+        n_left: for the answer; below zero where the prompt does not fit.
+    """
+
+    ok: Literal[True]
+    n_prompt_tokens: int
+    n_ctx: int
+    n_left: int
+
+
+class OutputChunk(TypedDict):
+    """What was added since the offsets asked for; the offsets here are the new ones.
+
+    Attributes:
+        ok: True.
+        text: that was added.
+        reasoning: that was added.
+        text_offset: for the next read.
+        reasoning_offset: for the next read.
+        done: the request has ended; nothing will follow.
+    """
+
+    ok: Literal[True]
+    text: str
+    reasoning: str
+    text_offset: int
+    reasoning_offset: int
+    done: bool
+
+
+class RequestResult(TypedDict):
+    """A request that has ended; `text` holds whatever was received, however it ended.
+
+    Attributes:
+        ok: True.
+        request_id: as `submit` gave it.
+        job_name: the caller's.
+        state: how it ended.
+        finish_reason: why the output ends.
+        text: all that was received, however it ended.
+        reasoning: all that was received.
+        signals: calls of exit tools.
+        tool_trace: calls of normal tools.
+        fail_reason: None on success.
+        conversation: from the user prompt on, as the server last saw it, and the last answer. With
+            `submit(..., messages=earlier + conversation)` the server's prompt cache holds all of
+            it.
+        usage: tokens, as the server counted them.
+        timings: how long it took.
+        fail_detail: why, for a person.
+        context: with `context_exceeded`, where the server told the numbers.
+    """
+
+    ok: Literal[True]
+    request_id: int
+    job_name: str
+    state: RequestState
+    finish_reason: RequestFinishReason
+    text: str
+    reasoning: str
+    signals: list[ExitSignal]
+    tool_trace: list[ToolTraceEntry]
+    fail_reason: RequestFailReason | None
+    conversation: list[ChatMessage]
+    usage: NotRequired[Usage]
+    timings: NotRequired[Timings]
+    fail_detail: NotRequired[str]
+    context: NotRequired[ContextUse]
