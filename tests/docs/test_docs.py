@@ -67,6 +67,13 @@ def test_what_a_page_shows_and_links_to_is_there(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    rooms = [ROOT, ROOT / "src" / "llama_worker", ROOT / "tests", page.parent]
+    named = re.findall(r"(?<![\w./-])[a-z_]+(?:/\w+)+\.py\b", page.read_text())
+    assert [name for name in named if not any((room / name).exists() for room in rooms)] == []
+
+
 def test_the_errors_that_the_fleet_page_shows_are_those_that_are_raised(tmp_path: Path) -> None:
     page = (DOCS / "fleet.md").read_text()
     ((name, content),) = files(page).items()
