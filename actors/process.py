@@ -1,4 +1,5 @@
-"""ProcessActor: the server's process tree.
+"""ProcessActor: the server's process tree. When it is sent which signal is decided in
+`server.termination`.
 
 Receives Launch, Terminate, CheckServer and MeasureMemory. Sends the WorkerActor Unkillable,
 MemoryMeasured and, before a kill that asks for it, EvidenceKept. What the launch itself tells

@@ -1,9 +1,9 @@
 """What the system shows of a server's processes: evidence of work, and a picture taken before a
 kill.
 
-A new probe has the methods of `types.LivenessProbe`, and is made in `default_probes`. It keeps
-what it saw before: it belongs to one worker and is called by one thread at a time. Whatever cannot
-be read is no news; nothing here raises because a process ended or may not be looked at.
+A new probe has the methods of `types.hooks.LivenessProbe`, and is made in `default_probes`. It
+keeps what it saw before: it belongs to one worker and is called by one thread at a time. Whatever
+cannot be read is no news; nothing here raises because a process ended or may not be looked at.
 """
 
 from __future__ import annotations
