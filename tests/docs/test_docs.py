@@ -68,9 +68,11 @@ def test_what_a_page_shows_and_links_to_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_files_that_a_page_names_exist(page: Path) -> None:
+def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
     rooms = [ROOT, ROOT / "src" / "llama_worker", ROOT / "tests", page.parent]
-    named = re.findall(r"(?<![\w./-])[a-z_]+(?:/\w+)+\.py\b", page.read_text())
+    folders = "actors|benchmarks|docs|examples|src|tests|tools"
+    path = rf"(?<![\w./-])(?:[a-z_]+(?:/\w+)+\.py\b|(?:{folders})/[\w./-]*\w)"
+    named = re.findall(path, page.read_text())
     assert [name for name in named if not any((room / name).exists() for room in rooms)] == []
 
 

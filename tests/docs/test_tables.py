@@ -193,13 +193,6 @@ def test_the_map_has_every_folder_and_module() -> None:
     assert missing == []
 
 
-def test_the_paths_on_the_page_lead_to_modules() -> None:
-    named = [name for name in names_in(HOW_IT_WORKS.read_text()) if name.endswith(".py")]
-    paths = [name for name in named if "/" in name]
-    assert paths
-    assert [p for p in paths if not (PACKAGE / p).is_file() and not (ROOT / p).is_file()] == []
-
-
 QUESTIONS = table(HOW_IT_WORKS.read_text(), "question")
 
 
@@ -223,16 +216,6 @@ def defined_names(module: Path) -> set[str]:
             case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
                 names.add(name)
     return names
-
-
-# the changelog also names what is gone
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name
-)
-def test_every_repository_file_that_a_page_names_exists(page: Path) -> None:
-    folders = "actors|benchmarks|docs|examples|src|tests|tools"
-    named = re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w", page.read_text())
-    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 # ---------------------------------------------------------------- what the project's pages say of it
