@@ -33,11 +33,14 @@ class Ref(Generic[M]):
 
     __slots__ = ("_actor_ref",)
 
-    def __init__(self, actor_ref: pykka.ActorRef[Any]) -> None:
-        self._actor_ref = actor_ref
+    def __init__(self, actor_ref: pykka.ActorRef[Any] | None = None) -> None:
+        self._actor_ref = actor_ref  # None: there is no such actor so far
 
     def tell(self, message: M) -> bool:
-        """Put the message into the actor's mailbox; False where the actor is dead. Never blocks."""
+        """Put the message into the actor's mailbox; False where the actor is dead, or there is
+        none. Never blocks."""
+        if self._actor_ref is None:
+            return False
         try:
             self._actor_ref.tell(message)
         except pykka.ActorDeadError:
@@ -46,10 +49,9 @@ class Ref(Generic[M]):
 
     def stop(self) -> None:
         """Let the actor end once it has handled what is in its mailbox. Never blocks."""
-        try:
-            self._actor_ref.tell(_StopRequested())
-        except pykka.ActorDeadError:
-            return
+        if self._actor_ref is not None:
+            with contextlib.suppress(pykka.ActorDeadError):
+                self._actor_ref.tell(_StopRequested())
 
 
 class LiveCount:

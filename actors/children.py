@@ -25,14 +25,9 @@ M = TypeVar("M")
 class Children:
     """Belongs to one WorkerActor, which alone calls it. Nothing here waits.
 
-    There are none before the first launch. Those of a launch that is over are dead, or will be.
+    There are none before the first launch, and not all of them where one could not be started.
+    Those of a launch that is over are dead, or will be.
     """
-
-    process: Ref[ProcessMessage]
-    transport: Ref[TransportMessage]
-    tools: Ref[ToolMessage]
-    watchdog: Ref[WatchdogMessage]
-    requests: list[Ref[RequestMessage]]  # by slot
 
     def __init__(
         self,
@@ -46,6 +41,11 @@ class Children:
         self._runtime = runtime
         self._config = config
         self._lines: dict[Member, Line] = {}
+        self.process: Ref[ProcessMessage] = Ref()
+        self.transport: Ref[TransportMessage] = Ref()
+        self.tools: Ref[ToolMessage] = Ref()
+        self.watchdog: Ref[WatchdogMessage] = Ref()
+        self.requests: list[Ref[RequestMessage]] = []  # by slot
 
     def start(self, epoch: int) -> bool:
         """Start those of a launch; the former one is over. False: the system has no thread left,

@@ -1,0 +1,55 @@
+"""What one launch leaves to the next, and what is left where none comes to be."""
+
+from __future__ import annotations
+
+import pytest
+
+from llama_worker import WorkerStartError
+from llama_worker.server.pace import PACE_MIN_S
+from llama_worker.types import RequestFailReason, RequestState, StartFailReason, WorkerState
+from tests.simulation.bench import FAST, quiet_bench
+from tests.simulation.server import Reply
+
+A_PROMPT = Reply(key="r", prompt_tokens=4000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
+FOUND_S = 4 * PACE_MIN_S  # a fraction of `silent_work_timeout_s`
+
+
+@pytest.mark.parametrize("call", ["stop", "drain", "restart"])
+def test_a_call_beside_a_launch_without_threads(call: str) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    with bench.in_use():
+        bench.machine.lacks_threads = True
+        started, called = worker.start(), getattr(worker, call)()
+        assert scheduler.run_until(lambda: started.done() and called.done(), scheduler.now + 600.0)
+        with pytest.raises(WorkerStartError) as failed:
+            started.get(timeout=0)
+        if call != "restart":
+            assert failed.value.reason is StartFailReason.STOPPED
+            assert called.get(timeout=0) is None
+        bench.machine.lacks_threads = False
+        again = worker.start()
+        assert scheduler.run_until(again.done, scheduler.now + 60.0)
+        assert again.get(timeout=0)["state"] is WorkerState.READY
+
+
+def test_what_was_learnt_outlives_a_launch() -> None:
+    bench = quiet_bench(FAST)
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: A_PROMPT
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        answer = worker.ask("a long prompt")
+        assert scheduler.run_until(answer.done, scheduler.now + 60.0)
+        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+        restarted = worker.restart()
+        assert scheduler.run_until(restarted.done, scheduler.now + 60.0)
+        submitted, hung = worker.submit("job", "", "a long prompt"), worker.result(2)
+        scheduler.run_for(0.5)
+        assert submitted.get(timeout=0)["ok"]
+        bench.server.freeze(spins=True)  # in its first batch
+        assert scheduler.run_until(hung.done, scheduler.now + FOUND_S)
+        result = hung.get(timeout=0)
+        assert result["ok"]
+        assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
