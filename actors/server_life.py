@@ -41,6 +41,7 @@ from llama_worker.server.messages import (
     Launched,
     MeasureMemory,
     MemoryMeasured,
+    PaceLearnt,
     ProbeNow,
     Restart,
     ServerMessage,
@@ -80,6 +81,7 @@ class ServerLife:
         self._journal = journal
         self._status = status  # the answer to a start
         self._requests_count = 0  # ended since READY
+        self._learnt: PaceLearnt | None = None  # in the launches so far
         self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
         self._request_ends = RequestEnds()
         self._waiting: list[Start | Restart | Stop | Drain] = []
@@ -132,6 +134,9 @@ class ServerLife:
                 return
             case MemoryMeasured(anon_bytes=anon_bytes):
                 self._recycle_by(now, anon_bytes)
+                return
+            case PaceLearnt():
+                self._learnt = message
                 return
             case EvidenceKept(processes=processes, log_tail=log_tail):
                 self._journal.add_processes(processes, log_tail)
@@ -252,6 +257,8 @@ class ServerLife:
         match effect:
             case Launch(epoch=epoch):
                 if self._children.start(epoch):
+                    if self._learnt is not None:
+                        self._children.watchdog.tell(self._learnt)
                     self._children.watchdog.tell(effect)
                     self._children.process.tell(effect)
             case Abandon():

@@ -1,9 +1,9 @@
 """WatchdogActor: watches the server; what follows from what it hears is the `ServerWatch`'s.
 
-Receives Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks, GPUs and
-requests report. Sends each RequestActor ReportProgress, the WorkerActor BecameReady, StartupFailed,
-HealthLost, GpuFaulted, Stalled and, for the evidence of a kill, Observed. Owns what is being asked
-of the server.
+Receives PaceLearnt, Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks,
+GPUs and requests report. Sends each RequestActor ReportProgress, the WorkerActor BecameReady,
+StartupFailed, HealthLost, GpuFaulted, Stalled, for the evidence of a kill Observed, and for the
+next launch PaceLearnt. Owns what is being asked of the server.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from llama_worker.request.messages import (
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.blame import Verdict
 from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.pace import Pace
 from llama_worker.server.slots import SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
 from llama_worker.types.worker import StartFailReason, WorkerStatus
@@ -240,6 +241,13 @@ class EvidenceSeen(Struct, frozen=True, kw_only=True):
     blind: bool = False  # this machine lacked what it takes to look
 
 
+class PaceLearnt(Struct, frozen=True):
+    """What batches take on this server: told by the watch of a launch that is over, and passed on
+    to the next one's. A copy, which nobody changes."""
+
+    pace: Pace
+
+
 class SlotsSeen(Struct, frozen=True, kw_only=True):
     """From the thread of one look at `/slots`, its last word; None: an answer that tells nothing,
     or it was not asked."""
@@ -265,6 +273,7 @@ ServerMessage = (  # what decides about the server's life
     | GpuFaulted
     | StreamsClosed
     | MemoryMeasured
+    | PaceLearnt
 )
 
 ServerNews = Launched | LaunchFailed | Died | Exited
@@ -274,7 +283,8 @@ Launched, Died (unless the guard was killed) and one Exited."""
 ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | ServerNews | Tick
 
 WatchdogMessage = (
-    Launch
+    PaceLearnt
+    | Launch
     | Launched
     | StandDown
     | Watch

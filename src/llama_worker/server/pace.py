@@ -41,6 +41,13 @@ class Pace:
         self._cold_s: deque[float] = deque(maxlen=_KEPT)
         self._known_until: dict[int, float] = {}  # by request, the end of the last batch
 
+    def copy(self) -> Pace:
+        """The same knowledge, for another watch to go on with."""
+        other = Pace()
+        other._learnt = {size: learnt.copy() for size, learnt in self._learnt.items()}
+        other._cold_s = self._cold_s.copy()
+        return other
+
     def learn(
         self, request_id: int, batches: Iterable[Batch], gaps: Gaps, *, is_cold: bool = False
     ) -> None:

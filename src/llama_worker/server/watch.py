@@ -132,10 +132,12 @@ class ServerWatch:
             return False
         return bool(getattr(message, "epoch", self._epoch) != self._epoch)
 
-    def _take(self, message: messages.WatchdogMessage, now: float) -> None:
+    def _take(self, message: messages.WatchdogMessage, now: float) -> None:  # noqa: C901  one line per case
         match message:
             case Tick():
                 self._tick(now)
+            case messages.PaceLearnt(pace=pace):  # before the launch that goes on with it
+                self._pace = pace.copy()
             case messages.Launch(epoch=epoch):
                 self._stand_down()
                 self._epoch = epoch
@@ -146,6 +148,8 @@ class ServerWatch:
                 self._begin_round(now, fresh=True)
                 self._probe_at = self._stage.first_probe_at(now)
             case messages.StandDown():
+                if self._stage is not None:
+                    self._effects.append(messages.PaceLearnt(self._pace.copy()))
                 self._stand_down()
             case messages.Watch(request_id=request_id):
                 self._watch(request_id, now)

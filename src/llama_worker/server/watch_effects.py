@@ -38,5 +38,6 @@ News = (
     | messages.GpuFaulted
     | messages.Stalled
     | messages.Observed
+    | messages.PaceLearnt
 )
 Effect = Order | News
