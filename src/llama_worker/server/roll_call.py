@@ -47,8 +47,8 @@ class RollCall:
             self._gaps = self._gaps.with_gap(now, lost_s)
 
     def keep(self, *, busy: bool, now: float) -> None:
-        """Ask from now on, or, with nothing to do, no more."""
-        if not busy:
+        """Ask from now on, or, with nothing to do and nothing owed, no more."""
+        if not busy and not self._owing:
             self._next_at = None
         elif self._next_at is None:
             self._next_at = now + EVERY_S

@@ -45,6 +45,15 @@ def test_time_in_which_nothing_ran_counts_for_nobody() -> None:
 def test_an_idle_worker_is_woken_only_by_what_is_still_owed() -> None:
     roll_call = asked_at(100.0)
     roll_call.keep(busy=False, now=101.0)
-    assert roll_call.deadline == 100.0 + ANSWER_S
+    assert roll_call.deadline == 100.0 + EVERY_S
     roll_call.answered(STUCK)
+    roll_call.keep(busy=False, now=102.0)
     assert roll_call.deadline is None
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_stop_after_the_question_kills_nobody(busy: bool) -> None:
+    roll_call = asked_at(100.0)
+    roll_call.keep(busy=busy, now=100.1)
+    roll_call.notice_gap(2000.0)
+    assert roll_call.silent(2000.0) == []
