@@ -10,6 +10,7 @@ from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.abortable_socket import Aborted
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.stream.events import Finish
 from llama_worker.types.request import SubmitResult
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class ProxiedClient:
         self.closed: WorkerFuture[StreamClosed] = WorkerFuture()
         self.abort = SimAbort()
         self.exchange = LeasedExchange(self.abort)  # type: ignore[arg-type]
+        self.has_finish = False  # what breaks behind it is no failure to the client
         self._world = world
         self._number = number
         self._worker: Ref[WorkerMessage] = Ref(world.worker.actor_ref)
@@ -72,6 +74,7 @@ class ProxiedClient:
                 self.exchange.opened(at)
             case StreamEvents(events=events, at=at):
                 self.exchange.heard(events, at)
+                self.has_finish |= any(isinstance(event, Finish) for event in events)
             case StreamClosed():
                 self.closed.answer(message)
         self.exchange.waits()

@@ -6,7 +6,8 @@ import pytest
 
 from llama_worker import WorkerStartError
 from llama_worker.server.pace import PACE_MIN_S
-from llama_worker.types import RequestFailReason, RequestState, StartFailReason, WorkerState
+from llama_worker.types.request import RequestFailReason, RequestState
+from llama_worker.types.worker import StartFailReason, WorkerState
 from tests.simulation.bench import FAST, quiet_bench
 from tests.simulation.server import Reply
 
