@@ -3,7 +3,7 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import assert_never
 
 from llama_worker.actors.children import Children
@@ -30,6 +30,7 @@ from llama_worker.server.lifecycle_states import (
     RecordRestart,
     Resolve,
     Stopped,
+    ToRestart,
 )
 from llama_worker.server.messages import (
     BecameReady,
@@ -67,19 +68,17 @@ class ServerLife:
         dispatcher: RequestDispatcher,
         table: RequestTable,
         journal: Journal,
-        *,
-        status: Callable[[], WorkerStatus],
     ) -> None:
         self.pid: int | None = None
-        self.last_ready_at: float | None = None
-        self.last_ready_unix: float | None = None
+        self._last_ready_at: float | None = None
+        self._last_ready_unix: float | None = None
         self.traits = ServerTraits()
         self._config = config
+        self._config_hash = config.config_hash
         self._children = children
         self._dispatcher = dispatcher
         self._table = table
         self._journal = journal
-        self._status = status  # the answer to a start
         self._requests_count = 0  # ended since READY
         self._learnt: PaceLearnt | None = None  # in the launches so far
         self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
@@ -110,6 +109,39 @@ class ServerLife:
                     yield f"{self._life.state}, and {waiting} wait"
             case _:
                 pass
+
+    def status(self) -> WorkerStatus:
+        """The answer to a start, and to whoever asks; keys whose value is not known are absent."""
+        life, active = self._life, self._table.active
+        status: WorkerStatus = {
+            "name": self._config.name,
+            "state": life.public_state,
+            "slots_total": self._config.slots,
+            "slots_used": len(active),
+            "active_request_ids": [admitted.request_id for admitted in active],
+            "active_jobs": {admitted.request_id: admitted.job_name for admitted in active},
+            "finished_request_ids": self._table.finished_ids,
+            "draining": life.is_draining,
+            "restart_count": life.budget.restart_count,
+            "config_hash": self._config_hash,
+            "warnings": self._journal.warnings,
+        }
+        if self.pid is not None:
+            status["pid"] = self.pid
+        if life.last_error is not None:
+            status["last_error"] = life.last_error
+        if self._last_ready_unix is not None:
+            status["last_ready_at"] = self._last_ready_unix
+        if self.traits.n_ctx is not None:
+            status["n_ctx"] = self.traits.n_ctx
+        if self.traits.modalities is not None:
+            status["modalities"] = dict(self.traits.modalities)
+        if self.traits.model is not None:
+            status["model"] = self.traits.model
+        match life.state:
+            case BackingOff(resume_at=at) | Ending(goal=ToRestart(resume_at=at)):
+                status["next_restart_at"] = self._journal.unix(at)
+        return status
 
     # ------------------------------------------------------------ what is heard of the server
 
@@ -189,7 +221,7 @@ class ServerLife:
         self._recycle_by(now, None)
 
     def _recycle_by(self, now: float, anon_bytes: int | None) -> None:
-        policy, ready_at = self._config.restart.recycle, self.last_ready_at
+        policy, ready_at = self._config.restart.recycle, self._last_ready_at
         if policy is None or ready_at is None or not self._is_idle:
             return
         found = recycle_due(
@@ -205,7 +237,7 @@ class ServerLife:
     def too_old_at(self) -> float | None:
         """When an idle server is to be replaced for its age; None: never, or not as long as it
         works."""
-        policy, ready_at = self._config.restart.recycle, self.last_ready_at
+        policy, ready_at = self._config.restart.recycle, self._last_ready_at
         if policy is None or policy.max_age_s is None or ready_at is None or not self._is_idle:
             return None
         return ready_at + policy.max_age_s
@@ -240,7 +272,7 @@ class ServerLife:
                 "state", now, state=str(state), before=str(before), error=self._life.last_error
             )
             if state is WorkerState.READY:
-                self.last_ready_at, self.last_ready_unix = now, self._journal.unix(now)
+                self._last_ready_at, self._last_ready_unix = now, self._journal.unix(now)
                 self._requests_count = 0
                 self._request_ends = RequestEnds()
         match self._life.state:
@@ -293,6 +325,6 @@ class ServerLife:
             elif error is not None:
                 each.reply.fail(error)
             elif isinstance(each, Start | Restart):
-                each.reply.answer(self._status())
+                each.reply.answer(self.status())
             else:
                 each.reply.answer(None)

@@ -52,12 +52,10 @@ from llama_worker.runtime.host.futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
-from llama_worker.server.lifecycle_states import BackingOff, Ending, ToRestart
 from llama_worker.server.messages import Observed, Stalled
 from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
 from llama_worker.server.traits import unsupported
-from llama_worker.types.request import SubmitErrorCode
-from llama_worker.types.worker import WorkerDebugInfo, WorkerState, WorkerStatus
+from llama_worker.types.worker import WorkerDebugInfo, WorkerState
 
 
 class WorkerActor(SupervisedActor[WorkerMessage]):
@@ -77,7 +75,6 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         super().__init__(live_count, runtime)
         self._runtime = runtime
         self._config = config
-        self._config_hash = config.config_hash
         self._open_futures = open_futures
         self._table = RequestTable(config.slots)
         feed = EventFeed(config.on_event, runtime.call_host) if config.on_event else None
@@ -92,12 +89,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._dispatcher = RequestDispatcher(self._table, self._children)
         self._roll_call = RollCall()
         self._server = ServerLife(
-            config,
-            self._children,
-            self._dispatcher,
-            self._table,
-            self._journal,
-            status=self._status,
+            config, self._children, self._dispatcher, self._table, self._journal
         )
 
     def handle(self, message: WorkerMessage) -> None:  # noqa: C901  one line for each case, nearly
@@ -126,7 +118,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             case WaitSlot(reply=reply):
                 self._slot_waiters.add(reply)
             case GetWorkerStatus(reply=reply):
-                reply.answer(self._status())
+                reply.answer(self._server.status())
             case GetDebugInfo(reply=reply):
                 reply.answer(self._debug_info())
             case RequestEnded(record=record):
@@ -185,7 +177,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     # ------------------------------------------------------------ requests
 
     def _submit(self, order: Submit, now: float) -> None:
-        error = self._refusal()
+        error = self._server.lifecycle.refusal
         if error is not None:
             order.reply.answer({"ok": False, "error": error})
             return
@@ -211,7 +203,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
 
     def _lease(self, order: Lease, now: float) -> None:
-        error = self._refusal()
+        error = self._server.lifecycle.refusal
         admitted = self._table.admit(order.job_name, now, is_leased=True) if error is None else None
         if admitted is None:
             order.reply.answer({"ok": False, "error": error or "NO_SLOT_AVAILABLE"})
@@ -241,8 +233,8 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         return mode == "prompted" or (mode == "auto" and no_tools)
 
     def _count_tokens(self, order: CountTokens) -> None:
-        traits = self._server.traits
-        refusal, missing = self._refusal(), unsupported(order.submission.part_kinds, traits)
+        traits, refusal = self._server.traits, self._server.lifecycle.refusal
+        missing = unsupported(order.submission.part_kinds, traits)
         if refusal is not None and refusal != "WORKER_DRAINING":
             order.reply.fail(RequestRefused(refusal))
         elif missing:
@@ -256,18 +248,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             except (OSError, RuntimeError) as error:  # this machine has no thread left
                 order.reply.fail(LlamaWorkerError(str(error)))
 
-    def _refusal(self) -> SubmitErrorCode | None:
-        """Why no request is dispatched now, full slots apart."""
-        state = self._server.lifecycle.public_state
-        if state is WorkerState.FAILED:
-            return "WORKER_FAILED"
-        if self._server.lifecycle.is_draining:
-            return "WORKER_DRAINING"
-        return None if state is WorkerState.READY else "WORKER_NOT_READY"
-
     def _answer_slot_waiters(self) -> None:
         """All of them, once a slot is free, or once none will be without the host's doing."""
-        refusal = self._refusal()
+        refusal = self._server.lifecycle.refusal
         starting = self._server.lifecycle.public_state is WorkerState.RUNNING
         if refusal == "WORKER_NOT_READY" and starting:
             return
@@ -376,38 +359,6 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
         logs, now = self._runtime.log.lines(), self._runtime.now()
         return self._journal.debug_info(shown, logs, self._table.active, now)
-
-    def _status(self) -> WorkerStatus:
-        active, server = self._table.active, self._server
-        status: WorkerStatus = {
-            "name": self._config.name,
-            "state": server.lifecycle.public_state,
-            "slots_total": self._config.slots,
-            "slots_used": len(active),
-            "active_request_ids": [admitted.request_id for admitted in active],
-            "active_jobs": {admitted.request_id: admitted.job_name for admitted in active},
-            "finished_request_ids": self._table.finished_ids,
-            "draining": server.lifecycle.is_draining,
-            "restart_count": server.lifecycle.budget.restart_count,
-            "config_hash": self._config_hash,
-            "warnings": self._journal.warnings,
-        }
-        if server.pid is not None:
-            status["pid"] = server.pid
-        if server.lifecycle.last_error is not None:
-            status["last_error"] = server.lifecycle.last_error
-        if server.last_ready_unix is not None:
-            status["last_ready_at"] = server.last_ready_unix
-        if server.traits.n_ctx is not None:
-            status["n_ctx"] = server.traits.n_ctx
-        if server.traits.modalities is not None:
-            status["modalities"] = dict(server.traits.modalities)
-        if server.traits.model is not None:
-            status["model"] = server.traits.model
-        match server.lifecycle.state:
-            case BackingOff(resume_at=at) | Ending(goal=ToRestart(resume_at=at)):
-                status["next_restart_at"] = self._journal.unix(at)
-        return status
 
     def _note(self, event: str, *, level: int = logging.INFO, **facts: Any) -> None:
         self._journal.note(event, self._runtime.now(), level=level, **facts)

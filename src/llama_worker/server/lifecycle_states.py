@@ -11,6 +11,7 @@ from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.server.messages import Launch, Start, Stop, Terminate
 from llama_worker.server.restart_budget import RestartBudget
+from llama_worker.types.request import SubmitErrorCode
 from llama_worker.types.worker import WorkerState
 
 # ---------------------------------------------------------------- states
@@ -129,6 +130,15 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
                 return True
             case _:
                 return False
+
+    @property
+    def refusal(self) -> SubmitErrorCode | None:
+        """Why no request is dispatched now; None: one is, if a slot is free."""
+        if self.public_state is WorkerState.FAILED:
+            return "WORKER_FAILED"
+        if self.is_draining:
+            return "WORKER_DRAINING"
+        return None if self.public_state is WorkerState.READY else "WORKER_NOT_READY"
 
     @property
     def waits_for_requests(self) -> bool:
