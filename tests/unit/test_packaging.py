@@ -32,6 +32,7 @@ COMMAND = "import sys; from llama_worker.cli import main; sys.argv[1:] = {}; sys
 SUBPACKAGES = {
     ".".join(path.relative_to(PACKAGE).parent.parts) for path in PACKAGE.glob("*/**/__init__.py")
 }
+MODULES = [*PACKAGE.rglob("*.py"), *(ROOT / "actors").glob("*.py")]
 
 
 def test_the_actors_are_reached_by_a_relative_link() -> None:
@@ -69,16 +70,20 @@ def test_names_load_from_where_the_checker_looks() -> None:
 
 
 def test_every_class_has_a_name_of_its_own() -> None:
-    modules = [*PACKAGE.rglob("*.py"), *(ROOT / "actors").glob("*.py")]
     counts = Counter(
         node.name
-        for module in modules
+        for module in MODULES
         for node in ast.walk(ast.parse(module.read_text()))
         if isinstance(node, ast.ClassDef)
     )
     assert "LlamaWorker" in counts
     assert "WorkerActor" in counts
     assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_no_module_is_longer_than_400_lines() -> None:
+    lengths = {str(module): len(module.read_text().splitlines()) for module in MODULES}
+    assert {module: length for module, length in lengths.items() if length > 400} == {}
 
 
 def test_importing_the_package_imports_next_to_nothing() -> None:
