@@ -14,24 +14,10 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.server import lifecycle
+from llama_worker.server import lifecycle_states as states
 from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, is_degenerate
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained
-from llama_worker.server.lifecycle_states import (
-    BackingOff,
-    Draining,
-    Effect,
-    Effects,
-    Ending,
-    Failed,
-    Launching,
-    Lifecycle,
-    Ready,
-    RecordRestart,
-    Resolve,
-    Stopped,
-    ToRestart,
-)
 from llama_worker.server.messages import (
     BecameReady,
     Drain,
@@ -81,12 +67,14 @@ class ServerLife:
         self._journal = journal
         self._requests_count = 0  # ended since READY
         self._learnt: PaceLearnt | None = None  # in the launches so far
-        self._life = Lifecycle(policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s)
+        self._life = states.Lifecycle(
+            policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s
+        )
         self._request_ends = RequestEnds()
         self._waiting: list[Start | Restart | Stop | Drain] = []
 
     @property
-    def lifecycle(self) -> Lifecycle:
+    def lifecycle(self) -> states.Lifecycle:
         """What there is to be told of it."""
         return self._life
 
@@ -95,16 +83,16 @@ class ServerLife:
         yield from self._life.broken()
         waiting = {type(order).__name__ for order in self._waiting}
         match self._life.state:
-            case Stopped() | Failed():
+            case states.Stopped() | states.Failed():
                 if self.pid is not None or waiting:
                     yield f"{self._life.state} with process {self.pid}, and {waiting} wait"
-            case BackingOff():
+            case states.BackingOff():
                 if self.pid is not None:
                     yield f"{self._life.state} with process {self.pid}"
-            case Ready():
+            case states.Ready():
                 if waiting:
                     yield f"{self._life.state}, and {waiting} wait"
-            case Draining(then_start=then_start):
+            case states.Draining(then_start=then_start):
                 if "Drain" not in waiting or ("Start" in waiting) is not then_start:
                     yield f"{self._life.state}, and {waiting} wait"
             case _:
@@ -139,7 +127,9 @@ class ServerLife:
         if self.traits.model is not None:
             status["model"] = self.traits.model
         match life.state:
-            case BackingOff(resume_at=at) | Ending(goal=ToRestart(resume_at=at)):
+            case (
+                states.BackingOff(resume_at=at) | states.Ending(goal=states.ToRestart(resume_at=at))
+            ):
                 status["next_restart_at"] = self._journal.unix(at)
         return status
 
@@ -161,7 +151,7 @@ class ServerLife:
             case Launched(epoch=epoch, pid=pid):
                 self.pid = pid
                 self._journal.note("launched", now, pid=pid, epoch=epoch)
-                if isinstance(self._life.state, Launching):
+                if isinstance(self._life.state, states.Launching):
                     self._children.watchdog.tell(message)
                 return
             case MemoryMeasured(anon_bytes=anon_bytes):
@@ -262,7 +252,7 @@ class ServerLife:
 
     # ------------------------------------------------------------ effects
 
-    def _apply(self, step: tuple[Lifecycle, Effects], now: float) -> None:
+    def _apply(self, step: tuple[states.Lifecycle, states.Effects], now: float) -> None:
         """Take over the lifecycle's next state and carry out its effects, in order."""
         before = self._life.public_state
         self._life, effects = step
@@ -276,16 +266,16 @@ class ServerLife:
                 self._requests_count = 0
                 self._request_ends = RequestEnds()
         match self._life.state:
-            case Ending():
+            case states.Ending():
                 self._children.watchdog.tell(StandDown())
-            case Stopped() | Failed() | BackingOff():
+            case states.Stopped() | states.Failed() | states.BackingOff():
                 self._children.end()
             case _:
                 pass
         for effect in effects:
             self._carry_out(effect, now)
 
-    def _carry_out(self, effect: Effect, now: float) -> None:
+    def _carry_out(self, effect: states.Effect, now: float) -> None:
         match effect:
             case Launch(epoch=epoch):
                 if self._children.start(epoch):
@@ -308,9 +298,9 @@ class ServerLife:
                         active=self._table.active,
                     )
                 self._children.process.tell(effect)
-            case RecordRestart(reason=reason, detail=detail, delay_s=delay_s):
+            case states.RecordRestart(reason=reason, detail=detail, delay_s=delay_s):
                 self._journal.restart_decided(reason, detail, delay_s, now)
-            case Resolve(order=order, error=error):
+            case states.Resolve(order=order, error=error):
                 self._resolve(order, error)
             case _:
                 assert_never(effect)

@@ -18,21 +18,8 @@ import msgspec
 from llama_worker.responses.api.items import Call, Delta, ItemStatus, Message, Reasoning
 from llama_worker.responses.api.tools import NO_TOOLS, ToolSet
 from llama_worker.responses.errors import error_code
+from llama_worker.stream import events as chat
 from llama_worker.stream.calls import ToolCallAssembler
-from llama_worker.stream.events import (
-    Done,
-    EmptyRecord,
-    Finish,
-    PromptReport,
-    ReasoningDelta,
-    ServerError,
-    StreamEvent,
-    TextDelta,
-    TimingsReport,
-    ToolCallDelta,
-    UnknownContent,
-    UsageReport,
-)
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.reasoning import ReasoningSplitter, SplitText
 from llama_worker.stream.turn_end import NO_FINISH_REASON, Finished, TurnEnd, Verdict
@@ -110,8 +97,8 @@ class ResponseEvents:
         self._waiting: deque[Delta] = deque()
         self._call_ids: set[str] = set()
         self._closed_calls: set[int] = set()
-        self._usage: UsageReport | None = None
-        self._timings: TimingsReport | None = None
+        self._usage: chat.UsageReport | None = None
+        self._timings: chat.TimingsReport | None = None
 
     @property
     def deadline(self) -> float | None:
@@ -139,28 +126,28 @@ class ResponseEvents:
             self._emit("response.in_progress", response=dict(self.response))
         return self._take()
 
-    def feed(self, event: StreamEvent, now: float) -> list[Event]:
+    def feed(self, event: chat.StreamEvent, now: float) -> list[Event]:
         if self.over:
             return []
         match event:
-            case TextDelta(text=text):
+            case chat.TextDelta(text=text):
                 self._piece(
                     self._splitter.feed_text(text) if self._splitter else SplitText("", text)
                 )
-            case ReasoningDelta(text=text):
+            case chat.ReasoningDelta(text=text):
                 self._piece(
                     self._splitter.feed_reasoning(text) if self._splitter else SplitText(text, "")
                 )
-            case ToolCallDelta():
+            case chat.ToolCallDelta():
                 self._finish_splitter()  # no text that came before may come after the call
                 self._take_delta(Delta("call", call=event))
-            case Finish() | ServerError() | Done():
+            case chat.Finish() | chat.ServerError() | chat.Done():
                 return self._conclude(self._turn_end.feed(event, now))
-            case UsageReport():
+            case chat.UsageReport():
                 self._usage = event
-            case TimingsReport():
+            case chat.TimingsReport():
                 self._timings = event
-            case EmptyRecord() | UnknownContent() | PromptReport():
+            case chat.EmptyRecord() | chat.UnknownContent() | chat.PromptReport():
                 pass
             case _:
                 assert_never(event)
@@ -196,7 +183,7 @@ class ResponseEvents:
         match verdict:
             case None:
                 return self._take()
-            case ServerError(message=message, type=kind):
+            case chat.ServerError(message=message, type=kind):
                 return self.fail(message, code=error_code(f"{kind} {message}"))
             case StreamFailure(detail=detail):
                 return self.fail(detail)
@@ -370,7 +357,7 @@ class ResponseEvents:
         if usage is None:
             cached = (timings.cache_n if timings else None) or 0
             read = (timings.prompt_n if timings else None) or 0
-            usage = UsageReport(
+            usage = chat.UsageReport(
                 cached + read, (timings.predicted_n if timings else None) or 0, cached
             )
         return {
