@@ -40,7 +40,7 @@ class Backend:
         self._live_count = LiveCount()
         self._futures = OpenFutures()
         self._closing = threading.RLock()  # a signal handler may close while its thread does
-        # the WorkerActor's thread alone changes it
+        # Only the WorkerActor's thread changes it.
         self._handovers: set[_Forward[RequestResult | NotFound]] = set()
         self._stopping: WorkerFuture[None] | None = None  # since close() was called
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(
@@ -79,7 +79,7 @@ class Backend:
         def hand_over(result: RequestResult | NotFound) -> None:
             self._handovers.discard(handover)
             if result["ok"]:
-                # first: who has the value finds it released
+                # First, so that whoever has the value finds the request released.
                 self.tell(ReleaseResult(request_id=result["request_id"]))
                 if result["state"] is RequestState.COMPLETED:
                     future.answer(result)
@@ -89,7 +89,7 @@ class Backend:
                 future.fail(LookupError("the result was taken by another call"))
 
         handover = _Forward(future, hand_over)
-        # the worker holds those that wait weakly; nobody else knows of this one
+        # The worker holds replies weakly, and nothing else refers to this one.
         self._handovers.add(handover)
         self.tell(AwaitResult(request_id=admission["request_id"], reply=handover))
 
@@ -158,8 +158,7 @@ open_backends: set[Backend] = set()
 
 
 def _close_all_at_exit() -> None:
-    """Ends every worker of a host that exits without `close`, side by side; no thread may be
-    started any more."""
+    """End all open workers at once when the host exits. No thread can be started any more."""
     deadline = time.monotonic() + _EXIT_GRACE_S + 1.5
     stopping = [(backend, backend.begin_close(_EXIT_GRACE_S)) for backend in tuple(open_backends)]
     for backend, stopped in stopping:

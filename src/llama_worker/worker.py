@@ -75,7 +75,7 @@ class LlamaWorker(Startable):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
         self._backend = Backend(config, RealRuntime(config) if _runtime is None else _runtime)
         self.actor_ref: pykka.ActorRef[Any] = self._backend.actor_ref
-        # a handle that was lost takes its server along
+        # When the handle is garbage-collected without `close`, its server ends, too.
         weakref.finalize(self, self._backend.abandon).atexit = False
 
     @classmethod
@@ -123,7 +123,7 @@ class LlamaWorker(Startable):
 
     @property
     def config(self) -> WorkerConfig:
-        """As it was given."""
+        """The configuration, as it was given."""
         return self._backend.config
 
     def __repr__(self) -> str:
@@ -251,7 +251,7 @@ class LlamaWorker(Startable):
         return self._ask(question)
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
-        """How far the request is."""
+        """The request's state, phase and progress so far."""
         return self._ask(lambda reply: GetStatus(request_id=_valid_id(request_id), reply=reply))
 
     def get_result(self, request_id: int) -> WorkerFuture[RequestResult | NotReady | NotFound]:
@@ -259,16 +259,14 @@ class LlamaWorker(Startable):
         return self._ask(lambda reply: GetResult(request_id=_valid_id(request_id), reply=reply))
 
     def release(self, request_id: int) -> WorkerFuture[bool]:
-        """Forget a request that has ended and whose result nobody wants; False where there is
-        none."""
+        """Forget the result of a request that has ended; False if there is none."""
         return self._ask(lambda reply: ReleaseResult(request_id=_valid_id(request_id), reply=reply))
 
     def wait_slot(self) -> WorkerFuture[None]:
-        """Resolves when the worker is READY and a slot is free, at once where it is so.
+        """Resolves when the worker is READY and a slot is free, at once if it is so already.
 
-        A hint, no reservation: another thread's `submit` may be first. Raises RequestRefused where
-        no slot will be free without a call of the host's: the worker is stopped, draining or
-        FAILED.
+        A hint, no reservation: another thread's `submit` may be first. Raises RequestRefused if the
+        worker is stopped, draining or FAILED, since no slot will be free before it is started.
         """
         return self._ask(lambda reply: WaitSlot(reply=reply))
 
@@ -325,8 +323,8 @@ class LlamaWorker(Startable):
 
         Args:
             request_id: of a request that runs or has ended.
-            timeout_s: after so many seconds of silence there is an empty chunk, and again after as
-                many; None: never.
+            timeout_s: seconds without output after which an empty chunk is yielded, again and
+                again; None: never.
 
         Raises:
             LookupError: the id is unknown, or the result was taken in the meantime.
@@ -360,24 +358,24 @@ class LlamaWorker(Startable):
             yield chunk.copy()  # the caller may change it
 
     def cancel(self, request_id: int) -> WorkerFuture[bool]:
-        """Cancel a running request. True once it is cancelled and its slot is free; False where it
-        was not running."""
+        """Cancel a running request. True once it is cancelled and its slot is free; False if it was
+        not running."""
         return self._ask(lambda reply: CancelRequest(request_id=_valid_id(request_id), reply=reply))
 
     def get_worker_status(self) -> WorkerFuture[WorkerStatus]:
-        """How the worker is."""
+        """The worker's state, its slots, its server, and warnings."""
         return self._ask(lambda reply: GetWorkerStatus(reply=reply))
 
     def get_debug_info(self) -> WorkerFuture[WorkerDebugInfo]:
-        """What a person needs to see what happened."""
+        """Recent logs, events and restarts, and counters: for a person who looks for a cause."""
         return self._ask(lambda reply: GetDebugInfo(reply=reply))
 
     def _ask(self, message: Callable[[WorkerFuture[T]], HostMessage]) -> WorkerFuture[T]:
         return self._ask_with(WorkerFuture[T](), message)
 
     def _ask_with(self, future: F, message: Callable[[F], HostMessage]) -> F:
-        """Send the message that carries the future, which fails if the message cannot be made of
-        the arguments."""
+        """Send the message that carries the future; bad arguments fail the future, and nothing is
+        sent."""
         self._backend.check_open()
         try:
             sent = message(future)
