@@ -23,6 +23,7 @@ from llama_worker.request.messages import (
     Abandon,
     Begin,
     BiosWritten,
+    CancelRequest,
     CheckServer,
     CloseStream,
     DropTool,
@@ -69,7 +70,8 @@ class RequestActor(Child[RequestMessage]):
         self._process: Mailbox[CheckServer] | None = None
         self._stream: TurnId | None = None  # the newest that was opened
         self._hurried_at = -math.inf
-        self._flushing: deque[tuple[TurnId, Question]] = deque()  # asked; the stream is flushed
+        # asked; the stream is flushed
+        self._flushing: deque[tuple[TurnId, Question | CancelRequest]] = deque()
         self._waiting_reads = WaitingReads()
         self._alarm = Alarm(self._runtime, self.me())
 
@@ -86,7 +88,7 @@ class RequestActor(Child[RequestMessage]):
                 self._request, self._process = message.exchange, message.process
             case EndLease():
                 self._end_lease(message)
-            case GetStatus() | ReadOutput():
+            case GetStatus() | ReadOutput() | CancelRequest():
                 self._flush_and_answer(message)
             case StreamFlushed(turn_id=turn_id):
                 if self._flushing and self._flushing[0][0] == turn_id:
@@ -141,8 +143,9 @@ class RequestActor(Child[RequestMessage]):
         if self._request is not None:
             self._send(self._request.step(message, self._runtime.now()))
 
-    def _flush_and_answer(self, question: Question) -> None:
-        """Answer behind all that the stream has brought by now; who waits gets it at once, too."""
+    def _flush_and_answer(self, question: Question | CancelRequest) -> None:
+        """Answer, or cancel, behind all that the stream has brought by now; who waits gets it at
+        once, too."""
         waits = isinstance(question, ReadOutput) and question.wait
         if self._stream is not None and self._transport is not None and not waits:
             order = FlushStream(turn_id=self._stream, reply_to=self.me())
@@ -151,7 +154,7 @@ class RequestActor(Child[RequestMessage]):
                 return
         self._answer(question)
 
-    def _answer(self, question: Question) -> None:
+    def _answer(self, question: Question | CancelRequest) -> None:
         request = self._request
         if request is None or request.request_id != question.request_id:
             return  # it has ended: the WorkerActor answers, from its record
@@ -164,6 +167,8 @@ class RequestActor(Child[RequestMessage]):
                 else:
                     self._waiting_reads.add(question)
                     self._hurry()
+            case CancelRequest():
+                self._step(question)
             case _:
                 assert_never(question)
 

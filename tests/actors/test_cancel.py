@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from llama_worker.runtime.streams import stream_reader
 from llama_worker.testing.scripts import (
     Burn,
     Finish,
+    Gate,
     Headers,
+    Note,
     PingEvery,
     PromptProgress,
     Repeat,
@@ -45,3 +52,17 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
         )
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
+
+
+def test_a_cancel_keeps_text_not_told_yet(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stream_reader, "TICK_S", WAIT_S)
+    rig, gate = make_worker(), tmp_path / "gate"
+    rest = (Gate(gate), Text("upon "), Text("a "), Note("said"), WaitClose())
+    request = rig.submit(Headers(), Text("Once "), *rest)
+    rig.wait_text(request, "Once ")
+    gate.touch()
+    rig.journal.wait("note", timeout=WAIT_S, name="said")
+    assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
+    assert rig.ended(request)["text"] == "Once upon a "
