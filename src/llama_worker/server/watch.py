@@ -45,12 +45,7 @@ from llama_worker.server.pace import Pace
 from llama_worker.server.request_watch import GivenUp, RequestWatch
 from llama_worker.server.slots import LOOK_TIMEOUT_S
 from llama_worker.server.startup import StartupWatch
-from llama_worker.server.watch_effects import (
-    AskForProgress,
-    Effect,
-    LookAtSlots,
-    ProbeReadiness,
-)
+from llama_worker.server.watch_effects import AskForProgress, Effect, LookAtSlots, ProbeReadiness
 from llama_worker.types.worker import StartFailReason
 
 FIRST_LOOK_S = 0.5  # after the first request began
@@ -70,7 +65,7 @@ class ServerWatch:
     def _reset(self) -> None:
         """Of no launch."""
         self._epoch, self._pid = 0, 0
-        # before READY, while READY; None: idle
+        # StartupWatch before READY, HealthCounter while READY, None while idle.
         self._stage: StartupWatch | HealthCounter | None = None
         self._look_at: float | None = None
         self._probe_at: float | None = None
@@ -273,9 +268,8 @@ class ServerWatch:
                     build = probed.traits.build
                     self._requests.build_answers_in_batches = answers_in_batches(build)
                     self._probe_at = next_probe_at(self._profile, now)
-                    self._effects.append(
-                        messages.BecameReady(epoch=self._epoch, traits=probed.traits)
-                    )
+                    ready = messages.BecameReady(epoch=self._epoch, traits=probed.traits)
+                    self._effects.append(ready)
                     self._look_at_slots()  # its silence is news only if it ever answered
                 elif probed.outcome is messages.ProbeOutcome.UNFIT:
                     self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
@@ -299,9 +293,8 @@ class ServerWatch:
 
     def _fail_startup(self, reason: StartFailReason, detail: str, now: float) -> None:
         self._tell_observed(now)
-        self._effects.append(
-            messages.StartupFailed(epoch=self._epoch, reason=reason, detail=detail)
-        )
+        failed = messages.StartupFailed(epoch=self._epoch, reason=reason, detail=detail)
+        self._effects.append(failed)
         self._stand_down()
 
     # ------------------------------------------------------------ requests
@@ -363,7 +356,7 @@ class ServerWatch:
         if slots.silent_since is not None and self.state == "ready":
             self._probe(now, counts=False)  # does it answer anything?
         if is_complete:
-            # what was told before the last look says too little
+            # Progress that was reported before the last look says too little.
             self._requests.forget_round()
             self._ask_for_verdicts(now)
 
