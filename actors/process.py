@@ -16,7 +16,7 @@ from llama_worker.actors.messages import WorkerMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import CheckServer, ServerChecked
-from llama_worker.runtime.ports import ServerProcess
+from llama_worker.runtime.ports import ServerProcess, Timer
 from llama_worker.server.messages import (
     EvidenceKept,
     Exited,
@@ -56,6 +56,7 @@ class ProcessActor(Child[ProcessMessage]):
         self._kill_timeout_s = self._config.timeouts.kill_timeout_s
         self._state: ProcessState = Absent()
         self._server: ServerProcess | None = None
+        self._news: _LaunchNews | None = None
         self._pid: int | None = None
         self._alarm = Alarm(self._runtime, self.me())
 
@@ -101,17 +102,17 @@ class ProcessActor(Child[ProcessMessage]):
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
             reason = StartFailReason.SPAWN_FAILED
             self._worker.tell(LaunchFailed(epoch=epoch, reason=reason, detail=detail))
-        elif not server.ended:
+        elif self._news is not None and not server.ended:
             server.send(Signal.KILL)
-            now, worker = self._runtime.now(), self._worker.parent
+            call_at, now, worker = self._runtime.call_at, self._runtime.now(), self._worker.parent
             stuck = Unkillable(epoch=epoch, detail=describe_stuck(self._pid, {}))
-            self._runtime.call_at(now + FORCE_S, lambda: server.send(Signal.FORCE))
-            self._runtime.call_at(
-                now + self._kill_timeout_s, lambda: server.ended or worker.tell(stuck)
+            self._news.cancel_at_the_end(
+                call_at(now + FORCE_S, lambda: server.send(Signal.FORCE)),
+                call_at(now + self._kill_timeout_s, lambda: server.ended or worker.tell(stuck)),
             )
 
     def _launch(self, epoch: int) -> None:
-        news = _LaunchNews(self.me(), self._worker.parent, self._live_count)
+        news = self._news = _LaunchNews(self.me(), self._worker.parent, self._live_count)
         try:
             self._server = self._runtime.start_server(epoch, news)
         except (
@@ -140,11 +141,25 @@ class _LaunchNews:
         self._me = me
         self._worker = worker
         self._live_count = live_count
+        self._timers: tuple[Timer, ...] = ()
+        self._is_over = False
         live_count.enter(self)
+
+    def cancel_at_the_end(self, *timers: Timer) -> None:
+        """They wait for what may never come; until then they hold the server and all it knows."""
+        self._timers = timers
+        if self._is_over:
+            self._cancel()
 
     def tell(self, message: ServerNews) -> bool:
         self._me.tell(message)
         is_heard = self._worker.tell(message)
         if isinstance(message, LaunchFailed | Exited):
+            self._is_over = True
+            self._cancel()
             self._live_count.leave(self)
         return is_heard
+
+    def _cancel(self) -> None:
+        for timer in self._timers:
+            timer.cancel()

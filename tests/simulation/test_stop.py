@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from llama_worker.server.termination import Signal
 from tests.simulation.bench import quiet_bench
 from tests.simulation.runtime import SimServerProcess
+from tests.simulation.scheduler import Event
 from tests.simulation.server import Reply
 
 
@@ -35,3 +40,23 @@ def test_sigterm_comes_as_soon_as_every_stream_is_closed() -> None:
     assert signal is Signal.TERMINATE
     assert at - began_at < 0.1
     assert not more
+
+
+def test_no_alarm_outlives_a_server_whose_handle_was_lost() -> None:
+    bench = quiet_bench()
+    scheduler, runtime = bench.scheduler, bench.runtime
+    alarms: list[Event] = []
+
+    def call_at(at: float, call: Callable[[], object]) -> Event:
+        alarms.append(scheduler.timer(at, call))
+        return alarms[-1]
+
+    with bench.in_use(), pytest.MonkeyPatch.context() as patch:
+        started = bench.worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        patch.setattr(runtime, "call_at", call_at)
+        bench.worker._backend.abandon()
+        scheduler.run_for(0.5)
+        assert all(server.ended for server in bench.machine.launched)
+        assert alarms
+        assert [alarm.at for alarm in alarms if alarm.call is not None] == []
