@@ -16,7 +16,7 @@ from llama_worker.actors.messages import WorkerMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import CheckServer, ServerChecked
-from llama_worker.runtime.ports import ServerProcess, Timer
+from llama_worker.runtime.ports import Clock, ServerProcess, Timer
 from llama_worker.server.messages import (
     EvidenceKept,
     Exited,
@@ -31,10 +31,9 @@ from llama_worker.server.messages import (
     Unkillable,
 )
 from llama_worker.server.termination import (
-    FORCE_S,
     Absent,
+    Present,
     ProcessState,
-    Signal,
     Stuck,
     deadline,
     describe_stuck,
@@ -97,19 +96,16 @@ class ProcessActor(Child[ProcessMessage]):
         """Kill what is left. Its end is told by the launch; where there was none yet, there will be
         none."""
         self._alarm.set(None)
-        server, epoch = self._server, self.member.epoch
+        server, news, epoch = self._server, self._news, self.member.epoch
         if server is None:
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
             reason = StartFailReason.SPAWN_FAILED
             self._worker.tell(LaunchFailed(epoch=epoch, reason=reason, detail=detail))
-        elif self._news is not None and not server.ended:
-            server.send(Signal.KILL)
-            call_at, now, worker = self._runtime.call_at, self._runtime.now(), self._worker.parent
-            stuck = Unkillable(epoch=epoch, detail=describe_stuck(self._pid, {}))
-            self._news.cancel_at_the_end(
-                call_at(now + FORCE_S, lambda: server.send(Signal.FORCE)),
-                call_at(now + self._kill_timeout_s, lambda: server.ended or worker.tell(stuck)),
+        elif news is not None and news.last_kill is None and not server.ended:
+            news.last_kill = _LastKill(
+                server, epoch, self._pid, self._worker.parent, self._runtime, self._kill_timeout_s
             )
+            news.last_kill.begin()
 
     def _launch(self, epoch: int) -> None:
         news = self._news = _LaunchNews(self.me(), self._worker.parent, self._live_count)
@@ -141,25 +137,59 @@ class _LaunchNews:
         self._me = me
         self._worker = worker
         self._live_count = live_count
-        self._timers: tuple[Timer, ...] = ()
-        self._is_over = False
+        self.last_kill: _LastKill | None = None
         live_count.enter(self)
-
-    def cancel_at_the_end(self, *timers: Timer) -> None:
-        """They wait for what may never come; until then they hold the server and all it knows."""
-        self._timers = timers
-        if self._is_over:
-            self._cancel()
 
     def tell(self, message: ServerNews) -> bool:
         self._me.tell(message)
         is_heard = self._worker.tell(message)
         if isinstance(message, LaunchFailed | Exited):
-            self._is_over = True
-            self._cancel()
+            if self.last_kill is not None:
+                self.last_kill.cancel()
             self._live_count.leave(self)
         return is_heard
 
-    def _cancel(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
+
+class _LastKill:
+    """Goes on in the place of an actor that has ended before its server: what the server and its
+    launch know is held no longer than they live."""
+
+    def __init__(
+        self,
+        server: ServerProcess,
+        epoch: int,
+        pid: int | None,
+        worker: Mailbox[WorkerMessage],
+        clock: Clock,
+        kill_timeout_s: float,
+    ) -> None:
+        self._server = server
+        self._pid = pid
+        self._worker = worker
+        self._clock = clock
+        self._kill_timeout_s = kill_timeout_s
+        self._epoch = epoch
+        self._state: ProcessState = Present(epoch)
+        self._timer: Timer | None = None
+
+    def begin(self) -> None:
+        self._step(Terminate(epoch=self._epoch, grace_s=0.0))
+
+    def cancel(self) -> None:
+        """The server is gone. Any thread."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _step(self, message: Terminate | Tick) -> None:
+        now = self._clock.now()
+        self._state, signal = step(self._state, message, now, kill_timeout_s=self._kill_timeout_s)
+        if signal is not None:
+            self._server.send(signal)
+        if isinstance(self._state, Stuck):
+            detail = describe_stuck(self._pid, {})
+            self._worker.tell(Unkillable(epoch=self._epoch, detail=detail))
+        at = deadline(self._state)
+        if at is not None:
+            self._timer = self._clock.call_at(at, lambda: self._step(Tick()))
+        if self._server.ended:
+            self.cancel()

@@ -54,3 +54,22 @@ def test_what_was_learnt_outlives_a_launch() -> None:
         result = hung.get(timeout=0)
         assert result["ok"]
         assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
+
+
+@pytest.mark.parametrize("until_the_gap_s", [0.0, 0.001, 0.01, 0.1])
+def test_a_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: float) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        scheduler.break_actor(next(each for each in scheduler.actors if each.name == "watchdog"))
+        worker.submit("job", "", "a prompt")  # the actor dies of it, and its launch with it
+        scheduler.run_for(until_the_gap_s)
+        scheduler.halt_host(60.0)
+        scheduler.run_for(100.0)
+        status = worker.get_worker_status()
+        assert scheduler.run_until(status.done, scheduler.now + 1.0)
+        told = status.get(timeout=0)
+        assert (told["state"], told["restart_count"]) == (WorkerState.READY, 1)
+        assert told["last_error"].startswith("actor_died: watchdog")
