@@ -111,6 +111,20 @@ def test_a_hanging_probe_holds_up_no_other(alarms: list[Callable[[], object]]) -
         each.let_go.set()
 
 
+def test_many_hanging_probes_get_threads_soon(
+    alarms: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(threads, "run_on_thread", lambda name, call: begun.append(name))
+    probes, counts = ProbeQueue(), []
+    for _ in range(10):
+        probes.run(lambda: None)
+    for _ in range(5):
+        counts.append(len(begun))
+        alarms.pop()()
+    assert counts == [1, 2, 4, 8, 16]
+
+
 def test_a_probe_that_raises_costs_no_other(alarms: list[Callable[[], object]]) -> None:
     probes = ProbeQueue()
     probes.run(lambda: 1 / 0)

@@ -62,8 +62,8 @@ class ProbeQueue:
     """Probes, made one after the other on one thread: threads that run at the same instant wake one
     another for the interpreter's lock. Thread-safe.
 
-    Each time that one waits and none was begun for `PATIENCE_S`, another thread goes on: a server
-    that does not answer holds up no other's probe.
+    Each time that one waits and none was begun for `PATIENCE_S`, more threads go on, twice as many
+    as the last time: servers that do not answer hold up no other's probe, however many they are.
     """
 
     def __init__(self) -> None:
@@ -72,6 +72,7 @@ class ProbeQueue:
         self._threads_count = 0
         self._begun_count = 0
         self._is_watched = False  # a timer is set
+        self._helpers_count = 1  # threads that go on next time, if one is needed
 
     def run(self, probe: _Call) -> None:
         """Make the probe soon. Raises RuntimeError where the system has no thread for the first."""
@@ -95,11 +96,14 @@ class ProbeQueue:
         with self._lock:
             self._is_watched = False
             if not self._waiting:
+                self._helpers_count = 1
                 return
             self._watch()
             if self._begun_count == begun_count:
                 with contextlib.suppress(RuntimeError):  # no thread is left: they wait
-                    self._start_thread()
+                    for _ in range(min(self._helpers_count, len(self._waiting))):
+                        self._start_thread()
+                    self._helpers_count *= 2
 
     def _make_probes(self) -> None:
         while True:
