@@ -54,6 +54,8 @@ from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types.request import RequestFailReason
 
+Flushing = Question | CancelRequest | Abandon  # what waits until the stream is flushed
+
 
 class RequestActor(Child[RequestMessage]):
     """Carries out one request after the other. A crash of this actor fails its request, which keeps
@@ -71,7 +73,7 @@ class RequestActor(Child[RequestMessage]):
         self._stream: TurnId | None = None  # the newest that was opened
         self._hurried_at = -math.inf
         # asked; the stream is flushed
-        self._flushing: deque[tuple[TurnId, Question | CancelRequest]] = deque()
+        self._flushing: deque[tuple[TurnId, Flushing]] = deque()
         self._waiting_reads = WaitingReads()
         self._alarm = Alarm(self._runtime, self.me())
 
@@ -90,6 +92,8 @@ class RequestActor(Child[RequestMessage]):
                 self._end_lease(message)
             case GetStatus() | ReadOutput() | CancelRequest():
                 self._flush_and_answer(message)
+            case Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
+                self._flush_and_answer(message)  # of a dead server all is read that it sent
             case StreamFlushed(turn_id=turn_id):
                 if self._flushing and self._flushing[0][0] == turn_id:
                     self._answer(self._flushing.popleft()[1])
@@ -109,9 +113,11 @@ class RequestActor(Child[RequestMessage]):
             return
         reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
         detail = failure or "the worker was closed"
+        stopped = Abandon(reason=reason, detail=detail)
+        given_up = (each for _, each in self._flushing if isinstance(each, Abandon))
         effects: Sequence[Effect]
         try:
-            effects = request.step(Abandon(reason=reason, detail=detail), now)
+            effects = request.step(next(given_up, stopped), now)
         except Exception:  # it runs the code that has just raised
             effects = request.fail(reason, detail, now)
         self._send(effects)
@@ -143,9 +149,9 @@ class RequestActor(Child[RequestMessage]):
         if self._request is not None:
             self._send(self._request.step(message, self._runtime.now()))
 
-    def _flush_and_answer(self, question: Question | CancelRequest) -> None:
-        """Answer, or cancel, behind all that the stream has brought by now; who waits gets it at
-        once, too."""
+    def _flush_and_answer(self, question: Flushing) -> None:
+        """Answer, or end the request, behind all that the stream has brought by now; who waits gets
+        it at once, too."""
         waits = isinstance(question, ReadOutput) and question.wait
         if self._stream is not None and self._transport is not None and not waits:
             order = FlushStream(turn_id=self._stream, reply_to=self.me())
@@ -154,7 +160,10 @@ class RequestActor(Child[RequestMessage]):
                 return
         self._answer(question)
 
-    def _answer(self, question: Question | CancelRequest) -> None:
+    def _answer(self, question: Flushing) -> None:
+        if isinstance(question, Abandon):
+            self._step(question)
+            return
         request = self._request
         if request is None or request.request_id != question.request_id:
             return  # it has ended: the WorkerActor answers, from its record

@@ -54,8 +54,9 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
     assert rig.status()["restart_count"] == 0
 
 
-def test_a_cancel_keeps_text_not_told_yet(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("end", ["cancel", "stop", "restart"])
+def test_text_that_was_not_told_is_kept(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
 ) -> None:
     monkeypatch.setattr(stream_reader, "TICK_S", WAIT_S)
     rig, gate = make_worker(), tmp_path / "gate"
@@ -64,5 +65,8 @@ def test_a_cancel_keeps_text_not_told_yet(
     rig.wait_text(request, "Once ")
     gate.touch()
     rig.journal.wait("note", timeout=WAIT_S, name="said")
-    assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
-    assert rig.ended(request)["text"] == "Once upon a "
+    ended = rig.worker.cancel(request) if end == "cancel" else getattr(rig.worker, end)()
+    ended.get(timeout=WAIT_S)
+    result = rig.ended(request)
+    reasons = {"cancel": "canceled", "stop": "worker_stopped", "restart": "worker_restarted"}
+    assert (result["fail_reason"], result["text"]) == (reasons[end], "Once upon a ")
