@@ -21,7 +21,7 @@ from llama_worker.request.orders import WriteBios
 from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import ToolCallThread
-from llama_worker.runtime.host.threads import run_probe, start_thread
+from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.host.timers import HeapTimer, call_at, start_timers
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.http.token_count import TokenCounter
@@ -108,9 +108,8 @@ class RealRuntime(HostClock):
         self._config = config
         self._name = f"llama_worker-{config.name}"
         self._endpoint = Endpoint.of(config)
-        self._probes = (
-            default_probes() if config.liveness_probes is None else tuple(config.liveness_probes)
-        )
+        probes = default_probes() if config.liveness_probes is None else config.liveness_probes
+        self._probes = [host_code.OneAtATime(probe) for probe in probes]
         self.probes_count = len(self._probes)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
 
@@ -150,8 +149,7 @@ class RealRuntime(HostClock):
         )
 
     def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-        probe = self._probes[look.probe]
-        run_probe(partial(host_code.look, probe, look, root_pid, reply_to))
+        self._probes[look.probe].look(look, root_pid, reply_to)
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from llama_worker.runtime.host.host_code import look
+from llama_worker.runtime.host import host_code
+from llama_worker.runtime.host.host_code import OneAtATime, look
 from llama_worker.server.messages import Look
 from llama_worker.types.hooks import LivenessEvidence
 
@@ -59,3 +61,45 @@ def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
     assert [(evidence.alive, evidence.detail) for evidence in told] == [(False, ""), (True, "work")]
     assert not told[0].blind
     assert logging_raises or "a liveness probe failed" in caplog.text
+
+
+def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Callable[[], object]] = []
+    monkeypatch.setattr(host_code, "run_probe", begun.append)
+    told, seen = Told(), list[str]()
+
+    class Slow(Probe):
+        def probe(self, root_pid: int, now: float) -> LivenessEvidence:
+            seen.append(f"into {root_pid}")
+            if root_pid == 1:  # meanwhile the server is started anew, twice
+                for pid in (2, 3):
+                    looks.look(Look(epoch=pid, probe=0, round=1, fresh=True), pid, told)
+            seen.append(f"out of {root_pid}")
+            return super().probe(root_pid, now)
+
+    looks = OneAtATime(Slow(None))
+    looks.look(Look(epoch=1, probe=0, round=1, fresh=False), 1, told)
+    (call,) = begun
+    call()
+    assert seen == ["into 1", "out of 1", "into 3", "out of 3"]
+    assert [evidence.look.epoch for evidence in told] == [1, 3]
+    assert len(begun) == 1
+    looks.look(Look(epoch=3, probe=0, round=2, fresh=False), 3, told)
+    assert len(begun) == 2
+
+
+def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Callable[[], object]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    looks, order, told = (
+        OneAtATime(Probe(None)),
+        Look(epoch=1, probe=0, round=1, fresh=True),
+        Told(),
+    )
+    monkeypatch.setattr(host_code, "run_probe", refuse)
+    with pytest.raises(RuntimeError):
+        looks.look(order, 1, told)
+    monkeypatch.setattr(host_code, "run_probe", lambda call: call())
+    looks.look(order, 1, told)
+    assert [evidence.alive for evidence in told] == [True]

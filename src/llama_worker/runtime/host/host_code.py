@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from llama_worker.bios import PromptError, run_bios
@@ -30,7 +31,7 @@ from llama_worker.request.orders import WriteBios
 from llama_worker.request.tools import ToolResultError, encode_result
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.shortage import is_shortage
-from llama_worker.runtime.host.threads import start_thread
+from llama_worker.runtime.host.threads import run_probe, start_thread
 from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types.hooks import BiosContext, BiosText, LivenessProbe, RunningCall
 
@@ -158,3 +159,37 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
     reply_to.tell(
         EvidenceSeen(look=order, at=now, alive=alive, detail=detail, reads=reads, blind=blind)
     )
+
+
+class OneAtATime:
+    """The looks of one probe, which may still be out from a launch that is over: the next one waits
+    until it has returned. Thread-safe."""
+
+    def __init__(self, probe: LivenessProbe) -> None:
+        self._probe = probe
+        self._lock = threading.Lock()
+        self._is_out = False
+        self._next: Callable[[], None] | None = None
+
+    def look(self, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+        """Raises RuntimeError where the system has no thread left."""
+        call = partial(look, self._probe, order, root_pid, reply_to)
+        with self._lock:
+            if self._is_out:
+                self._next = call  # in the place of one whose launch is over, too
+                return
+            self._is_out = True
+        try:
+            run_probe(partial(self._go_on, call))
+        except RuntimeError:
+            with self._lock:
+                self._is_out = False
+            raise
+
+    def _go_on(self, call: Callable[[], None]) -> None:
+        following: Callable[[], None] | None = call
+        while following is not None:
+            following()
+            with self._lock:
+                following, self._next = self._next, None
+                self._is_out = following is not None
