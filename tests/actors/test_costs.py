@@ -126,7 +126,7 @@ def test_a_health_probe_costs_two_messages_one_timer_and_no_thread(
     assert set(counts) == {Tick, Probed, HeapTimer}
     assert counts[Tick] <= probes + 1  # one may be under way
     assert counts[HeapTimer] <= probes + 1  # when it is due
-    assert woken / probes <= 12
+    assert woken / probes <= 20  # 6 to 7 on an idle machine; a busy one adds waits for the GIL
 
 
 def _bare_loop(port: int) -> None:
