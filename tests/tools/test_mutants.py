@@ -1,0 +1,127 @@
+"""`make mutants` on a small tree: which tests it asks, what counts as a kill."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import mutants
+from tools.mutants import Hunter, Tree, report
+from tools.mutations import Mutation
+
+MODULE = "src/llama_worker/runtime/host/clock.py"
+ITS_TEST = "tests/runtime/test_clock.py"
+FILES = {
+    MODULE: "def is_late(now, limit):\n    while now < 0:\n        now += 1\n    return now > limit\n",
+    "src/llama_worker/runtime/host/timers.py": "from llama_worker.runtime.host import clock\n",
+    ITS_TEST: (
+        "from llama_worker.runtime.host.clock import is_late\n"
+        "def test_it():\n    assert is_late(2, 1) and is_late(-2, -3) and not is_late(0, 1)\n"
+    ),
+    "tools/equivalent_mutants.toml": "",
+}
+AT_THE_LIMIT, NEVER = ("now > limit", "(now >= limit)"), ("now > limit", "(now <= limit)")
+FOR_EVER = ("1", "0 * 1")
+
+
+def repository(folder: Path, **changed: str) -> Path:
+    """The small tree, one file of it with another text."""
+    for path, text in (FILES | {ITS_TEST: changed.get("test", FILES[ITS_TEST])}).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    subprocess.run(("git", "init", "--quiet"), cwd=folder, check=True)
+    return folder
+
+
+def mutant(before: str, after: str) -> Mutation:
+    begin = FILES[MODULE].index(before)
+    return Mutation(MODULE, "is_late", before, after, begin, begin + len(before))
+
+
+def killer(origin: Path, folder: Path, *texts: str) -> str | None:
+    """Who kills the mutant."""
+    tree = Tree(origin, folder / "tree")
+    hunter = Hunter(tree, 1.0, 1, simulator_only=False)
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    copies.put(copy := tree.copied(folder / "copy"))
+    name = hunter.hunt(mutant(*texts), copies)
+    assert (copy / MODULE).read_bytes() == tree.read(MODULE)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [(AT_THE_LIMIT, None), (NEVER, "tests in real time"), (FOR_EVER, mutants.TIMED_OUT)],
+)
+def test_who_kills_a_mutant(
+    texts: tuple[str, str],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mutants, "TEST_LIMIT_S", 5)
+    assert killer(repository(tmp_path / "origin"), tmp_path, *texts) == expected
+
+
+def test_a_failure_without_the_mutant_counts_for_nothing(tmp_path: Path) -> None:
+    fails_the_second_time = (
+        "from pathlib import Path\n"
+        "def test_it(seen=Path('seen')):\n"
+        "    runs = len(seen.read_text()) if seen.exists() else 0\n"
+        "    seen.write_text('x' * (runs + 1))\n"
+        "    assert runs not in (1, 2)\n"
+    )
+    origin = repository(tmp_path / "origin", test=fails_the_second_time)
+    assert killer(origin, tmp_path, *NEVER) is None
+
+
+def test_what_a_test_orphans_is_reaped(tmp_path: Path) -> None:
+    orphans = (
+        "import os, subprocess, time\n"
+        "def test_it():\n"
+        "    command = ('sh', '-c', 'true & echo $!')\n"
+        "    orphan = int(subprocess.run(command, capture_output=True).stdout)\n"
+        "    while os.path.exists(f'/proc/{orphan}'): time.sleep(0.01)\n"
+    )
+    assert killer(repository(tmp_path / "origin", test=orphans), tmp_path, *NEVER) is None
+
+
+def test_what_fails_without_a_mutant_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = Tree(repository(tmp_path / "origin", test="def test_it(): assert 0"), tmp_path / "tree")
+    hunter = Hunter(tree, 1.0, 1, simulator_only=False)
+    assert not hunter.holds_without_mutants([mutant(*NEVER)], tree.folder)
+    assert "def test_it(): assert 0" in capsys.readouterr().out
+
+
+def test_the_nearest_tests_come_first_and_the_room_last(tmp_path: Path) -> None:
+    origin = repository(tmp_path / "origin")
+    for path, text in {
+        "tests/runtime/test_timers.py": "",
+        "tests/unit/runtime/test_real.py": "from llama_worker.runtime.host import clock, timers\n",
+        "tests/unit/request/test_clock.py": "",
+    }.items():
+        (origin / path).parent.mkdir(parents=True, exist_ok=True)
+        (origin / path).write_text(text)
+    tree = Tree(origin, tmp_path / "tree")
+    assert tree.nearest_tests(MODULE) == [ITS_TEST, "tests/unit/runtime/test_real.py"]
+    hunter = Hunter(tree, 1.0, 1, simulator_only=False)
+    asked = [(stage.name, stage.command[-1]) for stage in hunter.stages(mutant(*NEVER))]
+    assert asked == [
+        ("unit tests", "tests/unit/runtime/test_real.py"),
+        ("tests in real time", ITS_TEST),
+        ("tests of the room", "tests/runtime/test_timers.py"),
+    ]
+
+
+def test_a_tree_that_is_edited_meanwhile_changes_no_diff(tmp_path: Path) -> None:
+    origin = repository(tmp_path / "origin")
+    tree = Tree(origin, tmp_path / "tree")
+    (origin / MODULE).write_text("# another\n" + FILES[MODULE])
+    shown = "\n".join(report(tree, {mutant(*AT_THE_LIMIT): None}))
+    assert "-    return now > limit\n+    return (now >= limit)\n" in shown
+    assert "# another" not in shown
