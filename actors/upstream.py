@@ -22,25 +22,22 @@ from llama_worker.request.table import Admitted
 from llama_worker.runtime.ports import Abortable, UpstreamRuntime
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import (
+    AskForProgress,
     HealthLost,
+    LookAtSlots,
     Probed,
     ProbeOutcome,
+    ProbeReadiness,
     SlotsSeen,
     Stalled,
     StandDown,
     Unwatch,
     Watch,
     WatchdogMessage,
+    WatchEffect,
 )
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
-from llama_worker.server.watch_effects import (
-    AskForProgress,
-    LookAtSlots,
-    News,
-    Order,
-    ProbeReadiness,
-)
 from llama_worker.types.request import RequestFailReason
 
 
@@ -112,7 +109,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
             if not messages and not self._exchanges and self._watch.state != "idle":
                 messages.append(StandDown())
 
-    def _carry_out(self, effect: Order | News, now: float) -> Iterator[WatchdogMessage]:
+    def _carry_out(self, effect: WatchEffect, now: float) -> Iterator[WatchdogMessage]:
         """What the watch is to be told of it at once."""
         match effect:
             case AskForProgress(for_verdict=for_verdict):

@@ -16,34 +16,16 @@ from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import ReportProgress
 from llama_worker.runtime.ports import Abortable
-from llama_worker.server.messages import (
-    BecameReady,
-    EvidenceSeen,
-    Look,
-    Probed,
-    ProbeOutcome,
-    SlotsSeen,
-    StandDown,
-    Unwatch,
-    Watch,
-    WatchdogMessage,
-)
+from llama_worker.server import messages
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
-from llama_worker.server.watch_effects import (
-    AskForProgress,
-    LookAtSlots,
-    News,
-    Order,
-    ProbeReadiness,
-)
 
 
-class WatchdogActor(Child[WatchdogMessage]):
+class WatchdogActor(Child[messages.WatchdogMessage]):
     """Watches one launch at a time."""
 
     role = "watchdog"
-    accepts = members(WatchdogMessage)
+    accepts = members(messages.WatchdogMessage)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,14 +35,14 @@ class WatchdogActor(Child[WatchdogMessage]):
         self._watch = ServerWatch(self._config.timeouts, probes_count=self._runtime.probes_count)
         self._alarm = Alarm(self._runtime, self.me())
 
-    def handle(self, message: WatchdogMessage) -> None:
+    def handle(self, message: messages.WatchdogMessage) -> None:
         """Step the watch, carry out what follows."""
         match message:
             case Tick():
                 self._alarm.rang()
-            case Watch(request_id=request_id, request=request):
+            case messages.Watch(request_id=request_id, request=request):
                 self._requests[request_id] = request
-            case Unwatch(request_id=request_id):
+            case messages.Unwatch(request_id=request_id):
                 self._requests.pop(request_id, None)
             case _:
                 pass
@@ -73,24 +55,26 @@ class WatchdogActor(Child[WatchdogMessage]):
         self._alarm.set(None)
         self._abort_probes()
 
-    def _carry_out(self, effect: Order | News) -> None:
+    def _carry_out(self, effect: messages.WatchEffect) -> None:
         match effect:
-            case AskForProgress(liveness_at=liveness_at, for_verdict=for_verdict):
+            case messages.AskForProgress(liveness_at=liveness_at, for_verdict=for_verdict):
                 question = ReportProgress(
                     liveness_at=liveness_at, for_verdict=for_verdict, reply_to=self.me()
                 )
                 for request_id in self._watch.request_ids:
                     self._requests[request_id].tell(question)
-            case Look():
+            case messages.Look():
                 try:
                     self._runtime.look(effect, self._watch.root_pid, self.me())
                 except RuntimeError:  # the system has no thread left
-                    self.me().tell(EvidenceSeen(look=effect, at=self._runtime.now(), blind=True))
-            case BecameReady(epoch=epoch):
+                    self.me().tell(
+                        messages.EvidenceSeen(look=effect, at=self._runtime.now(), blind=True)
+                    )
+            case messages.BecameReady(epoch=epoch):
                 self._worker.tell(effect)
                 with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
-            case ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
+            case messages.ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
                 try:
                     self._readiness = self._runtime.probe_readiness(
                         epoch, root_pid, first=first, reply_to=self.me()
@@ -98,14 +82,19 @@ class WatchdogActor(Child[WatchdogMessage]):
                 except RuntimeError as error:
                     why, none = described_error(error), ServerTraits()
                     self.me().tell(
-                        Probed(epoch=epoch, outcome=ProbeOutcome.NO_NEWS, detail=why, traits=none)
+                        messages.Probed(
+                            epoch=epoch,
+                            outcome=messages.ProbeOutcome.NO_NEWS,
+                            detail=why,
+                            traits=none,
+                        )
                     )
-            case LookAtSlots(epoch=epoch):
+            case messages.LookAtSlots(epoch=epoch):
                 try:
                     self._slots = self._runtime.look_at_slots(epoch, self.me())
                 except (OSError, RuntimeError):  # no thread, descriptor or port left
-                    self.me().tell(SlotsSeen(epoch=epoch, look=None))
-            case StandDown():
+                    self.me().tell(messages.SlotsSeen(epoch=epoch, look=None))
+            case messages.StandDown():
                 self._abort_probes()
             case _:
                 self._worker.tell(effect)

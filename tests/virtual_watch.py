@@ -12,27 +12,25 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.request.progress import Progress
 from llama_worker.server.messages import (
+    AskForProgress,
     BecameReady,
     EvidenceSeen,
     Launch,
     Launched,
     Look,
+    LookAtSlots,
     Probed,
     ProbeOutcome,
+    ProbeReadiness,
     SlotsSeen,
     StandDown,
     Watch,
     WatchdogMessage,
+    WatchNews,
 )
 from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
-from llama_worker.server.watch_effects import (
-    AskForProgress,
-    LookAtSlots,
-    News,
-    ProbeReadiness,
-)
 from llama_worker.types.request import RequestPhase
 
 RequestAt = Callable[[float], Progress]
@@ -90,7 +88,7 @@ class VirtualWatch:
         self._build = build
         self._probes_take_s = probes_take_s
         self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
-        self.news: list[tuple[float, News]] = []
+        self.news: list[tuple[float, WatchNews]] = []
         self.watch = ServerWatch(profile, probes_count=1)
         self._evidence, self._readiness, self._slots, self._blind = (
             evidence,
@@ -152,7 +150,7 @@ class VirtualWatch:
                     case _:
                         self.news.append((self.now, effect))
 
-    def run(self, until: float, stop_at: type[News]) -> tuple[float, Any] | None:
+    def run(self, until: float, stop_at: type[WatchNews]) -> tuple[float, Any] | None:
         """Let time pass until such news; None where there was none up to `until`."""
         while True:
             found = next((entry for entry in self.news if isinstance(entry[1], stop_at)), None)

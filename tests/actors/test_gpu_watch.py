@@ -15,7 +15,7 @@ import pynvml
 import pytest
 
 from llama_worker.runtime.probes import gpu_watch
-from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.blame import GpuFault
 from llama_worker.server.messages import GpuFaulted
 from llama_worker.testing.scripts import Finish, Text, WaitClose
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually

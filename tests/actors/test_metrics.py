@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from llama_worker import ConfigError, LlamaWorker
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.metrics import WorkerCollector
-from llama_worker.server.totals import BOUNDS_S
+from llama_worker.server.journal import BOUNDS_S
 from llama_worker.testing.scripts import (
     Headers,
     KillSelf,

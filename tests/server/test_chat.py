@@ -21,7 +21,7 @@ from llama_worker import (
     WorkerConfig,
 )
 from llama_worker.server import termination
-from llama_worker.server.builds import build_number, known_flaws, unseen
+from llama_worker.server.traits import build_number, known_flaws, unseen
 from tests.server.conftest import (
     ENDLESS,
     Reached,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.blame import GpuFault
 from llama_worker.server.termination import Signal
 from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice

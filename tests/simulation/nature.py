@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llama_worker.server.gpu_faults import GpuFault, gpu_lost
+from llama_worker.server.blame import GpuFault, gpu_lost
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.server.termination import Signal
 from llama_worker.types.worker import StartFailReason

@@ -188,7 +188,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "a load is never overdue",
-        "server.startup:StartupWatch.overdue",
+        "server.health:StartupWatch.overdue",
         returns(None),
         "load hangs",
     ),

@@ -27,8 +27,7 @@ from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.runtime.probes.gpu_watch import gpus_in_use
 from llama_worker.runtime.probes.liveness_probes import NvidiaProbe
 from llama_worker.runtime.process.server_program import FoundServer
-from llama_worker.server.builds import build_number
-from llama_worker.server.traits import server_traits
+from llama_worker.server.traits import build_number, server_traits
 
 _ASK_S = 20.0  # a first look at a GPU's driver may take seconds
 

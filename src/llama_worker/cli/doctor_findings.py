@@ -21,7 +21,7 @@ from llama_worker.config.command_flags import (
     unknown_flags,
 )
 from llama_worker.config.start_advice import ILLEGAL, NOT_EXECUTED, described
-from llama_worker.server.builds import known_flaws
+from llama_worker.server.traits import known_flaws
 
 Level = Literal["ok", "note", "problem"]
 

@@ -1,5 +1,5 @@
-"""Readiness probes: what each counts for, and when failed ones mean a restart. Sans-IO; instants
-are monotonic seconds."""
+"""Readiness probes: when each is due, what it counts for, when a launch takes too long, and when
+failed probes mean a restart. Sans-IO; instants are monotonic seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from enum import Enum, auto
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import FORGIVEN_IN_A_ROW
@@ -16,6 +17,9 @@ PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
 _PROBE_TIMEOUT_MIN_S = 1.0
 # probes so rare are due on whole seconds: those of many workers wake the host once
 _TOGETHER_FROM_S = 10.0
+# before READY
+_FIRST_PROBE_S = 0.1
+_EARLY_S, _EARLY_INTERVAL_S, _LATE_INTERVAL_S = 30.0, 0.5, 2.0
 
 
 def probe_timeout_s(profile: TimeoutProfile) -> float:
@@ -34,10 +38,58 @@ def next_probe_at(profile: TimeoutProfile, now: float) -> float | None:
     return math.ceil(now + interval_s) if interval_s >= _TOGETHER_FROM_S else now + interval_s
 
 
+class StartupWatch(Struct, frozen=True, kw_only=True):
+    """One launch that is not ready yet."""
+
+    began_at: float
+    worked_at: float  # the latest evidence of work, or the beginning
+
+    @classmethod
+    def begin(cls, now: float) -> StartupWatch:
+        """The launch was ordered just now."""
+        return cls(began_at=now, worked_at=now)
+
+    def saw_work(self, at: float) -> StartupWatch:
+        """CPU time by rate, or reads from disk: the time that counts starts anew."""
+        return replace(self, worked_at=max(at, self.worked_at))
+
+    def after_gap(self, lost_s: float) -> StartupWatch:
+        """This machine did not run for so long: that time does not count."""
+        return replace(self, began_at=self.began_at + lost_s, worked_at=self.worked_at + lost_s)
+
+    def first_probe_at(self, now: float) -> float:
+        """When to look for the first time, with the process started just now."""
+        return now + _FIRST_PROBE_S
+
+    def next_probe_at(self, now: float) -> float:
+        """When to look again: every 0.5 s, less often once the start has taken 30 s."""
+        return now + (_EARLY_INTERVAL_S if now - self.began_at < _EARLY_S else _LATE_INTERVAL_S)
+
+    def overdue(self, profile: TimeoutProfile, now: float) -> str | None:
+        """Why the launch is to be given up; None while it is not."""
+        loading_s = now - self.began_at
+        if now - self.worked_at >= profile.startup_timeout_s:
+            return (
+                "not ready, and no sign of work for startup_timeout_s "
+                f"{profile.startup_timeout_s:g} s; {loading_s:.1f} s since the launch; give it "
+                "longer, or see its last lines"
+            )
+        # A load that spins shows work for ever.
+        load_s, last_resort_s = profile.load_timeout_s, profile.silent_work_timeout_s
+        if load_s is not None and loading_s >= load_s:
+            return f"not ready within load_timeout_s {load_s:g} s"
+        if load_s is None and last_resort_s is not None and loading_s >= last_resort_s:
+            return (
+                f"not ready within silent_work_timeout_s {last_resort_s:g} s; load_timeout_s "
+                "would allow more"
+            )
+        return None
+
+
 class HealthCounter(Struct, frozen=True, kw_only=True):
     """Failed readiness probes in a row, of one launch while READY."""
 
-    since: float  # the probe before, or the instant of becoming READY
+    since: float  # the previous probe, or the instant of becoming READY
     failures_count: int = 0
 
     def probed(
@@ -45,8 +97,8 @@ class HealthCounter(Struct, frozen=True, kw_only=True):
     ) -> tuple[HealthCounter, str | None]:
         """The counter after one probe, and why the server is lost; None while it is not.
 
-        `data_at` is the latest data that any request received. Data since the probe before outdoes
-        a failure and ends the row: a server too busy to answer a probe is not ill.
+        `data_at` is the latest data that any request received. Data since the previous probe
+        outweighs a failure and ends the row: a server too busy to answer a probe is not ill.
         """
         if ok or (data_at is not None and data_at > self.since):
             return HealthCounter(since=now), None
@@ -54,11 +106,8 @@ class HealthCounter(Struct, frozen=True, kw_only=True):
         limit = profile.health_failures_before_restart
         lost = None
         if count >= limit:
-            told = (
-                f"{count} health probes in a row failed (limit: health_failures_before_restart "
-                f"{limit})"
-            )
-            lost = f"{told}: {detail}"
+            failures = f"{count} health probes in a row failed"
+            lost = f"{failures} (limit: health_failures_before_restart {limit}): {detail}"
         return HealthCounter(since=now, failures_count=count), lost
 
 
@@ -67,11 +116,11 @@ class ProbeMeaning(Enum):
 
     NEWS = auto()
     TO_BE_REPEATED = auto()  # this machine did not run, or could not make it
-    NOTHING = auto()  # it failed, and was made for its success alone
+    NOTHING = auto()  # it failed, and only a success would have counted
 
 
 class ReadinessProbes:
-    """The probe under way, and why one is wanted. Not thread-safe."""
+    """The probe under way, and why another one is wanted. Not thread-safe."""
 
     def __init__(self) -> None:
         self.began_at: float | None = None  # the one under way
@@ -83,15 +132,16 @@ class ReadinessProbes:
 
     @property
     def is_wanted(self) -> bool:
-        """Another one, out of turn."""
+        """Whether to make another one, out of turn."""
         return self._wanted is not None
 
     def want(self, cause: str | None) -> None:
-        """Out of turn; one that is under way had begun before."""
+        """Ask for a probe out of turn, also where one is under way: that one began before."""
         self._wanted = self._wanted or cause
 
     def begin(self, now: float, *, counts: bool = True) -> bool:
-        """Whether one is to be made; else one is under way, and counts if it had not so far."""
+        """Whether to make one now. Where one is under way, that one counts from now on if `counts`
+        says so."""
         if self.began_at is not None:
             self._counts = self._counts or counts
             return False
@@ -104,8 +154,8 @@ class ReadinessProbes:
         self._is_outdated = self.began_at is not None
 
     def ended(self, outcome: ProbeOutcome) -> ProbeMeaning:
-        """The one under way has. Only so many in a row that fail late are forgiven: on a machine
-        that is always late a hang has to be found, too."""
+        """What the probe that was under way says. Only a few late failures in a row are forgiven:
+        a hang has to be found on a machine that is always late, too."""
         is_outdated, self._is_outdated, self.began_at = self._is_outdated, False, None
         is_late = outcome is ProbeOutcome.LATE
         self._late_in_a_row = self._late_in_a_row + 1 if is_late else 0

@@ -1,4 +1,5 @@
-"""Whether a process tree works, judged by the rate of what it uses. Pure.
+"""Whether a process tree works, judged by the rate of what it uses, and when its probes look.
+Sans-IO.
 
 The probes that read `/proc` and ask the GPU are in `runtime.probes.liveness_probes`.
 
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from llama_worker.server.messages import Look
 from llama_worker.types.hooks import LivenessEvidence
 
 WINDOW_S = 3.0  # rates are averaged over this, or longer where probes are rarer
@@ -118,3 +120,61 @@ def _advance(point: _Point, before: Mapping[ProcessKey, Counters], sample: Proce
 
 def _grown(old: int | None, new: int | None) -> int:
     return 0 if old is None or new is None else max(0, new - old)
+
+
+class LookRounds:
+    """Which liveness probes are to be asked, and which answers count. Each `Look` that a method
+    returns is to be taken. Not thread-safe.
+
+    The probes are asked in rounds. A host's own probe may hang (NVML does with a lost GPU): it
+    delays no other probe, and is not asked again until it has returned.
+    """
+
+    def __init__(self, probes_count: int) -> None:
+        self._probes = frozenset(range(probes_count))
+        self._epoch = 0
+        self._round = 0
+        # of the present watching; what was seen in an older one is out of date
+        self._first_round = 0
+        self._out: set[int] = set()  # probes that have not returned
+        self._pending: set[int] = set()  # those of them that the present round waits for
+        self._to_reset: set[int] = set()  # probes that still have to forget what they saw before
+
+    def begin(self, epoch: int, *, fresh: bool) -> list[Look]:
+        """A round: a look by every probe that is not still out. `fresh`: watching begins anew."""
+        self._epoch = epoch
+        self._round += 1
+        if fresh:
+            self._first_round = self._round
+            self._to_reset = set(self._probes)
+        self._pending = set(self._probes - self._out)
+        return [self._look(probe) for probe in sorted(self._pending)]
+
+    def end(self) -> None:
+        """Nobody watches any more; a probe that is out may return."""
+        self._pending.clear()
+        self._to_reset.clear()
+
+    def returned(self, look: Look) -> Look | None:
+        """A probe is back; the look that it has to take at once, if it was out when watching began
+        anew."""
+        self._out.discard(look.probe)
+        if look.probe in self._to_reset:
+            return self._look(look.probe)
+        self._pending.discard(look.probe)
+        return None
+
+    def counts(self, look: Look) -> bool:
+        """Whether the look was begun since watching began."""
+        return look.round >= self._first_round
+
+    @property
+    def complete(self) -> bool:
+        """Every probe that the present round asked is back."""
+        return not self._pending
+
+    def _look(self, probe: int) -> Look:
+        fresh = probe in self._to_reset
+        self._to_reset.discard(probe)
+        self._out.add(probe)
+        return Look(epoch=self._epoch, probe=probe, round=self._round, fresh=fresh)

@@ -1,4 +1,4 @@
-"""Orders that decide about the server's life, of its process, and of the watch over it."""
+"""Orders and facts about the server's life, its process, and the watch over it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from llama_worker.request.messages import (
     StreamsClosed,
 )
 from llama_worker.request.progress import Batch, Progress
-from llama_worker.server.blame import Verdict
-from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.blame import GpuFault, Verdict
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
@@ -202,6 +201,14 @@ class StandDown(Struct, frozen=True, kw_only=True):
     """The launch is over: probe nothing any more."""
 
 
+class ProbeReadiness(Struct, frozen=True, kw_only=True):
+    """Ask the server whether it is ready; `Probed` is to follow. `first`: it was not, so far."""
+
+    epoch: int
+    root_pid: int
+    first: bool
+
+
 class ProbeOutcome(Enum):
     READY = "ready"  # 200 with JSON, from a process of ours
     LOADING = "loading"  # 503: alive, and not ready
@@ -219,6 +226,13 @@ class Probed(Struct, frozen=True, kw_only=True):
     outcome: ProbeOutcome
     detail: str
     traits: ServerTraits
+
+
+class AskForProgress(Struct, frozen=True, kw_only=True):
+    """Send every request in flight `ReportProgress`."""
+
+    liveness_at: float | None
+    for_verdict: bool
 
 
 class Look(Struct, frozen=True, kw_only=True):
@@ -246,6 +260,12 @@ class PaceLearnt(Struct, frozen=True):
     to the next one's. A copy, which nobody changes."""
 
     pace: Pace
+
+
+class LookAtSlots(Struct, frozen=True, kw_only=True):
+    """Ask the server's `/slots`; `SlotsSeen` is to follow."""
+
+    epoch: int
 
 
 class SlotsSeen(Struct, frozen=True, kw_only=True):
@@ -297,3 +317,11 @@ WatchdogMessage = (
     | GpuFaulted
     | Tick
 )
+
+WatchOrder = ProbeReadiness | StandDown | Look | LookAtSlots | AskForProgress
+"""What a watch wants done. StandDown: nobody waits for the server's answers any more."""
+
+WatchNews = BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed | PaceLearnt
+"""What a watch tells the WorkerActor."""
+
+WatchEffect = WatchOrder | WatchNews

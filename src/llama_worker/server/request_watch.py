@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS
 from llama_worker.request.progress import Batch, Progress, newest
@@ -19,14 +21,60 @@ from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import SlotMoves, judge_by_slots
 from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsWatch
 from llama_worker.server.timeouts import (
-    DataLedger,
     Neighbours,
-    ProgressRound,
     SlotSigns,
     describe,
     verdict,
 )
 from llama_worker.types.request import RequestFailReason, RequestPhase
+
+
+class DataLedger(Struct, frozen=True):
+    """When requests of one server last received data; keeps the two that did last, which is
+    enough."""
+
+    latest: tuple[tuple[int, float], ...] = ()  # (request id, instant), newest first, ids distinct
+
+    def heard(self, request_id: int, at: float | None) -> DataLedger:
+        """The ledger after `request_id` received data at `at`; None and old news change nothing.
+
+        What a request received stays true when the request has ended.
+        """
+        if at is None:
+            return self
+        known = dict(self.latest)
+        known[request_id] = max(at, known.get(request_id, at))
+        return DataLedger(
+            tuple(sorted(known.items(), key=lambda entry: entry[1], reverse=True)[:2])
+        )
+
+    @property
+    def newest_at(self) -> float | None:
+        """The latest data of any request."""
+        return self.latest[0][1] if self.latest else None
+
+    def of_others(self, request_id: int) -> float | None:
+        """The latest data of any request but this one."""
+        return next((at for other, at in self.latest if other != request_id), None)
+
+
+class ProgressRound(Struct, frozen=True):
+    """Before verdicts every request is asked how far it is; what one has heard lately may spare
+    another's server."""
+
+    owing: frozenset[int] = frozenset()  # ids that have not answered
+    heard: tuple[Progress, ...] = ()
+
+    def answered(self, progress: Progress) -> ProgressRound:
+        """After an answer; one that was not owed changes nothing."""
+        if progress.request_id not in self.owing:
+            return self
+        return ProgressRound(self.owing - {progress.request_id}, (*self.heard, progress))
+
+    def without(self, request_id: int) -> ProgressRound:
+        """After the end of a request."""
+        heard = tuple(progress for progress in self.heard if progress.request_id != request_id)
+        return ProgressRound(self.owing - {request_id}, heard)
 
 
 class GivenUp(NamedTuple):

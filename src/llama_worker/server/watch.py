@@ -38,14 +38,18 @@ from llama_worker.gaps import FORGIVEN_IN_A_ROW, gap_s
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.server import messages
-from llama_worker.server.builds import answers_in_batches
-from llama_worker.server.health import HealthCounter, ProbeMeaning, ReadinessProbes, next_probe_at
-from llama_worker.server.look_rounds import LookRounds
+from llama_worker.server.health import (
+    HealthCounter,
+    ProbeMeaning,
+    ReadinessProbes,
+    StartupWatch,
+    next_probe_at,
+)
+from llama_worker.server.liveness import LookRounds
 from llama_worker.server.pace import Pace
 from llama_worker.server.request_watch import GivenUp, RequestWatch
 from llama_worker.server.slots import LOOK_TIMEOUT_S
-from llama_worker.server.startup import StartupWatch
-from llama_worker.server.watch_effects import AskForProgress, Effect, LookAtSlots, ProbeReadiness
+from llama_worker.server.traits import answers_in_batches
 from llama_worker.types.worker import StartFailReason
 
 FIRST_LOOK_S = 0.5  # after the first request began
@@ -59,7 +63,7 @@ class ServerWatch:
         self._profile = profile
         self._rounds = LookRounds(probes_count)
         self._pace = Pace()  # of every launch so far: they are of one configuration
-        self._effects: list[Effect] = []
+        self._effects: list[messages.WatchEffect] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -94,7 +98,7 @@ class ServerWatch:
         instants = (self._look_at, self._probe_at, self._requests.slots.deadline)
         return min((at for at in instants if at is not None), default=None)
 
-    def step(self, message: messages.WatchdogMessage, now: float) -> list[Effect]:
+    def step(self, message: messages.WatchdogMessage, now: float) -> list[messages.WatchEffect]:
         """Take note of the message; what is to be done now, in order. News of another launch is
         dropped."""
         self._effects = []
@@ -127,7 +131,8 @@ class ServerWatch:
             return False
         return bool(getattr(message, "epoch", self._epoch) != self._epoch)
 
-    def _take(self, message: messages.WatchdogMessage, now: float) -> None:  # noqa: C901  one line per case
+    def _take(self, message: messages.WatchdogMessage, now: float) -> None:  # noqa: C901
+        """A line or two for each message."""
         match message:
             case Tick():
                 self._tick(now)
@@ -188,7 +193,7 @@ class ServerWatch:
     def _look_at_slots(self) -> None:
         if not self._is_looking_at_slots:
             self._is_looking_at_slots = True
-            self._effects.append(LookAtSlots(epoch=self._epoch))
+            self._effects.append(messages.LookAtSlots(epoch=self._epoch))
 
     def _notice_gap(self, now: float) -> None:
         """Whatever comes first after a gap finds the deadline long past."""
@@ -243,7 +248,8 @@ class ServerWatch:
             return
         self._ask_for_progress(for_verdict=False)  # data that came by now outdoes a failure
         first = isinstance(self._stage, StartupWatch)
-        self._effects.append(ProbeReadiness(epoch=self._epoch, root_pid=self._pid, first=first))
+        probe = messages.ProbeReadiness(epoch=self._epoch, root_pid=self._pid, first=first)
+        self._effects.append(probe)
 
     def _probed(self, probed: messages.Probed, now: float) -> None:
         began_at = self._probes.began_at
@@ -265,11 +271,10 @@ class ServerWatch:
             case StartupWatch():
                 if probed.outcome is messages.ProbeOutcome.READY:
                     self._stage = HealthCounter(since=now)
-                    build = probed.traits.build
-                    self._requests.build_answers_in_batches = answers_in_batches(build)
+                    traits = probed.traits
+                    self._requests.build_answers_in_batches = answers_in_batches(traits.build)
                     self._probe_at = next_probe_at(self._profile, now)
-                    ready = messages.BecameReady(epoch=self._epoch, traits=probed.traits)
-                    self._effects.append(ready)
+                    self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
                     self._look_at_slots()  # its silence is news only if it ever answered
                 elif probed.outcome is messages.ProbeOutcome.UNFIT:
                     self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
@@ -302,7 +307,7 @@ class ServerWatch:
     def _watch(self, request_id: int, now: float) -> None:
         if self._requests.begin(request_id):
             self._watched_since = now
-            # Most requests are over by then, or have their first token, which a look would delay.
+            # Most are over by then, or have their first token, which a look would delay.
             self._look_at = now + min(FIRST_LOOK_S, self._profile.liveness_probe_interval_s / 2)
 
     def _unwatch(self, order: messages.Unwatch, now: float) -> None:
@@ -366,8 +371,8 @@ class ServerWatch:
 
     def _ask_for_progress(self, *, for_verdict: bool) -> None:
         if self._requests.ids:
-            liveness_at = self._requests.liveness_at
-            self._effects.append(AskForProgress(liveness_at=liveness_at, for_verdict=for_verdict))
+            at = self._requests.liveness_at
+            self._effects.append(messages.AskForProgress(liveness_at=at, for_verdict=for_verdict))
 
     def _give_up(self, given_up: list[GivenUp], now: float) -> None:
         for each in given_up:

@@ -1,4 +1,5 @@
-"""Which verdicts on requests, and which of their ends, count against the server."""
+"""Which verdicts on requests, which of their ends and which errors of a GPU count against the
+server."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.blame import (
     Blame,
+    GpuFault,
     ProbeCause,
     RequestEnds,
     RestartCause,
     Verdict,
+    fault_of_xid,
     is_busy,
 )
 from llama_worker.types.request import RequestFailReason, RequestState
@@ -170,3 +173,36 @@ def test_what_enough_jobs_met_costs_the_server(
 def test_without_a_limit_what_came_to_nothing_says_nothing_of_the_server() -> None:
     assert found(*(ended(LOOP, f"job-{number}") for number in range(50))) is None
     assert found(*(ended(job=f"job-{number}") for number in range(50))) is None
+
+
+# ---------------------------------------------------------------- errors of GPUs
+
+
+@pytest.mark.parametrize(
+    ("xids", "fatal"),
+    [
+        pytest.param(
+            (46, 48, 62, 79, 95, 110, 119, 120, 140, 143, 158), True, id="takes a reset to mend"
+        ),
+        pytest.param(
+            (8, 13, 31, 32, 94, 109, 9999), False, id="may be another process's, or is unknown"
+        ),
+        pytest.param(
+            (43, 45, 63, 92, 154), None, id="is left behind by a kill, or mends itself: no fault"
+        ),
+    ],
+)
+def test_what_an_error_means_for_the_server(xids: tuple[int, ...], fatal: bool | None) -> None:
+    faults = {xid: fault_of_xid("GPU 0", xid) for xid in xids}
+    assert {xid: fault.fatal if fault else None for xid, fault in faults.items()} == dict.fromkeys(
+        xids, fatal
+    )
+
+
+def test_a_fault_names_the_gpu_the_number_and_the_meaning() -> None:
+    assert fault_of_xid("GPU 3", 79) == GpuFault(
+        fatal=True, detail="GPU 3: Xid 79, the GPU has fallen off the bus"
+    )
+    assert fault_of_xid("GPU 3", 9999) == GpuFault(
+        fatal=False, detail="GPU 3: Xid 9999, see NVIDIA's catalog"
+    )

@@ -1,15 +1,16 @@
-"""What tells that a server is lost: failed probes, errors of its GPU; with literal numbers."""
+"""When a launch takes too long, when failed probes tell that a server is lost; with a literal
+clock."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from llama_worker import TimeoutProfile
-from llama_worker.server.gpu_faults import GpuFault, fault_of_xid
-from llama_worker.server.health import HealthCounter, probe_timeout_s
+from llama_worker.server.health import HealthCounter, StartupWatch, probe_timeout_s
 
 PROFILE = TimeoutProfile(health_failures_before_restart=2)
 
@@ -67,34 +68,55 @@ def test_a_probe_is_given_up_when_the_next_is_due_within_bounds(
     assert probe_timeout_s(replace(PROFILE, health_probe_interval_s=interval_s)) == timeout_s
 
 
-# ---------------------------------------------------------------- errors of GPUs
+# ---------------------------------------------------------------- before READY
+
+IDLE = "not ready, and no sign of work for startup_timeout_s 120 s"
+LAST_RESORT = TimeoutProfile(startup_timeout_s=120.0, silent_work_timeout_s=1000.0)
+BOUNDED = TimeoutProfile(startup_timeout_s=120.0, silent_work_timeout_s=500.0, load_timeout_s=900.0)
+
+
+def watch(*worked_at: float) -> StartupWatch:
+    """Launched at 100.0."""
+    return functools.reduce(StartupWatch.saw_work, worked_at, StartupWatch.begin(100.0))
 
 
 @pytest.mark.parametrize(
-    ("xids", "fatal"),
+    ("profile", "worked_at", "due_at", "why"),
     [
         pytest.param(
-            (46, 48, 62, 79, 95, 110, 119, 120, 140, 143, 158), True, id="takes a reset to mend"
+            LAST_RESORT, (), 220.0, f"{IDLE}; 120.0 s since the launch", id="no sign of work"
         ),
         pytest.param(
-            (8, 13, 31, 32, 94, 109, 9999), False, id="may be another process's, or is unknown"
+            LAST_RESORT, (200.0, 300.0, 250.0), 420.0, IDLE, id="work starts the time anew"
         ),
         pytest.param(
-            (43, 45, 63, 92, 154), None, id="is left behind by a kill, or mends itself: no fault"
+            LAST_RESORT,
+            (1099.0,),
+            1100.0,
+            "not ready within silent_work_timeout_s 1000 s",
+            id="it spins",
+        ),
+        pytest.param(
+            BOUNDED, (999.0,), 1000.0, "not ready within load_timeout_s 900 s", id="it is bound"
         ),
     ],
 )
-def test_what_an_error_means_for_the_server(xids: tuple[int, ...], fatal: bool | None) -> None:
-    faults = {xid: fault_of_xid("GPU 0", xid) for xid in xids}
-    assert {xid: fault.fatal if fault else None for xid, fault in faults.items()} == dict.fromkeys(
-        xids, fatal
-    )
+def test_a_launch_is_given_up(
+    profile: TimeoutProfile, worked_at: tuple[float, ...], due_at: float, why: str
+) -> None:
+    assert watch(*worked_at).overdue(profile, due_at - 0.1) is None
+    assert (watch(*worked_at).overdue(profile, due_at) or "").startswith(why)
 
 
-def test_a_fault_names_the_gpu_the_number_and_the_meaning() -> None:
-    assert fault_of_xid("GPU 3", 79) == GpuFault(
-        fatal=True, detail="GPU 3: Xid 79, the GPU has fallen off the bus"
-    )
-    assert fault_of_xid("GPU 3", 9999) == GpuFault(
-        fatal=False, detail="GPU 3: Xid 9999, see NVIDIA's catalog"
-    )
+def test_without_a_bound_a_launch_that_works_may_take_for_ever() -> None:
+    assert watch(1e9).overdue(TimeoutProfile(silent_work_timeout_s=None), 1e9 + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "at"), [(100.1, 100.6), (129.9, 130.4), (130.0, 132.0), (5000.0, 5002.0)]
+)
+def test_readiness_is_probed_every_half_second_at_first_then_less_often(
+    now: float, at: float
+) -> None:
+    assert watch().first_probe_at(100.0) == pytest.approx(100.1)
+    assert watch().next_probe_at(now) == pytest.approx(at)

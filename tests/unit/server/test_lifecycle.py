@@ -13,8 +13,7 @@ from llama_worker.config.profiles import RestartPolicy
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
-from llama_worker.server.blame import RestartCause
-from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.blame import GpuFault, RestartCause
 from llama_worker.server.lifecycle import Drained, step
 from llama_worker.server.lifecycle_states import (
     BackingOff,

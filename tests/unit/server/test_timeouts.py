@@ -14,9 +14,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, last_progress_at
 from llama_worker.server.timeouts import (
     NO_SLOT_SIGNS,
-    DataLedger,
     Neighbours,
-    ProgressRound,
     SlotSigns,
     verdict,
 )
@@ -390,29 +388,3 @@ def test_hearing_more_never_brings_a_verdict_on(
         assert verdict(at, now=now, **told) is None
         newer = replace(at, last_data_at=max(at.last_data_at or 0.0, at.turn_started_at + more))
         assert verdict(newer, now=now, **told) is None
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.floats(0.0, 100.0)), max_size=40), st.integers(1, 7)
-)
-def test_the_data_ledger_answers_as_if_it_kept_everything(
-    news: list[tuple[int, float]], asked: int
-) -> None:
-    ledger = DataLedger()
-    for request_id, at in news:
-        ledger = ledger.heard(request_id, at).heard(request_id, None)
-    assert ledger.of_others(asked) == max(
-        (at for other, at in news if other != asked), default=None
-    )
-    assert len(ledger.latest) <= 2
-
-
-# --------------------------------------------------------------------------------------- rounds of questions
-
-
-def test_a_round_is_over_when_all_have_answered_once_or_ended() -> None:
-    one, two = (progress(PREFILL, request_id=number) for number in (1, 2))
-    heard = ProgressRound(owing=frozenset({1, 2, 3})).answered(two).without(3).answered(one)
-    assert heard == ProgressRound(frozenset(), (two, one))
-    assert heard.answered(replace(one, last_data_at=5.0)) == heard
-    assert heard.without(2) == ProgressRound(frozenset(), (one,))

@@ -13,22 +13,24 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.request.progress import Progress
 from llama_worker.server import messages, watch
-from llama_worker.server.gpu_faults import GpuFault
+from llama_worker.server.blame import GpuFault
 from llama_worker.server.health import HealthCounter
 from llama_worker.server.messages import (
+    AskForProgress,
     EvidenceSeen,
     Launch,
     Launched,
     Look,
+    LookAtSlots,
     ProbeNow,
     ProbeOutcome,
+    ProbeReadiness,
     StandDown,
     Unwatch,
     Watch,
 )
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
-from llama_worker.server.watch_effects import AskForProgress, LookAtSlots, ProbeReadiness
 from tests.docs.pages import table
 from tests.virtual_watch import Nobody, generating, probed
 

@@ -16,7 +16,7 @@ import psutil
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.probes.liveness_probes import tree_pids
-from llama_worker.server.gpu_faults import (
+from llama_worker.server.blame import (
     GpuFault,
     fault_of_xid,
     gpu_lost,
