@@ -21,8 +21,10 @@ from llama_worker.actors.messages import BeginLease, EndLease, RequestMessage
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import (
     Abandon,
+    AskIfServerDied,
     Begin,
     BiosWritten,
+    CallTool,
     CancelRequest,
     CheckServer,
     CloseStream,
@@ -31,6 +33,7 @@ from llama_worker.request.messages import (
     GetStatus,
     HurryStream,
     OpenStream,
+    PostChat,
     ProgressReported,
     Question,
     ReadOutput,
@@ -46,8 +49,9 @@ from llama_worker.request.messages import (
     ToolMessage,
     ToolsRefused,
     TransportMessage,
+    TurnId,
+    WriteBios,
 )
-from llama_worker.request.orders import AskIfServerDied, CallTool, PostChat, TurnId, WriteBios
 from llama_worker.request.output import WaitingReads, is_answered_by
 from llama_worker.request.request import Effect, Request
 from llama_worker.runtime.ports import HURRY_LASTS_S

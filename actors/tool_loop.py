@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 from llama_worker.actors.base import Child, members
-from llama_worker.request.messages import CallEnded, DropTool, RunTool, ToolMessage
-from llama_worker.request.orders import TurnId
+from llama_worker.request.messages import CallEnded, DropTool, RunTool, ToolMessage, TurnId
 from llama_worker.runtime.ports import ToolThread
 
 

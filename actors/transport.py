@@ -21,8 +21,8 @@ from llama_worker.request.messages import (
     StreamFlushed,
     StreamsClosed,
     TransportMessage,
+    TurnId,
 )
-from llama_worker.request.orders import TurnId
 from llama_worker.runtime.ports import Stream
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason

@@ -21,8 +21,7 @@ from typing import Any, cast
 
 from llama_worker.config.command import llama_server_cmd
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.request.messages import Begin, BiosWritten, StreamEvents, StreamOpened
-from llama_worker.request.orders import PostChat
+from llama_worker.request.messages import Begin, BiosWritten, PostChat, StreamEvents, StreamOpened
 from llama_worker.request.request import Request
 from llama_worker.request.submission import validate_submit
 from llama_worker.stream.response import ChatBody

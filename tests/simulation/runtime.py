@@ -23,8 +23,9 @@ from llama_worker.request.messages import (
     ToolThreadNews,
     ToolThreadReturned,
     ToolThreadStuck,
+    TurnId,
+    WriteBios,
 )
-from llama_worker.request.orders import TurnId, WriteBios
 from llama_worker.runtime.http.token_count import COUNT_S
 from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.process.log_ring import LogRing

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from llama_worker.actors.request import RequestActor
-from llama_worker.request.messages import RequestInput
-from llama_worker.request.orders import PostChat
+from llama_worker.request.messages import PostChat, RequestInput
 from llama_worker.request.request import Effect, Request
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.types.request import RequestFailReason, RequestState

@@ -24,12 +24,12 @@ from llama_worker.request.ending import (
 )
 from llama_worker.request.messages import (
     Abandon,
+    AskIfServerDied,
     CancelRequest,
     RequestEnded,
     RequestInput,
     ServerChecked,
 )
-from llama_worker.request.orders import AskIfServerDied
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress, TurnProgress
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status

@@ -1,14 +1,19 @@
-"""Orders to a request, questions about it, what it tells; its streams, its tools, its BIOS."""
+"""Orders to a request, questions about it, what it tells; its streams, its tools, its BIOS.
+
+A request returns orders without a mailbox: whoever carries one out adds where the answer goes.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from msgspec import Struct
 
 from llama_worker.mailbox import Mailbox, Reply, Tick
-from llama_worker.request.orders import AskIfServerDied, CallTool, PostChat, TurnId
 from llama_worker.request.progress import Progress
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
+from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.hooks import BiosText
@@ -20,6 +25,9 @@ from llama_worker.types.request import (
     RequestStatus,
     TokenCount,
 )
+
+TurnId = tuple[int, int]
+"""Request id, and the number of the request's turn (one HTTP request each), from 1."""
 
 
 class CountTokens(Struct, frozen=True, kw_only=True):
@@ -93,6 +101,35 @@ class ToolThreadReturned(Struct, frozen=True, kw_only=True):
     """A stuck one has ended after all."""
 
     turn_id: TurnId
+
+
+class WriteBios(Struct, frozen=True, kw_only=True):
+    """Ask the BIOS provider for the text of the turn that begins now."""
+
+    turn_id: TurnId
+    iterations_left: int
+    prompted: bool
+
+
+class PostChat(Struct, frozen=True, kw_only=True):
+    """POST `body` to the chat endpoint."""
+
+    turn_id: TurnId
+    body: dict[str, Any]
+
+
+class CallTool(Struct, frozen=True, kw_only=True):
+    """Run the turn's next call."""
+
+    turn_id: TurnId
+    job_name: str
+    call: ParsedCall
+
+
+class AskIfServerDied(Struct, frozen=True, kw_only=True):
+    """A request's connection broke: has the server's process ended?"""
+
+    request_id: int
 
 
 class CheckServer(AskIfServerDied, frozen=True, kw_only=True):

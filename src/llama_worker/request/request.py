@@ -31,7 +31,6 @@ from llama_worker.request.ending import (
     failed,
     failed_by,
 )
-from llama_worker.request.orders import AskIfServerDied, CallTool, PostChat, TurnId, WriteBios
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress, last_progress_at
 from llama_worker.request.prompt import Prompts, keeps_prompt_end, runaway_tokens
@@ -49,12 +48,12 @@ from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPh
 _MAX_ERROR_CHARS = 2000
 
 Effect = (
-    WriteBios
-    | PostChat
+    messages.WriteBios
+    | messages.PostChat
     | messages.CloseStream
-    | CallTool
+    | messages.CallTool
     | messages.DropTool
-    | AskIfServerDied
+    | messages.AskIfServerDied
     | messages.SignalEmitted
     | messages.ToolsRefused
     | messages.RequestEnded
@@ -161,7 +160,7 @@ class Request:
                 return self._turn_finished(now)
             case states.Disconnected(failure=failure, is_asked=False):
                 self.state = states.Disconnected.asked(failure, now)
-                return [AskIfServerDied(request_id=self.request_id)]
+                return [messages.AskIfServerDied(request_id=self.request_id)]
             case states.Disconnected(failure=failure):
                 return self._end(failed_by(failure), now)
             case states.ReadingRest(outcome=outcome):
@@ -218,11 +217,11 @@ class Request:
     # ------------------------------------------------------------ a turn begins
 
     @property
-    def _turn_id(self) -> TurnId:
+    def _turn_id(self) -> messages.TurnId:
         return self.request_id, self._turns_count
 
     @property
-    def _next_turn_id(self) -> TurnId:
+    def _next_turn_id(self) -> messages.TurnId:
         return self.request_id, self._turns_count + 1
 
     def _write_bios(self, batch: ToolBatch | None, now: float) -> Effects:
@@ -230,7 +229,7 @@ class Request:
         limit_s = self._config.timeouts.bios_timeout_s
         self.state = states.Prompting(since=now, limit_s=limit_s, batch=batch)
         return [
-            WriteBios(
+            messages.WriteBios(
                 turn_id=self._next_turn_id,
                 iterations_left=self._totals.iterations_left,
                 prompted=self._prompts.prompted,
@@ -247,7 +246,7 @@ class Request:
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
         self._turn = self._new_turn(runaway_tokens(body), now)
         self.state = states.Streaming()
-        return [PostChat(turn_id=self._turn_id, body=body)]
+        return [messages.PostChat(turn_id=self._turn_id, body=body)]
 
     def _new_turn(self, runaway_tokens: int | None, now: float) -> Turn:
         return Turn(
@@ -341,7 +340,7 @@ class Request:
         """Order the batch's next call, only now: none may begin once the request has ended."""
         timeout_s = self._config.tool_timeout_s
         self.state = states.RunningTools(since=batch.started_at, limit_s=timeout_s, batch=batch)
-        return [CallTool(turn_id=self._turn_id, job_name=self.job_name, call=batch.call)]
+        return [messages.CallTool(turn_id=self._turn_id, job_name=self.job_name, call=batch.call)]
 
     def _call_ended(self, batch: ToolBatch, ended: messages.CallEnded) -> Effects:
         if not ended.ok:

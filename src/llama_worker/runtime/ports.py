@@ -20,8 +20,8 @@ from llama_worker.request.messages import (
     RunTool,
     StreamClosed,
     ToolThreadNews,
+    WriteBios,
 )
-from llama_worker.request.orders import WriteBios
 from llama_worker.server.messages import (
     EvidenceSeen,
     GpuFaulted,

@@ -16,8 +16,8 @@ from llama_worker.request.messages import (
     OpenStream,
     RunTool,
     StreamClosed,
+    WriteBios,
 )
-from llama_worker.request.orders import WriteBios
 from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import ToolCallThread

@@ -17,8 +17,10 @@ from llama_worker.request.messages import (
     Begin,
     BiosWritten,
     CallEnded,
+    CallTool,
     CancelRequest,
     CloseStream,
+    PostChat,
     RequestEnded,
     RequestInput,
     ServerChecked,
@@ -26,8 +28,9 @@ from llama_worker.request.messages import (
     StreamClosed,
     StreamEvents,
     StreamOpened,
+    TurnId,
+    WriteBios,
 )
-from llama_worker.request.orders import CallTool, PostChat, TurnId, WriteBios
 from llama_worker.request.request import Effect, Request
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord

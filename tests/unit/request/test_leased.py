@@ -8,12 +8,12 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.leased import LeasedRequest, LeaseEffects
 from llama_worker.request.messages import (
     Abandon,
+    AskIfServerDied,
     CancelRequest,
     RequestEnded,
     RequestInput,
     ServerChecked,
 )
-from llama_worker.request.orders import AskIfServerDied
 from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.host.futures import WorkerFuture

@@ -9,14 +9,17 @@ import pytest
 
 from llama_worker.bios import STATUS_OPEN
 from llama_worker.request.messages import (
+    AskIfServerDied,
+    CallTool,
     CancelRequest,
     CloseStream,
     DropTool,
+    PostChat,
     RequestEnded,
     StreamEvents,
     ToolsRefused,
+    WriteBios,
 )
-from llama_worker.request.orders import AskIfServerDied, CallTool, PostChat, WriteBios
 from llama_worker.request.turn import Turn
 from llama_worker.stream.events import (
     Done,

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from llama_worker.request import states
-from llama_worker.request.orders import AskIfServerDied
+from llama_worker.request.messages import AskIfServerDied
 from llama_worker.stream.events import Done, StreamEvent, TextDelta
 from tests.unit.request.playbook import (
     BOOM,

@@ -26,8 +26,8 @@ from llama_worker.request.messages import (
     ToolThreadNews,
     ToolThreadReturned,
     ToolThreadStuck,
+    WriteBios,
 )
-from llama_worker.request.orders import WriteBios
 from llama_worker.request.tools import ToolResultError, encode_result
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.shortage import is_shortage
