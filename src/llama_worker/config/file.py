@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from llama_worker.config.command import llama_server_cmd
 from llama_worker.config.command_flags import memory_warning
 from llama_worker.config.machine import memory_bytes
-from llama_worker.config.near_names import did_you_mean
 from llama_worker.config.profiles import (
     TIMEOUT_PRESETS,
     LoopDetector,
@@ -25,6 +24,7 @@ from llama_worker.config.profiles import (
     TimeoutProfile,
 )
 from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.validation import did_you_mean
 from llama_worker.errors import ConfigError
 
 KeyPath = tuple[str, ...]

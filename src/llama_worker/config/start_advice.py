@@ -3,12 +3,12 @@ Pure."""
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
 import signal
 from collections.abc import Sequence
 
-from llama_worker.config.near_names import COMMON_OPTIONS, did_you_mean
 from llama_worker.types.worker import StartFailReason
 
 LESS_MEMORY = (
@@ -116,6 +116,26 @@ _BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
         "127.0.0.1), and the port a free one above 1023",
     ),
 )
+# The options of llama-server that people write by hand (b11434): `--help` lists all.
+_COMMON = """
+    --alias --api-key --api-key-file --api-prefix --batch-size --cache-prompt --cache-ram
+    --cache-reuse --cache-type-k --cache-type-v --chat-template --chat-template-file
+    --chat-template-kwargs --cont-batching --context-shift --control-vector --cpu-mask --cpu-moe
+    --ctx-checkpoints --ctx-size --device --embedding --embeddings --fit --flash-attn --gpu-layers
+    --grammar --grammar-file --hf-file --hf-repo --hf-token --host --jinja --json-schema --keep
+    --kv-offload --kv-unified --list-devices --log-disable --log-file --log-prefix
+    --log-timestamps --log-verbosity --lora --lora-scaled --main-gpu --metrics --min-p --mmproj
+    --mmproj-url --model --model-draft --model-url --n-cpu-moe --n-gpu-layers --n-predict
+    --no-context-shift --no-jinja --no-kv-offload --no-kv-unified --no-mmproj --no-perf
+    --no-repack --no-slots --no-ui --no-warmup --no-webui --numa --offline --override-kv
+    --override-tensor --parallel --path --pooling --port --predict --presence-penalty --prio
+    --props --reasoning --reasoning-budget --reasoning-effort --reasoning-format --repeat-penalty
+    --reranking --rope-freq-base --rope-freq-scale --rope-scale --rope-scaling --rpc --samplers
+    --seed --sleep-idle-seconds --slot-save-path --slots --split-mode --ssl-cert-file
+    --ssl-key-file --swa-full --temp --tensor-split --threads --threads-batch --threads-http
+    --timeout --top-k --top-p --ubatch-size --verbose --version --warmup --yarn-orig-ctx
+"""
+COMMON_OPTIONS = tuple(_COMMON.split())
 _NEAR = 0.75
 _LAST_WORDS = 5  # lines of the log, of a server that died
 _LISTENS = re.compile(r"listening on (\S+)")
@@ -231,12 +251,12 @@ def _filled_in(todo: str, match: re.Match[str]) -> str:
     """With the names that the log tells."""
     parts = match.groupdict()
     option = parts.get("option") or ""
-    is_known = option in COMMON_OPTIONS
-    near = None if is_known else did_you_mean(option, COMMON_OPTIONS, cutoff=_NEAR)
+    near = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_NEAR)
+    is_misspelt = bool(near) and option not in COMMON_OPTIONS
     for name, text in {
         "{path}": parts.get("path") or "",
         "{option}": option or "an option",
-        "{meant}": f"{near} Else " if near else "",
+        "{meant}": f"did you mean {near[0]!r}? Else " if is_misspelt else "",
     }.items():
         todo = todo.replace(name, text)
     return todo

@@ -6,8 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from llama_worker.config.near_names import did_you_mean
-from llama_worker.config.validation import checked_json_object, checked_str, shown
+from llama_worker.config.validation import checked_json_object, checked_str, did_you_mean, shown
 from llama_worker.errors import ConfigError
 from llama_worker.types.chat import ToolDef
 

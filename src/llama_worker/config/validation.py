@@ -4,13 +4,13 @@ field and value."""
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from llama_worker.config.near_names import did_you_mean
 from llama_worker.errors import ConfigError
 
 T = TypeVar("T")
@@ -28,6 +28,12 @@ def shown(value: object) -> str:
     except Exception:  # a stranger's __repr__ must not hide what is wrong
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """`did you mean 'slots'?`; None where nothing known is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 def checked_number(
