@@ -5,24 +5,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Literal, Self, TypeAlias, get_args
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Literal, Self, TypeAlias, get_args
 
 from llama_worker.config.validation import (
+    Count,
+    CountOrZero,
+    Seconds,
+    SecondsOrZero,
+    check_fields,
     check_takes,
-    checked_bool,
     checked_int,
     checked_number,
-    checked_seconds,
     checked_str,
     names_near_fields,
-    optional,
 )
 from llama_worker.errors import ConfigError
 
 TimeoutPreset: TypeAlias = Literal["slow_prefill", "normal", "fast", "debug"]
 """The names of TimeoutProfile's class methods."""
 _NEVER_S = 10 * 365 * 86400.0
+Repeats: TypeAlias = Annotated[int, partial(checked_int, at_least=2)]
 
 
 @names_near_fields
@@ -31,33 +35,25 @@ class TimeoutProfile:
     """How long to wait for what, in seconds; None turns off what may be turned off. Defaults: slow
     hardware."""
 
-    connect_timeout_s: float = 3.0
-    headers_timeout_s: float = 30.0
-    ttft_timeout_s: float | None = None
-    prefill_liveness_timeout_s: float | None = 3600.0
-    idle_stream_timeout_s: float | None = 300.0
-    absolute_timeout_s: float | None = None
-    silent_work_timeout_s: float | None = 3600.0
-    liveness_probe_interval_s: float = 5.0
-    startup_timeout_s: float = 120.0
-    load_timeout_s: float | None = None
-    suspect_after_s: float | None = 60.0
-    bios_timeout_s: float = 5.0
-    stop_grace_s: float = 10.0
-    kill_timeout_s: float = 10.0
-    health_probe_interval_s: float | None = 30.0
-    health_failures_before_restart: int = 3
+    connect_timeout_s: Seconds = 3.0
+    headers_timeout_s: Seconds = 30.0
+    ttft_timeout_s: Seconds | None = None
+    prefill_liveness_timeout_s: Seconds | None = 3600.0
+    idle_stream_timeout_s: Seconds | None = 300.0
+    absolute_timeout_s: Seconds | None = None
+    silent_work_timeout_s: Seconds | None = 3600.0
+    liveness_probe_interval_s: Seconds = 5.0
+    startup_timeout_s: Seconds = 120.0
+    load_timeout_s: Seconds | None = None
+    suspect_after_s: Seconds | None = 60.0
+    bios_timeout_s: Seconds = 5.0
+    stop_grace_s: SecondsOrZero = 10.0
+    kill_timeout_s: Seconds = 10.0
+    health_probe_interval_s: Seconds | None = 30.0
+    health_failures_before_restart: Count = 3
 
     def __post_init__(self) -> None:
-        checked_seconds("stop_grace_s", self.stop_grace_s, at_least=0)
-        for each in fields(self):
-            if each.type == "float | None":
-                optional(checked_seconds, each.name, getattr(self, each.name), above=0)
-            elif each.type == "float" and each.name != "stop_grace_s":
-                checked_seconds(each.name, getattr(self, each.name), above=0)
-        checked_int(
-            "health_failures_before_restart", self.health_failures_before_restart, at_least=1
-        )
+        check_fields(self)
 
     @classmethod
     def slow_prefill(cls) -> Self:
@@ -116,14 +112,12 @@ class Recycle:
     """When an idle server is replaced as planned, because it leaks or ages; at least one limit.
     None: no limit."""
 
-    max_anon_mib: int | None = None
-    max_requests: int | None = None
-    max_age_s: float | None = None
+    max_anon_mib: Count | None = None
+    max_requests: Count | None = None
+    max_age_s: Seconds | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_anon_mib", "max_requests"):
-            optional(checked_int, name, getattr(self, name), at_least=1)
-        optional(checked_seconds, "max_age_s", self.max_age_s, above=0)
+        check_fields(self)
         if self.max_anon_mib is self.max_requests is self.max_age_s is None:
             raise ConfigError("recycle needs one of max_anon_mib, max_requests and max_age_s")
 
@@ -136,19 +130,18 @@ class Canary:
     `check` gets the answer's text and says whether it will do; it runs on a thread of its own.
     """
 
-    prompt: str
+    prompt: Annotated[str, partial(checked_str, empty=False)]
     check: Callable[[str], bool]
-    max_tokens: int = 32
+    max_tokens: Count = 32
 
     def __post_init__(self) -> None:
-        checked_str("canary prompt", self.prompt, empty=False)
+        check_fields(self)
         check_takes("canary check", self.check, "text")
         if inspect.iscoroutinefunction(self.check):
             raise TypeError(
                 "canary check must not be async: write it with 'def'; it gets a str and "
                 "returns a bool"
             )
-        checked_int("canary max_tokens", self.max_tokens, at_least=1)
 
 
 @names_near_fields
@@ -156,31 +149,20 @@ class Canary:
 class RestartPolicy:
     """When a server is started again, how soon, and how often before the worker gives up."""
 
-    restart_backoff_s: float = 5.0
-    backoff_factor: float = 2.0
-    backoff_max_s: float = 60.0
-    restart_window_s: float = 120.0
-    max_restarts_per_window: int = 5
-    stable_after_s: float = 600.0
+    restart_backoff_s: SecondsOrZero = 5.0
+    backoff_factor: Annotated[float, partial(checked_number, at_least=1)] = 2.0
+    backoff_max_s: SecondsOrZero = 60.0
+    restart_window_s: Seconds = 120.0
+    max_restarts_per_window: CountOrZero = 5
+    stable_after_s: SecondsOrZero = 600.0
     restart_on_stall: bool = True
-    transport_failures_before_restart: int = 2
-    server_errors_before_restart: int = 5
-    degenerate_outputs_before_restart: int | None = None
+    transport_failures_before_restart: Count = 2
+    server_errors_before_restart: Count = 5
+    degenerate_outputs_before_restart: Count | None = None
     recycle: Recycle | None = None
 
     def __post_init__(self) -> None:
-        for name in ("restart_backoff_s", "backoff_max_s", "stable_after_s"):
-            checked_seconds(name, getattr(self, name), at_least=0)
-        checked_number("backoff_factor", self.backoff_factor, at_least=1)
-        checked_seconds("restart_window_s", self.restart_window_s, above=0)
-        checked_int("max_restarts_per_window", self.max_restarts_per_window, at_least=0)
-        checked_bool("restart_on_stall", self.restart_on_stall)
-        for name in ("transport_failures_before_restart", "server_errors_before_restart"):
-            checked_int(name, getattr(self, name), at_least=1)
-        name = "degenerate_outputs_before_restart"
-        optional(checked_int, name, self.degenerate_outputs_before_restart, at_least=1)
-        if self.recycle is not None and not isinstance(self.recycle, Recycle):
-            raise TypeError(f"recycle must be a Recycle or None, not {type(self.recycle).__name__}")
+        check_fields(self)
 
     @classmethod
     def never(cls) -> Self:
@@ -196,25 +178,18 @@ class LoopDetector:
     By lines, and by any period of the last `min_repeated_chars` characters.
     """
 
-    min_line_chars: int = 32
-    long_line_chars: int = 64
-    short_line_repeats: int = 12
-    long_line_repeats: int = 8
-    min_output_chars: int = 256
-    max_period: int = 8
-    max_period_chars: int = 8192
-    min_repeated_chars: int = 8192
-    min_text_repeats: int = 4
+    min_line_chars: Count = 32
+    long_line_chars: Count = 64
+    short_line_repeats: Repeats = 12
+    long_line_repeats: Repeats = 8
+    min_output_chars: CountOrZero = 256
+    max_period: Annotated[int, partial(checked_int, at_least=1, at_most=1000)] = 8
+    max_period_chars: Annotated[int, partial(checked_int, at_least=1, at_most=1 << 20)] = 8192
+    min_repeated_chars: Annotated[int, partial(checked_int, at_least=1, at_most=1 << 24)] = 8192
+    min_text_repeats: Repeats = 4
 
     def __post_init__(self) -> None:
-        for name in ("min_line_chars", "long_line_chars"):
-            checked_int(name, getattr(self, name), at_least=1)
-        checked_int("max_period", self.max_period, at_least=1, at_most=1000)
-        checked_int("max_period_chars", self.max_period_chars, at_least=1, at_most=1 << 20)
-        checked_int("min_repeated_chars", self.min_repeated_chars, at_least=1, at_most=1 << 24)
-        for name in ("short_line_repeats", "long_line_repeats", "min_text_repeats"):
-            checked_int(name, getattr(self, name), at_least=2)
-        checked_int("min_output_chars", self.min_output_chars, at_least=0)
+        check_fields(self)
         if self.long_line_chars < self.min_line_chars:
             raise ConfigError(
                 f"long_line_chars {self.long_line_chars} must be at least min_line_chars "

@@ -15,8 +15,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import UTC, tzinfo
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Annotated, Any, Self
 from zoneinfo import ZoneInfo
 
 from llama_worker.bios import default_bios
@@ -39,14 +40,15 @@ from llama_worker.config.profiles import (
 )
 from llama_worker.config.tool_schemas import checked_tools
 from llama_worker.config.validation import (
+    Count,
+    CountOrZero,
+    Seconds,
+    check_fields,
     check_takes,
-    checked_bool,
     checked_int,
     checked_json_object,
-    checked_seconds,
     checked_str,
     names_near_fields,
-    optional,
     shown,
     takes,
 )
@@ -74,19 +76,19 @@ _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE
 class WorkerConfig:
     """One worker: one llama-server on one port."""
 
-    name: str
-    host: str
-    port: int
+    name: Annotated[str, _check_name]
+    host: Annotated[str, _check_host]
+    port: Annotated[int, partial(checked_int, at_least=1, at_most=65535)]
     server_cmd: Sequence[str]
     _: KW_ONLY
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    slots: int = 1
+    slots: Annotated[int, partial(checked_int, at_least=1, at_most=1024)] = 1
     timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     normal_tools: Sequence[ToolDef] = ()
     tool_runner: ToolRunner | CancellableToolRunner | None = None
-    max_tool_iterations: int = 8
-    tool_timeout_s: float = 10.0
+    max_tool_iterations: CountOrZero = 8
+    tool_timeout_s: Seconds = 10.0
     tool_errors: ToolErrors = "fail"
     tool_call_mode: ToolCallMode = "auto"
     exit_tools: Sequence[ToolDef] = ()
@@ -94,15 +96,15 @@ class WorkerConfig:
     on_event: EventHandler | None = None
     bios_provider: BiosProvider | None = default_bios
     system_prompt_mode: SystemPromptMode = "merged"
-    timezone_name: str = "UTC"
-    max_tokens: int | None = 4096
+    timezone_name: Annotated[str, _check_zone] = "UTC"
+    max_tokens: Count | None = 4096
     default_params: Mapping[str, Any] = field(default_factory=dict)
     loop_detector: LoopDetector | None = field(default_factory=LoopDetector)
     liveness_probes: Sequence[LivenessProbe] | None = None
     canary: Canary | None = None
-    api_key: str | None = field(default=None, repr=False)
-    log_lines: int = 500
-    result_ttl_s: float | None = None
+    api_key: Annotated[str, _check_api_key] | None = field(default=None, repr=False)
+    log_lines: Annotated[int, partial(checked_int, at_least=1, at_most=1_000_000)] = 500
+    result_ttl_s: Seconds | None = None
     check_invariants: bool = False
 
     @classmethod
@@ -153,26 +155,12 @@ class WorkerConfig:
         return cls(name, host, port, command, slots=slots, **fields)
 
     def __post_init__(self) -> None:
-        checked_str("name", self.name, empty=False)
-        if not self.name.isprintable():
-            raise ConfigError(
-                "name must be printable, since it stands in log lines and prompts; not "
-                f"{self.name!r}"
-            )
-        _checked_host(self.host)
-        checked_int("port", self.port, at_least=1, at_most=65535)
-        checked_int("slots", self.slots, at_least=1, at_most=1024)
+        _check_not_a_preset(self.timeouts)
+        check_fields(self)
         self._set("server_cmd", checked_words("server_cmd", self.server_cmd))
         self._set("env", _checked_env(self.env))
-        _checked_timeouts(self.timeouts)
-        _checked_type("restart", self.restart, RestartPolicy)
         self._set("normal_tools", checked_tools("normal_tools", self.normal_tools))
         self._set("exit_tools", checked_tools("exit_tools", self.exit_tools))
-        checked_int("max_tool_iterations", self.max_tool_iterations, at_least=0)
-        checked_seconds("tool_timeout_s", self.tool_timeout_s, above=0)
-        _checked_choice("tool_errors", self.tool_errors, get_args(ToolErrors))
-        _checked_choice("tool_call_mode", self.tool_call_mode, get_args(ToolCallMode))
-        _checked_choice("system_prompt_mode", self.system_prompt_mode, get_args(SystemPromptMode))
         if self.bios_provider is not None:
             check_takes("bios_provider", self.bios_provider, "ctx")
         if inspect.iscoroutinefunction(self.bios_provider):
@@ -191,23 +179,9 @@ class WorkerConfig:
                     f"{name} must not be async: write it with 'def', and in it "
                     "loop.call_soon_threadsafe(...) or asyncio.run_coroutine_threadsafe(..., loop)"
                 )
-        _checked_zone(self.timezone_name)
-        optional(checked_int, "max_tokens", self.max_tokens, at_least=1)
-        given = checked_json_object("default_params", self.default_params)
-        self._set("default_params", given)
-        if self.loop_detector is not None:
-            _checked_type("loop_detector", self.loop_detector, LoopDetector)
-        if self.canary is not None:
-            _checked_type("canary", self.canary, Canary)
+        self._set("default_params", checked_json_object("default_params", self.default_params))
         if self.liveness_probes is not None:
             self._set("liveness_probes", _checked_probes(self.liveness_probes))
-        if self.api_key is not None:
-            checked_str("api_key", self.api_key, empty=False, secret=True)
-            if not self.api_key.isascii() or not self.api_key.isprintable():
-                raise ConfigError("api_key must be printable ASCII: it travels in an HTTP header")
-        checked_int("log_lines", self.log_lines, at_least=1, at_most=1_000_000)
-        optional(checked_seconds, "result_ttl_s", self.result_ttl_s, above=0)
-        checked_bool("check_invariants", self.check_invariants)
         self._check_tools_together()
         check_command(self.server_cmd, host=self.host, port=self.port, slots=self.slots)
 
@@ -290,12 +264,11 @@ def _check_run_tool(run_tool: Callable[..., object]) -> None:
     check_takes("tool_runner.run_tool", run_tool, **given, **more)
 
 
-def _checked_timeouts(value: object) -> None:
+def _check_not_a_preset(value: object) -> None:
     if isinstance(value, str) and value in TIMEOUT_PRESETS:
         raise TypeError(
             f"timeouts must be a TimeoutProfile: TimeoutProfile.{value}(), not {value!r}"
         )
-    _checked_type("timeouts", value, TimeoutProfile)
 
 
 def _checked_env(value: object) -> dict[str, str]:
@@ -309,40 +282,37 @@ def _checked_env(value: object) -> dict[str, str]:
     return dict(value)
 
 
-def _checked_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"{name} must be a {kind.__name__}, not {type(value).__name__}: {shown(value)}"
-        )
-
-
-def _checked_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {type(value).__name__}: {shown(value)}")
-    if value not in choices:
+def _check_name(field: str, name: Any) -> None:
+    checked_str(field, name, empty=False)
+    if not name.isprintable():
         raise ConfigError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, not {shown(value)}"
+            f"{field} must be printable, since it stands in log lines and prompts; not {name!r}"
         )
 
 
-def _checked_host(host: object) -> None:
-    checked_str("host", host)
-    if not _HOST_NAME.fullmatch(str(host)) and ip_address_of(str(host)) is None:
+def _check_host(field: str, host: Any) -> None:
+    checked_str(field, host)
+    if not _HOST_NAME.fullmatch(host) and ip_address_of(host) is None:
         raise ConfigError(
-            f"host must be an address or a name, without port or path, not {shown(host)}"
+            f"{field} must be an address or a name, without port or path, not {shown(host)}"
         )
 
 
-def _checked_zone(name: object) -> None:
-    checked_str("timezone_name", name, empty=False)
+def _check_zone(field: str, name: Any) -> None:
+    checked_str(field, name, empty=False)
     try:
         if name != "UTC":
-            ZoneInfo(str(name))
+            ZoneInfo(name)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
-            f"timezone_name {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is "
-            "needed"
+            f"{field} {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is needed"
         ) from error
+
+
+def _check_api_key(field: str, key: Any) -> None:
+    checked_str(field, key, empty=False, secret=True)
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{field} must be printable ASCII: it travels in an HTTP header")
 
 
 def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:

@@ -1,5 +1,7 @@
-"""Checks of single values. Pure: a wrong type raises TypeError, a bad value ConfigError, both with
-field and value."""
+"""Checks of single values, and of dataclasses whose annotations say what their fields may hold.
+
+Pure. A wrong type raises TypeError, a bad value ConfigError; the text has field and value.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from llama_worker.errors import ConfigError
 
@@ -178,6 +191,74 @@ def takes(function: Callable[..., object], parameter: str) -> bool:
         return False
 
 
+def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
+    """The check, unless the value is None."""
+    if value is None:
+        return
+    try:
+        check(name, value, **bounds)
+    except (TypeError, ConfigError) as error:
+        raise type(error)(f"{error} (None is allowed, too)") from None
+
+
+def checked_type(name: str, value: object, kind: type) -> None:
+    """An instance of this class."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be a {kind.__name__}, not {type(value).__name__}: {shown(value)}"
+        )
+
+
+def _checked_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    checked_str(name, value)
+    if value not in choices:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, not {shown(value)}"
+        )
+
+
+# ---------------------------------------------------------------- dataclasses
+
+Seconds: TypeAlias = Annotated[float, functools.partial(checked_seconds, above=0)]
+SecondsOrZero: TypeAlias = Annotated[float, functools.partial(checked_seconds, at_least=0)]
+Count: TypeAlias = Annotated[int, functools.partial(checked_int, at_least=1)]
+CountOrZero: TypeAlias = Annotated[int, functools.partial(checked_int, at_least=0)]
+
+
+def check_fields(checked: object) -> None:
+    """Check each field of a dataclass against its annotation.
+
+    Checked are `Annotated` fields, by their check; a bool; a Literal, by its choices; another
+    dataclass; and each of these `| None`. Fields of other types are the class's own to check.
+    """
+    kind: Any = type(checked)
+    for name, check in _field_checks(kind).items():
+        check(name, getattr(checked, name))
+
+
+@functools.cache
+def _field_checks(kind: Any) -> dict[str, Callable[[str, object], None]]:
+    hints = get_type_hints(kind, include_extras=True)
+    checks = {each.name: _check_of(hints[each.name]) for each in dataclasses.fields(kind)}
+    return {name: check for name, check in checks.items() if check is not None}
+
+
+def _check_of(hint: Any) -> Callable[..., None] | None:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        check: Callable[..., None] = hint.__metadata__[0]
+        return check
+    if origin is Literal:
+        return functools.partial(_checked_choice, choices=parts)
+    if origin in (Union, UnionType) and len(parts) == 2 and parts[1] is NoneType:
+        of_value = _check_of(parts[0])
+        return of_value and functools.partial(optional, of_value)
+    if hint is bool:
+        return checked_bool
+    is_part = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    return functools.partial(checked_type, kind=hint) if is_part else None
+
+
 def names_near_fields(kind: type[T]) -> type[T]:
     """For a dataclass: an argument that is no field is a TypeError that says what was meant."""
     make = kind.__init__
@@ -193,13 +274,3 @@ def names_near_fields(kind: type[T]) -> type[T]:
 
     kind.__init__ = __init__  # type: ignore[method-assign,assignment]
     return kind
-
-
-def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
-    """The check, unless the value is None."""
-    if value is None:
-        return
-    try:
-        check(name, value, **bounds)
-    except (TypeError, ConfigError) as error:
-        raise type(error)(f"{error} (None is allowed, too)") from None

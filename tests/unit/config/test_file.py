@@ -302,7 +302,7 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
         ("restart.recycle = {}", "fleet.toml:5: workers.a.restart.recycle: recycle needs one of"),
         (
             "restart.recycle = 7",
-            "fleet.toml:5: workers.a.restart.recycle: recycle must be a Recycle or None",
+            "fleet.toml:5: workers.a.restart.recycle: recycle must be a Recycle, not int: 7 (None is allowed, too)",
         ),
     ],
 )
