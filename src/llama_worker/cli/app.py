@@ -207,8 +207,8 @@ def run_command(
         return run(config, talk)
     except Problem as problem:
         if as_json:
-            told = run_report.json_without_answer("not_started", problem.reason, problem.what)
-            print(json.dumps(told))
+            report = run_report.json_without_answer("not_started", problem.reason, problem.what)
+            print(json.dumps(report))
         raise
 
 

@@ -167,10 +167,10 @@ def trial_of(props: Mapping[str, Any], **seen: Any) -> Trial:
 
 def _props(endpoint: Endpoint) -> dict[str, Any]:
     try:
-        told = json_of(ask(endpoint, "GET", "/props", timeout_s=_ASK_S)[1])
+        props = json_of(ask(endpoint, "GET", "/props", timeout_s=_ASK_S)[1])
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return props if isinstance(props, dict) else {}
 
 
 def _run(*command: str) -> tuple[int | None, str]:
@@ -249,8 +249,8 @@ def _available_bytes() -> int:
 def _page_cache_bytes() -> int:
     """What the container's use holds of files, a model that was read before among them: the kernel
     gives it up."""
-    told = (line.split() for line in (_read(CGROUP / "memory.stat") or "").splitlines())
-    return sum(int(words[1]) for words in told if words[0] in ("active_file", "inactive_file"))
+    lines = (line.split() for line in (_read(CGROUP / "memory.stat") or "").splitlines())
+    return sum(int(words[1]) for words in lines if words[0] in ("active_file", "inactive_file"))
 
 
 def _threads_left() -> int | None:

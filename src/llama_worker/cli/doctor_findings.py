@@ -177,8 +177,8 @@ def _smaller_context(model: Model, available_bytes: int) -> str:
 
 def of_trial(trial: Trial) -> Iterator[Finding]:
     """What the server said with the model loaded."""
-    told = f", {trial.n_ctx} tokens of context" if trial.n_ctx is not None else ""
-    yield Finding("ok", "start", f"ready after {seconds(trial.started_in_s)}{told}")
+    context = f", {trial.n_ctx} tokens of context" if trial.n_ctx is not None else ""
+    yield Finding("ok", "start", f"ready after {seconds(trial.started_in_s)}{context}")
     if trial.slots not in (None, 1):
         yield Finding(
             "problem",

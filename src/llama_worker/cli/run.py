@@ -103,8 +103,8 @@ class _ChatSession:
     def _stopped_before(self, how: str) -> int:
         self._screen.complain(how)
         if self._talk.as_json:
-            told = run_report.json_without_answer("canceled", "canceled", how)
-            print(json.dumps(told), flush=True)
+            report = run_report.json_without_answer("canceled", "canceled", how)
+            print(json.dumps(report), flush=True)
         return self._interrupts.exit_code
 
     def _make_ready(self) -> None:

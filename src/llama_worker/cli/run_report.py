@@ -175,18 +175,18 @@ def exit_code(result: RequestResult) -> int:
 def json_report(result: RequestResult, warnings: Sequence[str]) -> dict[str, Any]:
     """The object of --json. `reason`: the fail reason, or else the finish reason."""
     reason = str(result["fail_reason"] or result["finish_reason"])
-    told = ("text", "reasoning", "usage", "timings", "signals")
+    kept = ("text", "reasoning", "usage", "timings", "signals")
     return {
         **json_without_answer(str(result["state"]), reason, result.get("fail_detail")),
-        **{name: result.get(name) for name in told},
+        **{name: result.get(name) for name in kept},
         "warnings": list(warnings),
     }
 
 
 def json_without_answer(outcome: str, reason: str, detail: str | None) -> dict[str, Any]:
     """The same, for a request that never was; `outcome`: `not_started` or `canceled`."""
-    told = {"outcome": outcome, "reason": reason, "detail": detail, "text": "", "reasoning": ""}
-    return {**told, "usage": None, "timings": None, "signals": [], "warnings": []}
+    facts = {"outcome": outcome, "reason": reason, "detail": detail, "text": "", "reasoning": ""}
+    return {**facts, "usage": None, "timings": None, "signals": [], "warnings": []}
 
 
 def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:

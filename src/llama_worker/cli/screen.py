@@ -51,12 +51,12 @@ class Screen:
             self._bar.show(activity)
             return
         now = time.monotonic()
-        told = activity.label.partition(":")[0], activity.total is not None
+        shown = activity.label.partition(":")[0], activity.total is not None
         if self._said is None:
             self._began_at = now
-        elif told == self._said and now - self._said_at < _SAID_EVERY_S:
+        elif shown == self._said and now - self._said_at < _SAID_EVERY_S:
             return
-        self._said, self._said_at = told, now
+        self._said, self._said_at = shown, now
         self._write_err(activity.line(now - self._began_at) + "\n")
 
     def activity_over(self) -> None:

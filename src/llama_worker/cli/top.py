@@ -138,8 +138,8 @@ def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
         )
     for row, texts in zip(rows, cells, strict=True):
         styles = {"state": _STATE_STYLES.get(row.state, "")}
-        told = [each for each in zip(HEADINGS, texts, strict=True) if each[0] in known]
-        table.add_row(*(Text(text, style=styles.get(heading, "")) for heading, text in told))
+        shown = [each for each in zip(HEADINGS, texts, strict=True) if each[0] in known]
+        table.add_row(*(Text(text, style=styles.get(heading, "")) for heading, text in shown))
     return table
 
 

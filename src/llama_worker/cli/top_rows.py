@@ -212,9 +212,9 @@ class ServersHistory:
             if total != answer.slots_configured:
                 reason = f"the file says {answer.slots_configured} slots"
         elif answer.metrics is not None:
-            told = {name: float(value) for name, value in _SERVER_METRIC.findall(answer.metrics)}
-            used = int(told.get("requests_processing", 0))
-            tokens = {("all", None): told.get("tokens_predicted_total", 0.0)}
+            metrics = {name: float(value) for name, value in _SERVER_METRIC.findall(answer.metrics)}
+            used = int(metrics.get("requests_processing", 0))
+            tokens = {("all", None): metrics.get("tokens_predicted_total", 0.0)}
         return Row(
             worker=answer.worker,
             state=state,

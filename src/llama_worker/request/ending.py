@@ -64,13 +64,13 @@ def failed(
     )
 
 
-def after_turn(finish_reason: str | None, found: Partition, iterations_left: int) -> Outcome | None:
+def after_turn(finish_reason: str | None, calls: Partition, iterations_left: int) -> Outcome | None:
     """How a finished turn ends its request; None: its normal calls run first."""
     if finish_reason == "length":
         return TOKEN_LIMIT  # a call may be cut off: none is run
-    if found.problem is not None:
-        return failed(RequestFailReason.TOOL_PARSE_ERROR, found.problem)
-    if not found.normal:
+    if calls.problem is not None:
+        return failed(RequestFailReason.TOOL_PARSE_ERROR, calls.problem)
+    if not calls.normal:
         return COMPLETED
     if finish_reason is None:
         detail = (

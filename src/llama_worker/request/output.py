@@ -24,11 +24,11 @@ class _Text:
 
     def add(self, piece: str) -> LoopFound | TextLoopFound | None:
         """Append; where a loop is found, only up to its end."""
-        found = self._watch.feed(piece) if self._watch is not None else None
-        if found is not None:
-            piece = piece[: found.end - self.chars]
+        loop = self._watch.feed(piece) if self._watch is not None else None
+        if loop is not None:
+            piece = piece[: loop.end - self.chars]
         self.append(piece)
-        return found
+        return loop
 
     def append(self, piece: str) -> None:
         self._parts.append(piece)

@@ -250,11 +250,11 @@ class TurnProgress:
         began_at, depth = ended_at - seconds, (timings.cache_n or 0) + read
         self.batches = (Batch(began_at, ended_at, read, depth),)
 
-    def _batch_done(self, told: PromptReport, at: float) -> None:
+    def _batch_done(self, report: PromptReport, at: float) -> None:
         """It began with the latest report: until then the batches were its neighbours'."""
         before = self.prompt_progress
         if before is not None and self._reported_at is not None:
-            tokens = told.processed - max(before.processed, told.cached)
-            batch = Batch(self._reported_at, at, tokens, told.processed)
+            tokens = report.processed - max(before.processed, report.cached)
+            batch = Batch(self._reported_at, at, tokens, report.processed)
             self.batches = (*self.batches, batch)[-_BATCHES_KEPT:]
         self.prompt_progress_at = at

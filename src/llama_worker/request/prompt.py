@@ -83,8 +83,8 @@ class Conversation(Struct, frozen=True, kw_only=True):
 
     def since_prompt(self, *, text: str, reasoning: str) -> list[ChatMessage]:
         """From the user prompt on, with the model's last answer: what a follow-up continues."""
-        said = [_assistant(text, reasoning)] if text or reasoning else []
-        return [*self.body[self.prompt_at :], *said]
+        answer = [_assistant(text, reasoning)] if text or reasoning else []
+        return [*self.body[self.prompt_at :], *answer]
 
     def messages(self) -> list[ChatMessage]:
         """For the request's body; the messages are shared with this conversation, not copied."""

@@ -136,11 +136,11 @@ def build_status(
         cast("Any", {key: totals.unix(at) for key, at in instants.items() if at is not None})
     )
     if turn.prompt_progress is not None:
-        told = turn.prompt_progress
+        prompt = turn.prompt_progress
         status["prompt_progress"] = {
-            "processed": told.processed,
-            "total": told.total,
-            "cached": told.cached,
+            "processed": prompt.processed,
+            "total": prompt.total,
+            "cached": prompt.cached,
         }
     speed = turn.tokens_per_second()
     if speed is not None:

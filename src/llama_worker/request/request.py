@@ -326,8 +326,8 @@ class Request:
         output.add(*turn.finish(cut_off=reason == "length"))
         if output.loop is not None:
             return after_loop(output.loop)
-        found = self._tools.take_calls(turn, now)
-        return after_turn(reason, found, self._totals.iterations_left) or found.normal
+        calls = self._tools.take_calls(turn, now)
+        return after_turn(reason, calls, self._totals.iterations_left) or calls.normal
 
     def _close_turn(self) -> messages.CloseStream:
         """The exchange is over: add up what is kept of it."""

@@ -90,9 +90,9 @@ class Turn(TurnProgress):
                 piece = self._splitter.feed_reasoning(encodable(text))
             case _:
                 return "", self._take_other(event, at)
-        shown = self._show(piece.reasoning, piece.text)
-        self._watch_held("" if any(shown) else event.text)
-        return shown
+        visible = self._show(piece.reasoning, piece.text)
+        self._watch_held("" if any(visible) else event.text)
+        return visible
 
     def finish(self, *, cut_off: bool = True) -> tuple[str, str]:
         """The turn is over, cut off or not: what was held back. A second call returns nothing."""

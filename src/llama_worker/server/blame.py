@@ -123,13 +123,13 @@ def is_degenerate(record: RequestRecord) -> bool:
         nothing = record.status["tokens_received"] == 0
         return nothing and result["state"] is RequestState.COMPLETED
     if result["state"] is RequestState.COMPLETED:
-        said = (
+        answer = (
             result["text"].strip()
             or result["reasoning"].strip()
             or result["signals"]
             or result["tool_trace"]
         )
-        return not said
+        return not answer
     return result["fail_reason"] in _LOOPS
 
 
@@ -157,12 +157,12 @@ class RequestEnds(Struct, frozen=True):
             return RequestEnds(), None
         if reason in _TRANSPORT_FAILURES:
             failures, cause = self.transport_failures.failed(policy)
-            found = (
+            finding = (
                 RestartCause("transport_failures", cause)
                 if cause
                 else ProbeCause(f"a request failed with {reason}")
             )
-            return replace(self, transport_failures=failures), found
+            return replace(self, transport_failures=failures), finding
         if reason in _APPLICATION_ERRORS:
             errors, cause = self.server_errors.failed(record.job_name, record.http_status, policy)
             spoken = replace(self, transport_failures=TransportFailures(), server_errors=errors)

@@ -165,10 +165,10 @@ class EventLog:
 
     def add(self, event: str, *, at: float, level: int = logging.INFO, **facts: Any) -> Event:
         """Record the event; `at` is Unix seconds. Facts that are None are left out."""
-        told = {name: value for name, value in facts.items() if value is not None}
-        kept = {"at": at, "event": event, "worker": self._worker, **told}
+        known = {name: value for name, value in facts.items() if value is not None}
+        kept = {"at": at, "event": event, "worker": self._worker, **known}
         self._events.append(kept)
-        shown = " ".join(f"{name}={value!r}" for name, value in told.items())
+        shown = " ".join(f"{name}={value!r}" for name, value in known.items())
         self._write(level, f"{event} worker={self._worker!r} {shown}")
         return kept
 

@@ -278,10 +278,10 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             assert isinstance(lost.state, Ending)
             return tree_gone(lost, lost.state), effects
         case Ending(start_error=WorkerStartError() as error) as ending:
-            known = WorkerStartError(
+            with_log = WorkerStartError(
                 error.reason, error.detail, returncode=error.returncode, log_tail=exited.log_tail
             )
-            return tree_gone(life, replace(ending, start_error=known)), ()
+            return tree_gone(life, replace(ending, start_error=with_log)), ()
         case Ending() as ending:
             return tree_gone(life, ending), ()
         case _:

@@ -204,22 +204,22 @@ class RequestWatch:
 
     def _judge_all(self, heard: tuple[Progress, ...], now: float) -> Iterator[GivenUp]:
         for progress in heard:
-            found = (
+            accusation = (
                 self._judge_by_times(progress, now)
                 or self._judge_silent_slots(progress, heard, now)
                 or self._judge_by_slots(progress, heard, now)
             )
-            if found is None:
+            if accusation is None:
                 continue
             request_id = progress.request_id
             neighbour_data_at = self._ledger.of_others(request_id)
             self._blame, costs = self._blame.judge(
                 request_id,
-                found,
+                accusation,
                 other_is_served=is_busy(neighbour_data_at, profile=self._profile, now=now),
                 newest_request_id=max(self.ids),
             )
-            yield GivenUp(request_id, found, costs)
+            yield GivenUp(request_id, accusation, costs)
 
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
@@ -265,8 +265,8 @@ class RequestWatch:
         answered_at = self.probe_answered_at
         if silent_s < SILENT_S or answered_at is None or answered_at <= max(since, now - SILENT_S):
             return None
-        shown = describe(progress, liveness_at=self.liveness_at, now=now)
-        detail = f"/slots has not answered for {silent_s:.1f} s, /v1/models has; {shown}"
+        described = describe(progress, liveness_at=self.liveness_at, now=now)
+        detail = f"/slots has not answered for {silent_s:.1f} s, /v1/models has; {described}"
         return Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail=detail, accuses=True)
 
     def _judge_by_slots(
@@ -275,7 +275,7 @@ class RequestWatch:
         if not self.slots.complete or not self._is_suspect(progress, now):
             return None
         signs = (self._ledger.newest_at, self.slots.moved_at, self._reads_at)
-        found = judge_by_slots(
+        judgement = judge_by_slots(
             self.slots.looks,
             progress,
             others=[other for other in heard if other.request_id != progress.request_id],
@@ -286,10 +286,10 @@ class RequestWatch:
             now=now,
             gaps=self.gaps,
         )
-        if isinstance(found, SlotMoves):
+        if isinstance(judgement, SlotMoves):
             self._moved_at[progress.request_id] = self.slots.looks[-1].asked_at
             return None
-        return found if self.slots_are_theirs else None
+        return judgement if self.slots_are_theirs else None
 
     def _is_suspect(self, progress: Progress, now: float) -> bool:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at

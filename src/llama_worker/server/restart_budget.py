@@ -46,22 +46,24 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
         if limit == 0:
             return left, Lockout(detail="restarts are turned off (max_restarts_per_window 0)")
         if len(recent) >= limit:
-            done = f"restarted {len(recent)} times within {now - recent[0]:.1f} s"
+            history = f"restarted {len(recent)} times within {now - recent[0]:.1f} s"
             allowed = (
                 f"max_restarts_per_window {limit} in restart_window_s {policy.restart_window_s:g}"
             )
-            return left, Lockout(detail=f"{done} (limit: {allowed})")
+            return left, Lockout(detail=f"{history} (limit: {allowed})")
         if row_count >= limit:
-            done = f"restarted {row_count} times in a row (limit: max_restarts_per_window {limit})"
+            history = (
+                f"restarted {row_count} times in a row (limit: max_restarts_per_window {limit})"
+            )
             lacking = (
                 f"neither a completed request nor stable_after_s {policy.stable_after_s:g} of "
                 "READY between"
             )
-            return left, Lockout(detail=f"{done} with {lacking}")
-        made = RestartBudget(
+            return left, Lockout(detail=f"{history} with {lacking}")
+        next_budget = RestartBudget(
             restart_count=left.restart_count + 1, recent=(*recent, now), row_count=row_count + 1
         )
-        return made, RestartAfter(delay_s=backoff_s(row_count + 1, policy))
+        return next_budget, RestartAfter(delay_s=backoff_s(row_count + 1, policy))
 
     def planned(self, now: float) -> RestartBudget:
         """A restart that no failure caused: counted, and nothing else. Implies `left_ready`."""
@@ -136,8 +138,8 @@ class ServerErrors(Struct, frozen=True):
         limit = policy.server_errors_before_restart
         cause = None
         if count >= limit:
-            told = f"server errors in {count} jobs with no success between"
-            cause = f"{told} (limit: server_errors_before_restart {limit})"
+            failures = f"server errors in {count} jobs with no success between"
+            cause = f"{failures} (limit: server_errors_before_restart {limit})"
         return errors, cause
 
 

@@ -209,9 +209,9 @@ class _Round:
         return other.is_served and heard and other.turn_started_at < self._began_at
 
     def _verdict(self, reason: RequestFailReason, what: str, *, alone: bool) -> Verdict:
-        shown = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
+        slots = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
         detail = (
-            f"{what}; slots: {shown}; {describe(self._suspect, liveness_at=None, now=self._now)}"
+            f"{what}; slots: {slots}; {describe(self._suspect, liveness_at=None, now=self._now)}"
         )
         return Verdict(reason=reason, detail=detail, accuses=True, alone=alone)
 

@@ -74,31 +74,31 @@ def parse_slots(body: Any) -> tuple[Slot, ...] | None:
     return tuple(sorted(known, key=lambda slot: slot.slot_id))
 
 
-def _slot(told: Any) -> Slot | None:
-    if not isinstance(told, Mapping):
+def _slot(entry: Any) -> Slot | None:
+    if not isinstance(entry, Mapping):
         return None
-    slot_id, is_processing = as_count(told.get("id")), told.get("is_processing")
-    if is_processing is None and as_count(told.get("state")) is not None:
-        is_processing = told["state"] != 0
+    slot_id, is_processing = as_count(entry.get("id")), entry.get("is_processing")
+    if is_processing is None and as_count(entry.get("state")) is not None:
+        is_processing = entry["state"] != 0
     if slot_id is None or not isinstance(is_processing, bool):
         return None
-    next_token = told.get("next_token")
+    next_token = entry.get("next_token")
     if isinstance(next_token, list) and len(next_token) == 1:
         next_token = next_token[0]
-    counters = next_token if isinstance(next_token, Mapping) else told
+    counters = next_token if isinstance(next_token, Mapping) else entry
     decoded = as_count(counters.get("n_decoded"))
     if decoded is None and is_processing:
         return None  # nothing could be seen to move
-    prompt_tokens = as_count(told.get("n_prompt_tokens_processed"))
+    prompt_tokens = as_count(entry.get("n_prompt_tokens_processed"))
     return Slot(
         slot_id=slot_id,
         is_processing=is_processing,
-        task=as_count(told.get("id_task")),
+        task=as_count(entry.get("id_task")),
         prompt_tokens=prompt_tokens or 0,
         shows_reading=prompt_tokens is not None,
         decoded_tokens=decoded or 0,
-        context_tokens=as_count(told.get("n_prompt_tokens")),
-        speculates=told.get("speculative") is True,
+        context_tokens=as_count(entry.get("n_prompt_tokens")),
+        speculates=entry.get("speculative") is True,
     )
 
 

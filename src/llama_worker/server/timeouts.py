@@ -84,10 +84,10 @@ def verdict(
     waited_s = now - first.since - gaps.lost_s(first.since)
     times = f"{first.multiple} x " if first.multiple > 1 else ""
     limit_s = first.timeout_s / first.multiple
-    told = f"{first.what} for {waited_s:.1f} s (limit: {times}{first.setting} {limit_s:g})"
+    waited = f"{first.what} for {waited_s:.1f} s (limit: {times}{first.setting} {limit_s:g})"
     return Verdict(
         reason=first.reason,
-        detail=f"{told}; {describe(progress, liveness_at=liveness_at, now=now)}",
+        detail=f"{waited}; {describe(progress, liveness_at=liveness_at, now=now)}",
         accuses=first.reason is not RequestFailReason.ABSOLUTE_TIMEOUT,
         alone=first.alone,
     )
@@ -174,11 +174,11 @@ def _limits(
 
 def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
     """The request's phase and times, on one line, for a person."""
-    told = (
+    ages = (
         f"{name} never" if at is None else f"{name} {now - at:.1f} s ago"
         for name, at in _instants(progress, liveness_at).items()
     )
-    return f"request {progress.request_id} in phase {progress.phase.value}, {', '.join(told)}"
+    return f"request {progress.request_id} in phase {progress.phase.value}, {', '.join(ages)}"
 
 
 def ages(
@@ -186,11 +186,11 @@ def ages(
 ) -> dict[str, str | float | None]:
     """The same for `get_debug_info`, fit for JSON: seconds since each instant, None where there was
     none."""
-    told = {
+    ages_s = {
         f"{name.replace(' ', '_')}_ago_s": None if at is None else round(now - at, 3)
         for name, at in _instants(progress, liveness_at).items()
     }
-    return {"phase": progress.phase.value, **told}
+    return {"phase": progress.phase.value, **ages_s}
 
 
 def _instants(progress: Progress, liveness_at: float | None) -> dict[str, float | None]:

@@ -179,9 +179,9 @@ def build_number(said: str) -> int | None:
     """From what `llama-server --version` prints, or `build_info` of `/props`; None where neither
     tells it."""
     for form in _FORMS:
-        found = form.search(said)
-        if found is not None and int(found[1]) >= _LEAST_NUMBER:
-            return int(found[1])
+        match = form.search(said)
+        if match is not None and int(match[1]) >= _LEAST_NUMBER:
+            return int(match[1])
     return None
 
 

@@ -39,10 +39,10 @@ def describe_http_error(status: int, body: bytes) -> StreamFailure:
     """The failure, with the server's own message and the status."""
     text = body.decode(errors="replace").strip()
     try:
-        told = json.loads(text)
+        reply = json.loads(text)
     except (ValueError, RecursionError):
-        told = None
-    error = told.get("error") if isinstance(told, Mapping) else None
+        reply = None
+    error = reply.get("error") if isinstance(reply, Mapping) else None
     reason, context = RequestFailReason.HTTP_ERROR, None
     if isinstance(error, Mapping):
         message, kind = error.get("message"), error.get("type")

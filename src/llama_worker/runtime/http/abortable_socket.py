@@ -160,18 +160,18 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
     ):
-        made = AbortableSocket(family, kind, protocol)
+        connection = AbortableSocket(family, kind, protocol)
         try:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.setblocking(False)
-            begun = made.connect_ex(address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(False)
+            code = connection.connect_ex(address)
             # Not earlier: to shut down a socket that does not connect yet is without effect.
-            abort.attach(made)
-            _finish_connecting(made, begun, timeout_s)
-            return made
+            abort.attach(connection)
+            _finish_connecting(connection, code, timeout_s)
+            return connection
         except BaseException as error:
             abort.detach()
-            made.close()
+            connection.close()
             gives_up = isinstance(error, TimeoutError) or error is abort.error
             if gives_up or not isinstance(error, OSError) or is_shortage(error):
                 raise
@@ -179,19 +179,19 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
     raise refused or OSError(f"{host} has no address")
 
 
-def _finish_connecting(connecting: socket.socket, begun: int, timeout_s: float | None) -> None:
+def _finish_connecting(connecting: socket.socket, code: int, timeout_s: float | None) -> None:
     """Wait for the end of a connect that gave `begun` (an errno)."""
-    if begun == errno.EINPROGRESS:
+    if code == errno.EINPROGRESS:
         if not _wait(connecting, select.POLLOUT, timeout_s):
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-        begun = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if not begun and connecting.getsockname() == connecting.getpeername():
+        code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if not code and connecting.getsockname() == connecting.getpeername():
         # Nobody listens there, and the port is among those that the kernel hands out: it gave this
         # very one to us, and connected us to ourselves.
         shut_down(connecting)
-        begun = errno.ECONNREFUSED
-    if begun:
-        raise OSError(begun, os.strerror(begun))
+        code = errno.ECONNREFUSED
+    if code:
+        raise OSError(code, os.strerror(code))
     connecting.settimeout(timeout_s)
 
 

@@ -283,19 +283,23 @@ class _Connection(urllib3.connection.HTTPConnection):
         request = self._request
         timeout_s = left_s(request.deadline, self.timeout)
         try:
-            made = self._secure(connect(request.abort, self.host, self.port, timeout_s))
+            connection = self._secure(connect(request.abort, self.host, self.port, timeout_s))
         except ConnectionError as error:
             # urllib3 takes a reset and a broken pipe for one in the midst of sending, and would
             # read the reply of a connection that there is not.
             raise urllib3.exceptions.NewConnectionError(self, str(error)) from error
-        self.sock = made
-        made.abort, made.waiter, made.deadline = request.abort, request.waiter, request.deadline
-        request.abort.attach(made)
+        self.sock = connection
+        connection.abort, connection.waiter, connection.deadline = (
+            request.abort,
+            request.waiter,
+            request.deadline,
+        )
+        request.abort.attach(connection)
         request.abort.connected = True
-        request.connection = made
+        request.connection = connection
         # From now on: a busy server may leave a long request unread for minutes.
         self.timeout = left_s(request.deadline, None)
-        made.settimeout(self.timeout)
+        connection.settimeout(self.timeout)
 
     def _secure(self, connection: AbortableSocket) -> AbortableSocket:
         return connection

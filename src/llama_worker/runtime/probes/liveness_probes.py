@@ -224,9 +224,9 @@ class _Tree:
 
     def serving_pids(self, root_pid: int, now: float) -> tuple[int, ...]:
         """The root first."""
-        known = self._refreshed_at is not None and self._pids[0] == root_pid
+        is_known = self._refreshed_at is not None and self._pids[0] == root_pid
         if (
-            not known
+            not is_known
             or self._refreshed_at is None
             or now - self._refreshed_at >= CHILDREN_REFRESH_S
         ):
