@@ -10,20 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
-from llama_worker.stream.events import (
-    Done,
-    EmptyRecord,
-    Finish,
-    PromptReport,
-    ReasoningDelta,
-    ServerError,
-    StreamEvent,
-    TextDelta,
-    TimingsReport,
-    ToolCallDelta,
-    UnknownContent,
-    UsageReport,
-)
+from llama_worker.stream import events
 from llama_worker.types.request import RequestPhase
 
 _BATCHES_KEPT = 16
@@ -103,11 +90,11 @@ class Advance:
 
     def __init__(self) -> None:
         self._processed = -1  # the most of the prompt that was ever reported as done
-        self._once: set[type[StreamEvent]] = set()  # kinds that count once, and have come
+        self._once: set[type[events.StreamEvent]] = set()  # kinds that count once, and have come
         self._call_heads: set[tuple[int, str | None, str | None]] = set()
         self._fingerprints: dict[int, bool] = {}  # of unknown content, the latest last
 
-    def by(self, event: StreamEvent) -> bool:
+    def by(self, event: events.StreamEvent) -> bool:
         """Whether this event is something new.
 
         Text, reasoning and arguments always are: repeated ones are the loop detector's business.
@@ -115,22 +102,28 @@ class Advance:
         of a call, a finish, usage, timings and what is not understood are the first time.
         """
         match event:
-            case TextDelta() | ReasoningDelta():
+            case events.TextDelta() | events.ReasoningDelta():
                 return bool(event.text)
-            case ToolCallDelta():
+            case events.ToolCallDelta():
                 return bool(event.arguments) or self._is_new_call(event)
-            case PromptReport(processed=processed, total=total):
+            case events.PromptReport(processed=processed, total=total):
                 processed = min(processed, total)
                 grown = processed > self._processed
                 self._processed = max(processed, self._processed)
                 return grown
-            case Finish() | UsageReport() | TimingsReport() | ServerError() | Done():
+            case (
+                events.Finish()
+                | events.UsageReport()
+                | events.TimingsReport()
+                | events.ServerError()
+                | events.Done()
+            ):
                 is_first = type(event) not in self._once
                 self._once.add(type(event))
                 return is_first
-            case UnknownContent(fingerprint=fingerprint):
+            case events.UnknownContent(fingerprint=fingerprint):
                 return self._is_new_content(fingerprint)
-            case EmptyRecord():
+            case events.EmptyRecord():
                 return False
             case _:
                 assert_never(event)
@@ -142,7 +135,7 @@ class Advance:
             del self._fingerprints[next(iter(self._fingerprints))]
         return is_new
 
-    def _is_new_call(self, event: ToolCallDelta) -> bool:
+    def _is_new_call(self, event: events.ToolCallDelta) -> bool:
         head = (event.index, event.call_id, event.name)
         if (event.call_id is None and event.name is None) or len(
             self._call_heads
@@ -163,13 +156,13 @@ class TurnProgress:
         self.last_token_at: float | None = None
         self.last_data_at: float | None = None
         self.last_stream_byte_at: float | None = None
-        self.prompt_progress: PromptReport | None = None
+        self.prompt_progress: events.PromptReport | None = None
         self.prompt_progress_at: float | None = None  # the latest report of more than before
         self.batches: tuple[Batch, ...] = ()  # between two reports, the latest
         self._reported_at: float | None = None  # the latest report, also one that was there before
         self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
-        self.usage: UsageReport | None = None
-        self.timings: TimingsReport | None = None
+        self.usage: events.UsageReport | None = None
+        self.timings: events.TimingsReport | None = None
         self.is_over = False  # its connection is closed, its tokens are counted
         self._deltas = 0
         self._advance = Advance()
@@ -207,7 +200,7 @@ class TurnProgress:
             return None
         return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
 
-    def hear(self, event: StreamEvent, at: float) -> bool:
+    def hear(self, event: events.StreamEvent, at: float) -> bool:
         """Take note of the event. True: it brings the turn forward."""
         advanced = self._advance.by(event)
         if advanced:
@@ -216,18 +209,18 @@ class TurnProgress:
         elif not self.repeated_at or at - self.repeated_at[-1] >= REPEATS_APART_S:
             self.repeated_at = (*self.repeated_at, at)[-REPEATS_KEPT:]
         match event:
-            case TextDelta(count=count) | ReasoningDelta(count=count):
+            case events.TextDelta(count=count) | events.ReasoningDelta(count=count):
                 self._count(count, at)
-            case ToolCallDelta():
+            case events.ToolCallDelta():
                 if advanced:
                     self._count(1, at)
-            case PromptReport():
+            case events.PromptReport():
                 if advanced:
                     self._batch_done(event, at)
                 self.prompt_progress, self._reported_at = event, at
-            case UsageReport():
+            case events.UsageReport():
                 self.usage = event
-            case TimingsReport():
+            case events.TimingsReport():
                 self.timings = event
                 self._prompt_measured(event)
             case _:
@@ -241,7 +234,7 @@ class TurnProgress:
         if self.first_token_at is None:
             self.first_token_at = at
 
-    def _prompt_measured(self, timings: TimingsReport) -> None:
+    def _prompt_measured(self, timings: events.TimingsReport) -> None:
         """Where no progress was reported the whole prompt counts as one batch."""
         ended_at, read = self.first_token_at, timings.prompt_n
         seconds = (timings.prompt_ms or 0.0) / 1000
@@ -250,7 +243,7 @@ class TurnProgress:
         began_at, depth = ended_at - seconds, (timings.cache_n or 0) + read
         self.batches = (Batch(began_at, ended_at, read, depth),)
 
-    def _batch_done(self, report: PromptReport, at: float) -> None:
+    def _batch_done(self, report: events.PromptReport, at: float) -> None:
         """It began with the latest report: until then the batches were its neighbours'."""
         before = self.prompt_progress
         if before is not None and self._reported_at is not None:

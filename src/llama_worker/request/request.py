@@ -313,12 +313,12 @@ class Request:
 
     def _turn_finished(self, now: float, otherwise: Outcome | None = None) -> Effects:
         """The request ends, or the turn's calls run; `otherwise`: its end in place of these."""
-        judged = self._judge_turn(now)
-        if isinstance(judged, Outcome):
-            return self._end(judged, now)
+        verdict = self._judge_turn(now)
+        if isinstance(verdict, Outcome):
+            return self._end(verdict, now)
         if otherwise is not None:
             return self._end(otherwise, now)
-        return [self._close_turn(), *self._run_call(self._tools.begin(judged, now))]
+        return [self._close_turn(), *self._run_call(self._tools.begin(verdict, now))]
 
     def _judge_turn(self, now: float) -> Outcome | tuple[ParsedCall, ...]:
         """What a turn that the model finished leads to: the request's end, or calls to run."""

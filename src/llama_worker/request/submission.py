@@ -102,8 +102,7 @@ def _checked_part(name: str, value: object) -> ContentPart:
         )
     for field in _PARTS.get(kind, ()):
         inner = part.get(kind)
-        found = inner.get(field) if isinstance(inner, Mapping) else None
-        if not isinstance(found, str):
+        if not (isinstance(inner, Mapping) and isinstance(inner.get(field), str)):
             raise ConfigError(
                 f"{name} of type {kind!r} needs {kind!r}: {{{field!r}: a str}}, not {shown(inner)}"
             )

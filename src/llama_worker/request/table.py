@@ -21,7 +21,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     status: RequestStatus
     result: RequestResult
     last_data_at: float | None = None  # of its last turn
-    batches: tuple[Batch, ...] = ()  # likewise
+    batches: tuple[Batch, ...] = ()  # of its last turn's prompt
     http_status: int | None = None  # of an `http_error` or a `server_error`
     is_leased: bool = False  # its output is its client's: it is not kept here
 
@@ -30,7 +30,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
         return copy.deepcopy(self.status)
 
     def copy_of_result(self) -> RequestResult:
-        """Likewise; the strings are shared."""
+        """For one host to keep; the strings are shared."""
         return copy.deepcopy(self.result)
 
 

@@ -71,9 +71,9 @@ class ToolUse:
     def take_calls(self, turn: Turn, now: float) -> Partition:
         """Tell the calls of a turn that is over apart, once, and record its exit calls."""
         turn.calls_taken = True
-        found = self._tell_apart(turn.calls(), now)
-        self._not_run = found.unrun
-        return found
+        calls = self._tell_apart(turn.calls(), now)
+        self._not_run = calls.unrun
+        return calls
 
     def begin(self, calls: tuple[ParsedCall, ...], now: float) -> ToolBatch:
         """Spend an iteration on these calls."""
@@ -117,15 +117,15 @@ class ToolUse:
         return self._max_iterations - self._totals.iterations_left + 1
 
     def _tell_apart(self, calls: Sequence[RawCall | MalformedCall], now: float) -> Partition:
-        found = partition(
+        parts = partition(
             calls,
             self._normal_names,
             self.exit_names,
             emitted_at=self._totals.unix(now),
             first_number=self._totals.calls_count + 1,
         )
-        self._totals.signals += found.exits
-        return found
+        self._totals.signals += parts.exits
+        return parts
 
     def _entry(self, batch: ToolBatch, at: float, error: str | None) -> ToolTraceEntry:
         entry: ToolTraceEntry = {

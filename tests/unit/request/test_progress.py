@@ -5,117 +5,110 @@ from __future__ import annotations
 import pytest
 
 from llama_worker.request.progress import Advance, Batch, TurnProgress
-from llama_worker.stream.events import (
-    Done,
-    EmptyRecord,
-    Finish,
-    PromptReport,
-    ReasoningDelta,
-    ServerError,
-    StreamEvent,
-    TextDelta,
-    TimingsReport,
-    ToolCallDelta,
-    UnknownContent,
-    UsageReport,
-)
+from llama_worker.stream import events
 
 
-def advances(*events: StreamEvent) -> list[bool]:
+def advances(*stream: events.StreamEvent) -> list[bool]:
     """For each event, whether it brought the turn forward."""
-    return list(map(Advance().by, events))
+    return list(map(Advance().by, stream))
 
 
 ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, False]
 
 
 @pytest.mark.parametrize(
-    ("events", "advance"),
+    ("stream", "advance"),
     [
-        pytest.param([TextDelta("a")] * 3, ALWAYS, id="text"),
-        pytest.param([ReasoningDelta("a")] * 3, ALWAYS, id="reasoning"),
-        pytest.param([ToolCallDelta(0, "c", None, '{"')] * 3, ALWAYS, id="arguments"),
-        pytest.param([ToolCallDelta(0, "c", "look", "")] * 3, ONCE, id="the head of a call"),
-        pytest.param([PromptReport(7, 100, 0)] * 3, ONCE, id="prompt progress"),
+        pytest.param([events.TextDelta("a")] * 3, ALWAYS, id="text"),
+        pytest.param([events.ReasoningDelta("a")] * 3, ALWAYS, id="reasoning"),
+        pytest.param([events.ToolCallDelta(0, "c", None, '{"')] * 3, ALWAYS, id="arguments"),
+        pytest.param([events.ToolCallDelta(0, "c", "look", "")] * 3, ONCE, id="the head of a call"),
+        pytest.param([events.PromptReport(7, 100, 0)] * 3, ONCE, id="prompt progress"),
         pytest.param(
-            [UsageReport(1, tokens, None) for tokens in range(3)], ONCE, id="usage, also another"
+            [events.UsageReport(1, tokens, None) for tokens in range(3)],
+            ONCE,
+            id="usage, also another",
         ),
         pytest.param(
-            [TimingsReport(None, None, tokens, None) for tokens in range(3)],
+            [events.TimingsReport(None, None, tokens, None) for tokens in range(3)],
             ONCE,
             id="timings, also others",
         ),
-        pytest.param([Finish("stop")] * 3, ONCE, id="a finish"),
-        pytest.param([ServerError("no", None, None)] * 3, ONCE, id="an error"),
-        pytest.param([Done()] * 3, ONCE, id="the end mark"),
-        pytest.param([UnknownContent(7)] * 3, ONCE, id="what has no name here"),
+        pytest.param([events.Finish("stop")] * 3, ONCE, id="a finish"),
+        pytest.param([events.ServerError("no", None, None)] * 3, ONCE, id="an error"),
+        pytest.param([events.Done()] * 3, ONCE, id="the end mark"),
+        pytest.param([events.UnknownContent(7)] * 3, ONCE, id="what has no name here"),
         pytest.param(
-            [PromptReport(processed, 100, 0) for processed in (100, 101, 2**62)],
+            [events.PromptReport(processed, 100, 0) for processed in (100, 101, 2**62)],
             ONCE,
             id="more of the prompt than there is",
         ),
-        pytest.param([EmptyRecord()] * 3, NEVER, id="a role"),
-        pytest.param([TextDelta("")] * 3, NEVER, id="no text"),
-        pytest.param([ReasoningDelta("")] * 3, NEVER, id="no reasoning"),
-        pytest.param([ToolCallDelta(0, None, None, None)] * 3, NEVER, id="an empty call"),
+        pytest.param([events.EmptyRecord()] * 3, NEVER, id="a role"),
+        pytest.param([events.TextDelta("")] * 3, NEVER, id="no text"),
+        pytest.param([events.ReasoningDelta("")] * 3, NEVER, id="no reasoning"),
+        pytest.param([events.ToolCallDelta(0, None, None, None)] * 3, NEVER, id="an empty call"),
     ],
 )
-def test_the_same_again_and_again(events: list[StreamEvent], advance: list[bool]) -> None:
-    assert advances(*events) == advance
+def test_the_same_again_and_again(stream: list[events.StreamEvent], advance: list[bool]) -> None:
+    assert advances(*stream) == advance
 
 
 def test_prompt_progress_advances_only_beyond_all_that_was_reported() -> None:
-    in_circles = [PromptReport(processed, 100, 0) for processed in (0, 40, 80, 0, 40, 80, 81, 80)]
+    in_circles = [
+        events.PromptReport(processed, 100, 0) for processed in (0, 40, 80, 0, 40, 80, 81, 80)
+    ]
     assert advances(*in_circles) == [True, True, True, False, False, False, True, False]
 
 
 def test_unknown_content_advances_while_it_changes() -> None:
-    words = [UnknownContent(number) for number in range(5000)]
+    words = [events.UnknownContent(number) for number in range(5000)]
     assert all(advances(*words))
     assert advances(*words[:100], *words[:100]) == [True] * 100 + [False] * 100
 
 
 def test_calls_that_begin_for_ever_advance_no_more() -> None:
-    heads = [ToolCallDelta(number, f"c{number}", "look", "") for number in range(1000)]
+    heads = [events.ToolCallDelta(number, f"c{number}", "look", "") for number in range(1000)]
     assert advances(*heads) == [True] * 256 + [False] * 744
 
 
 # ---------------------------------------------------------------- of one turn
 
 
-def hear(progress: TurnProgress, *events: StreamEvent, at: float = 1.0) -> None:
-    for event in events:
+def hear(progress: TurnProgress, *stream: events.StreamEvent, at: float = 1.0) -> None:
+    for event in stream:
         progress.hear(event, at)
 
 
 def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
     it = TurnProgress(0.0)
-    hear(it, TextDelta("a"), TextDelta("b"), ToolCallDelta(0, "x", "add", "{}"))
+    hear(
+        it, events.TextDelta("a"), events.TextDelta("b"), events.ToolCallDelta(0, "x", "add", "{}")
+    )
     assert it.tokens == 3
-    it.timings = TimingsReport(None, None, 7, None)
+    it.timings = events.TimingsReport(None, None, 7, None)
     assert it.tokens == 7
-    it.usage = UsageReport(10, 9, None)
+    it.usage = events.UsageReport(10, 9, None)
     assert it.tokens == 9
-    it.usage, it.timings = None, TimingsReport(None, None, None, None)
+    it.usage, it.timings = None, events.TimingsReport(None, None, None, None)
     assert it.tokens == 3
 
 
 def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     it = TurnProgress(0.0)
     assert it.tokens_per_second() is None
-    hear(it, TextDelta("a"), at=1.0)
+    hear(it, events.TextDelta("a"), at=1.0)
     assert it.tokens_per_second() is None
-    hear(it, TextDelta("b"), TextDelta("c"), at=2.0)
+    hear(it, events.TextDelta("b"), events.TextDelta("c"), at=2.0)
     assert it.tokens_per_second() == pytest.approx(2.0)
     assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
-    it.timings = TimingsReport(None, None, None, 40.0)
+    it.timings = events.TimingsReport(None, None, None, 40.0)
     assert it.tokens_per_second() == 40.0
 
 
 def test_prompt_progress_is_data_only_where_it_grows() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
-        it.hear(PromptReport(processed=processed, total=100, cached=0), at)
+        it.hear(events.PromptReport(processed=processed, total=100, cached=0), at)
     assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
     assert [batch[:2] for batch in it.batches] == [(1.0, 5.0), (7.0, 9.0)]
     assert it.repeated_at == (10.0,)
@@ -124,7 +117,7 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
 def test_a_batch_leaves_out_what_was_cached() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (3.0, 1400), (20.0, 1400), (22.5, 1912)):
-        it.hear(PromptReport(processed=processed, total=2000, cached=900), at)
+        it.hear(events.PromptReport(processed=processed, total=2000, cached=900), at)
     assert it.batches == (
         Batch(began_at=1.0, ended_at=3.0, tokens=500, depth=1400),
         Batch(began_at=20.0, ended_at=22.5, tokens=512, depth=1912),
@@ -135,21 +128,23 @@ def test_a_batch_leaves_out_what_was_cached() -> None:
     ("timings", "batches"),
     [
         pytest.param(
-            TimingsReport(100, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 500),), id="whole"
+            events.TimingsReport(100, 400, 1, None, 2000.0),
+            (Batch(3.0, 5.0, 400, 500),),
+            id="whole",
         ),
         pytest.param(
-            TimingsReport(None, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 400),), id="old"
+            events.TimingsReport(None, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 400),), id="old"
         ),
-        pytest.param(TimingsReport(100, 0, 1, None, 2000.0), (), id="all of it was cached"),
-        pytest.param(TimingsReport(100, 400, 1, None, -1.0), (), id="no duration"),
-        pytest.param(TimingsReport(100, 400, 1, None), (), id="no duration told"),
+        pytest.param(events.TimingsReport(100, 0, 1, None, 2000.0), (), id="all of it was cached"),
+        pytest.param(events.TimingsReport(100, 400, 1, None, -1.0), (), id="no duration"),
+        pytest.param(events.TimingsReport(100, 400, 1, None), (), id="no duration told"),
     ],
 )
 def test_a_prompt_without_reports_is_one_batch(
-    timings: TimingsReport, batches: tuple[Batch, ...]
+    timings: events.TimingsReport, batches: tuple[Batch, ...]
 ) -> None:
     it = TurnProgress(0.0)
-    hear(it, TextDelta("a"), at=5.0)
+    hear(it, events.TextDelta("a"), at=5.0)
     hear(it, timings, at=9.0)
     assert it.batches == batches
 
@@ -157,8 +152,8 @@ def test_a_prompt_without_reports_is_one_batch(
 def test_reports_tell_more_of_batches_than_timings_do() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (3.0, 500)):
-        it.hear(PromptReport(processed=processed, total=500, cached=0), at)
-    hear(it, TextDelta("a"), TimingsReport(0, 500, 1, None, 9000.0), at=5.0)
+        it.hear(events.PromptReport(processed=processed, total=500, cached=0), at)
+    hear(it, events.TextDelta("a"), events.TimingsReport(0, 500, 1, None, 9000.0), at=5.0)
     assert it.batches == (Batch(1.0, 3.0, 500, 500),)
 
 
@@ -166,9 +161,9 @@ def test_repeats_are_kept_and_are_no_tokens() -> None:
     it = TurnProgress(0.0)
     hear(
         it,
-        *[EmptyRecord()] * 5,
-        ToolCallDelta(0, None, None, None),
-        ToolCallDelta(0, None, None, ""),
+        *[events.EmptyRecord()] * 5,
+        events.ToolCallDelta(0, None, None, None),
+        events.ToolCallDelta(0, None, None, ""),
     )
     assert (len(it.repeated_at), it.last_data_at, it.tokens, it.first_token_at) == (
         1,
@@ -176,8 +171,8 @@ def test_repeats_are_kept_and_are_no_tokens() -> None:
         0,
         None,
     )
-    hear(it, TextDelta("a"), at=2.0)
+    hear(it, events.TextDelta("a"), at=2.0)
     assert (it.repeated_at, it.last_data_at) == ((), 2.0)
     for at in (3.0, 3.4, 3.5, 5.0, 5.1, 7.0, 8.0):  # what comes together is one
-        hear(it, ToolCallDelta(0, None, None, ""), at=at)
+        hear(it, events.ToolCallDelta(0, None, None, ""), at=at)
     assert (it.repeated_at, it.last_data_at) == ((5.0, 7.0, 8.0), 2.0)
