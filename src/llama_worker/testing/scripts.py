@@ -10,6 +10,7 @@ own script. A reply whose steps are used up ends regularly. Waits of every kind 
 close at once, journal it and end the reply.
 """
 
+# ruff: noqa: F403, F405 - the steps come by a star import, whose names `__all__` lists
 from __future__ import annotations
 
 import json
@@ -20,9 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_worker.testing.scripted_llama_server.steps import *  # noqa: F403
+from llama_worker.testing.scripted_llama_server.steps import *
 from llama_worker.testing.scripted_llama_server.stream import Step as Step
 from llama_worker.testing.scripted_llama_server.wire import Json as Json
+
+# what hosts may use; the other steps are for the tests here
+__all__ = [
+    "Answer", "Burn", "ChildProcess", "DoneMarker", "ErrorData", "Exit", "Fin", "Finish",
+    "Flood", "FreezeEndpoints", "Headers", "HttpError", "JournalReader", "KillSelf",
+    "Prefill", "PromptProgress", "Raw", "Reasoning", "Repeat", "Reset", "Role", "Script",
+    "ScriptedReply", "Sleep", "Startup", "Step", "StopSelf", "Text", "Tokens", "ToolCall",
+    "Turns", "Usage", "WaitClose", "plain_reply",
+]  # fmt: skip
 
 SERVER = Path(__file__).with_name("scripted_llama_server")
 
@@ -144,18 +154,8 @@ def scripted_server_cmd(
     """The command for `WorkerConfig.server_cmd`."""
     if isinstance(script, Script) and script.launches and journal is None:
         raise ValueError("launches are counted in the journal: there is none")
-    cmd = [
-        sys.executable,
-        "-S",
-        "-E",
-        str(SERVER),
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--parallel",
-        str(slots),
-    ]
+    cmd = [sys.executable, "-S", "-E", str(SERVER)]
+    cmd += ["--host", host, "--port", str(port), "--parallel", str(slots)]
     cmd += ["--script", f"@{script}" if isinstance(script, Path) else json.dumps(to_json(script))]
     return (*cmd, "--journal", str(journal)) if journal is not None else tuple(cmd)
 
@@ -171,11 +171,11 @@ class JournalReader:
         `match`."""
         data = self.path.read_bytes() if self.path.exists() else b""
         lines = data[: data.rfind(b"\n") + 1].splitlines()
-        found = [
+        facts = [
             json.loads(line) for line in lines if line.endswith(b"}") and line.startswith(b"{")
         ]
         wanted = match if fact is None else {"fact": fact, **match}
-        return [seen for seen in found if all(seen.get(key) == wanted[key] for key in wanted)]
+        return [each for each in facts if all(each.get(key) == wanted[key] for key in wanted)]
 
     def wait(
         self, fact: str, /, timeout: float = 5.0, count: int = 1, **match: Json
@@ -184,9 +184,9 @@ class JournalReader:
         seconds."""
         end_at = time.monotonic() + timeout
         while True:
-            found = self.facts(fact, **match)
-            if len(found) >= count:
-                return found[count - 1]
+            facts = self.facts(fact, **match)
+            if len(facts) >= count:
+                return facts[count - 1]
             if time.monotonic() >= end_at:
                 tail = "\n".join(str(seen)[:300] for seen in self.facts()[-20:])
                 raise TimeoutError(
