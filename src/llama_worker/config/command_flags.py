@@ -61,29 +61,23 @@ _UNSAFE_OPTIONS = (
     ),
     _UnsafeOption(
         ("--sleep-idle-seconds",),
-        (
-            "the server unloads its model when idle; the next request waits for the load, and "
-            "may be taken for hung"
-        ),
+        "the server unloads its model when idle; the next request waits for the load, and "
+        "may be taken for hung",
         off="-1",
     ),
     _UnsafeOption(("--log-prompts-dir",), "the server writes every prompt to disk"),
     _UnsafeOption(
         ("-kvu", "--kv-unified", "--kv-unified-per-slot"),
-        (
-            "all slots share one context; requests that fill it together are all aborted, and one "
-            "may be as long as all of it"
-        ),
+        "all slots share one context; requests that fill it together are all aborted, and one "
+        "may be as long as all of it",
         variables=("LLAMA_ARG_KV_UNIFIED", "LLAMA_ARG_KV_UNIFIED_PER_SLOT"),
         negations=("-no-kvu", "--no-kv-unified"),
         among_slots=True,
     ),
     _UnsafeOption(
         ("--context-shift",),
-        (
-            "a request that fills its context does not end; the server forgets the beginning of "
-            "it and goes on"
-        ),
+        "a request that fills its context does not end; the server forgets the beginning of "
+        "it and goes on",
         variables=("LLAMA_ARG_CONTEXT_SHIFT",),
         negations=("--no-context-shift",),
     ),
@@ -94,11 +88,9 @@ _UNSAFE_OPTIONS = (
     ),
     _UnsafeOption(
         ("--lora", "--lora-scaled", "--lora-init-without-apply"),
-        (
-            "a request with other scales than its neighbours' (`lora` among its params) is not "
-            "computed beside them; it stands still until they have ended, and may be taken for "
-            "hung; give each set of scales a worker"
-        ),
+        "a request with other scales than its neighbours' (`lora` among its params) is not "
+        "computed beside them; it stands still until they have ended, and may be taken for "
+        "hung; give each set of scales a worker",
         among_slots=True,
     ),
 )

@@ -23,7 +23,7 @@ from llama_worker.config.profiles import (
     RestartPolicy,
     TimeoutProfile,
 )
-from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.settings import CALLABLES, WorkerConfig
 from llama_worker.config.validation import did_you_mean
 from llama_worker.errors import ConfigError
 
@@ -31,23 +31,9 @@ KeyPath = tuple[str, ...]
 Table = Mapping[str, Any]
 T = TypeVar("T")
 
-_IN_CODE_ONLY = {
-    "normal_tools",
-    "exit_tools",
-    "tool_runner",
-    "bios_provider",
-    "on_signal",
-    "on_event",
-    "liveness_probes",
-    "canary",
-}
-_COMMAND_KEYS = {
-    "model",
-    "executable",
-    "extra_args",
-    "cache_ram_mib",
-    "batch_size",
-}  # what llama_server_cmd makes a server_cmd of
+_IN_CODE_ONLY = {*CALLABLES, "normal_tools", "exit_tools", "canary"}
+# what llama_server_cmd makes a server_cmd of, beside the worker's own host, port and slots
+_COMMAND_KEYS = {"model", "executable", "extra_args", "cache_ram_mib", "batch_size"}
 _WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - {
     "name"
 } | _COMMAND_KEYS
@@ -215,7 +201,8 @@ def _profile(merged: _Merged, make: type[Any], presets: Mapping[str, Callable[[]
     changes = {k: None if v == _OFF and may_be_none.get(k) else v for k, v in merged.values.items()}
     if isinstance(changes.get("recycle"), Mapping):
         at = merged.origins["recycle"]
-        changes["recycle"] = _recycle(_PlacedTable(at, _table(at, changes["recycle"])))
+        table = _PlacedTable(at, _table(at, changes["recycle"]))
+        changes["recycle"] = _profile(_Merged.of([table]), Recycle, {})
     preset = changes.pop("preset", None)
     if preset is None:
         return merged.build(make, **changes)
@@ -225,13 +212,6 @@ def _profile(merged: _Merged, make: type[Any], presets: Mapping[str, Callable[[]
             f"must be one of {', '.join(map(repr, presets))}, not {preset!r}",
         )
     return merged.build(partial(replace, presets[preset]()), **changes)
-
-
-def _recycle(level: _PlacedTable) -> Recycle:
-    for key in level.table:
-        if key not in (allowed := {field.name for field in fields(Recycle)}):
-            raise _BadEntry((*level.at, key), _unknown(key, allowed))
-    return _Merged.of([level]).build(Recycle, **level.table)
 
 
 def _table(at: KeyPath, value: object) -> Table:

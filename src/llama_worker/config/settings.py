@@ -67,7 +67,7 @@ from llama_worker.types.hooks import (
 )
 
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
-_CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes")
+CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes")
 _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
@@ -214,7 +214,7 @@ class WorkerConfig:
         Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables with a
         name as `HF_TOKEN`.
         """
-        left_out = {"api_key", *_CALLABLES}
+        left_out = {"api_key", *CALLABLES}
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         data["env"] = {
             name: MASK if _SECRET_VARIABLE.search(name) else text for name, text in self.env.items()

@@ -28,90 +28,61 @@ OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 # What the system refuses, to the server or to us.
-_LACKS: tuple[tuple[re.Pattern[str], str], ...] = (
+_LACKS: tuple[tuple[str, str], ...] = (
     (
-        re.compile("can't start new thread|resource temporarily unavailable", re.IGNORECASE),
-        (
-            "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's "
-            "limit of pids"
-        ),
+        "can't start new thread|resource temporarily unavailable",
+        "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's "
+        "limit of pids",
     ),
-    (
-        re.compile("too many open files", re.IGNORECASE),
-        "no more files can be opened: raise `ulimit -n`",
-    ),
+    ("too many open files", "no more files can be opened: raise `ulimit -n`"),
 )
-# What the server's log says (b11434 and older builds), most telling first.
-_BY_LOG: tuple[tuple[re.Pattern[str], str], ...] = (
-    (ILLEGAL, NOT_EXECUTED),
+# What the server's log says (b11434 and older builds), most telling first; in any case of letters.
+_BY_LOG: tuple[tuple[str, str], ...] = (
+    (ILLEGAL.pattern, NOT_EXECUTED),
     (
-        re.compile(
+        (
             r"(?:invalid|unknown) argument:? (?P<option>--\S+)"
-            r"|invalid argument|unknown argument|error while handling argument",
-            re.IGNORECASE,
+            r"|invalid argument|unknown argument|error while handling argument"
         ),
-        (
-            "the server does not take {option} as it was given: {meant}compare it with what "
-            "`llama-server --help` lists"
-        ),
+        "the server does not take {option} as it was given: {meant}compare it with what "
+        "`llama-server --help` lists",
     ),
-    (OUT_OF_MEMORY, f"it does not fit into the memory: {LESS_MEMORY}"),
+    (OUT_OF_MEMORY.pattern, f"it does not fit into the memory: {LESS_MEMORY}"),
     (
-        re.compile(r"failed to open GGUF file '?(?P<path>.*?)'? \(No such file"),
-        (
-            "there is no model file {path}: check the path; a relative one counts from the folder "
-            "where the program started"
-        ),
+        r"failed to open GGUF file '?(?P<path>.*?)'? \(No such file",
+        "there is no model file {path}: check the path; a relative one counts from the folder "
+        "where the program started",
     ),
     (
-        re.compile("failed to read magic"),
+        "failed to read magic",
         "the model is a folder or an empty file: name the .gguf file itself, or download it again",
     ),
     (
-        re.compile(
-            "corrupted or incomplete|not within the file bounds|unexpected end"
-            "|exceeds remaining file size|failed to read (key-value|tensor|header)",
-            re.IGNORECASE,
-        ),
         (
-            "the model file is incomplete: download it again and compare its size with that of "
-            "the source"
+            "corrupted or incomplete|not within the file bounds|unexpected end"
+            "|exceeds remaining file size|failed to read (key-value|tensor|header)"
         ),
+        "the model file is incomplete: download it again and compare its size with that of "
+        "the source",
     ),
     (
-        re.compile(
-            "unknown model architecture|unknown pre-tokenizer|unknown .*architecture", re.IGNORECASE
-        ),
+        "unknown model architecture|unknown pre-tokenizer|unknown .*architecture",
         "this llama-server is too old for the model: take a newer build",
     ),
+    ("invalid magic", "the file is not a GGUF model: download it again, in the GGUF format"),
     (
-        re.compile("invalid magic"),
-        "the file is not a GGUF model: download it again, in the GGUF format",
+        "error while loading shared libraries|cannot open shared object|GLIBC(XX)?_",
+        "the program lacks libraries: take a llama-server that was built for this system, or "
+        "set LD_LIBRARY_PATH",
     ),
     (
-        re.compile(
-            "error while loading shared libraries|cannot open shared object|GLIBC(XX)?_",
-            re.IGNORECASE,
-        ),
-        (
-            "the program lacks libraries: take a llama-server that was built for this system, or "
-            "set LD_LIBRARY_PATH"
-        ),
-    ),
-    (
-        re.compile(
-            "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
-            re.IGNORECASE,
-        ),
+        "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
         "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
     ),
     *_LACKS,
+    ("permission denied", "the server may not read a file: make it readable (chmod u+r)"),
     (
-        re.compile("permission denied", re.IGNORECASE),
-        "the server may not read a file: make it readable (chmod u+r)",
-    ),
-    (
-        re.compile("couldn't bind|address already in use", re.IGNORECASE),
+        "couldn't bind|address already in use",
         "the server cannot listen there: the host must be an address of this machine (such as "
         "127.0.0.1), and the port a free one above 1023",
     ),
@@ -241,9 +212,9 @@ def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) 
     )
 
 
-def _advice_by(text: str, table: Sequence[tuple[re.Pattern[str], str]]) -> str | None:
-    """What to do, by the first pattern that is found."""
-    matches = ((pattern.search(text), todo) for pattern, todo in table)
+def _advice_by(text: str, table: Sequence[tuple[str, str]]) -> str | None:
+    """What to do, by the first pattern that is found; case does not matter."""
+    matches = ((re.search(pattern, text, re.IGNORECASE), todo) for pattern, todo in table)
     return next((_filled_in(todo, match) for match, todo in matches if match), None)
 
 
