@@ -59,6 +59,7 @@ def test_a_built_command_ends_in_extra_args() -> None:
     [
         ({}, ["--batch-size", "512"]),
         ({"batch_size": 64}, ["--batch-size", "64"]),
+        ({"batch_size": None, "cache_ram_mib": -1}, ["--cache-ram", "-1"]),
         ({"batch_size": None}, []),
         ({"extra_args": ["-b", "256"]}, ["-b", "256"]),
         ({"extra_args": ["--batch-size=256"], "batch_size": 64}, ["--batch-size=256"]),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from llama_worker import TimeoutProfile, WorkerConfig, llama_server_cmd
+from llama_worker import TimeoutProfile
 from llama_worker.config.command_flags import (
     KnownFlags,
     batch_warning,
@@ -17,6 +17,7 @@ from llama_worker.config.command_flags import (
     read_help,
     unknown_flags,
 )
+from tests.unit.config.cases import config
 
 MODEL = ("llama-server", "--model", "m.gguf")
 GIB = 1 << 30
@@ -45,74 +46,51 @@ HELP = """\
 @pytest.mark.parametrize(
     ("words", "env", "says"),
     [
-        ((), {}, None),
+        ("", {}, None),
+        ("--tools all", {}, "server_cmd has --tools: the server may start programs outside its"),
+        ("--agent", {}, "server_cmd has --agent: "),
+        ("-ag", {}, "server_cmd has -ag: "),
         (
-            ("--tools", "all"),
-            {},
-            "server_cmd has --tools: the server may start programs outside its own process tree",
-        ),
-        (("--agent",), {}, "server_cmd has --agent: "),
-        (("-ag",), {}, "server_cmd has -ag: "),
-        (
-            ("--mcp-servers-json", "{}", "--mcp-servers-config", "x"),
+            "--mcp-servers-json {} --mcp-servers-config x",
             {},
             "--mcp-servers-json, --mcp-servers-config: ",
         ),
+        ("", {"MCP_SERVERS_CONFIG": "x.json"}, "has LLAMA_ARG_MCP_SERVERS_CONFIG: "),
+        ("", {"TOOLS": ""}, None),
+        ("--sleep-idle-seconds 60", {}, "-idle-seconds: the server unloads its model when idle"),
+        ("--sleep-idle-seconds=60", {}, "-idle-seconds: the server unloads its model when idle"),
+        ("--sleep-idle-seconds -1", {}, None),
+        ("--log-prompts-dir /tmp/p", {}, "-prompts-dir: the server writes every prompt to disk"),
+        ("-kvu", {}, "server_cmd has -kvu: all slots share one context"),
+        ("--kv-unified-per-slot 4096", {}, "server_cmd has --kv-unified-per-slot: "),
+        ("--kv-unified --parallel 2", {}, "server_cmd has --kv-unified: "),
+        ("--kv-unified -np 1", {}, None),
+        ("--kv-unified --no-kv-unified", {}, None),
+        ("-no-kvu -kvu", {}, "server_cmd has -kvu: "),
+        ("", {"KV_UNIFIED": "1"}, "server_cmd has LLAMA_ARG_KV_UNIFIED: "),
+        ("", {"KV_UNIFIED": "false"}, None),
+        ("-no-kvu", {"KV_UNIFIED": "1"}, None),
+        ("--context-shift", {}, "a request that fills its context does not end"),
+        ("--no-context-shift", {}, None),
+        ("", {"CONTEXT_SHIFT": "on"}, "server_cmd has LLAMA_ARG_CONTEXT_SHIFT: "),
+        ("--reuse-port", {}, "another process may listen on the same port"),
+        ("--lora a.gguf", {}, "a request with other scales than its neighbours'"),
+        ("--lora-scaled a.gguf:0.5", {}, "server_cmd has --lora-scaled: "),
+        ("--lora a.gguf --parallel 1", {}, None),
+        ("--timeout 3600", {}, None),
         (
-            (),
-            {"LLAMA_ARG_MCP_SERVERS_CONFIG": "x.json"},
-            "server_cmd has LLAMA_ARG_MCP_SERVERS_CONFIG: ",
-        ),
-        ((), {"LLAMA_ARG_TOOLS": ""}, None),
-        (
-            ("--sleep-idle-seconds", "60"),
+            "--timeout 600",
             {},
-            "--sleep-idle-seconds: the server unloads its model when idle",
+            "600, shorter than prefill_liveness_timeout_s, silent_work_timeout_s of",
         ),
-        (
-            ("--sleep-idle-seconds=60",),
-            {},
-            "--sleep-idle-seconds: the server unloads its model when idle",
-        ),
-        (("--sleep-idle-seconds", "-1"), {}, None),
-        (
-            ("--log-prompts-dir", "/tmp/p"),
-            {},
-            "--log-prompts-dir: the server writes every prompt to disk",
-        ),
-        (("-kvu",), {}, "server_cmd has -kvu: all slots share one context"),
-        (("--kv-unified-per-slot", "4096"), {}, "server_cmd has --kv-unified-per-slot: "),
-        (("--kv-unified", "--parallel", "2"), {}, "server_cmd has --kv-unified: "),
-        (("--kv-unified", "-np", "1"), {}, None),
-        (("--kv-unified", "--no-kv-unified"), {}, None),
-        (("-no-kvu", "-kvu"), {}, "server_cmd has -kvu: "),
-        ((), {"LLAMA_ARG_KV_UNIFIED": "1"}, "server_cmd has LLAMA_ARG_KV_UNIFIED: "),
-        ((), {"LLAMA_ARG_KV_UNIFIED": "false"}, None),
-        (("-no-kvu",), {"LLAMA_ARG_KV_UNIFIED": "1"}, None),
-        (("--context-shift",), {}, "a request that fills its context does not end"),
-        (("--no-context-shift",), {}, None),
-        ((), {"LLAMA_ARG_CONTEXT_SHIFT": "on"}, "server_cmd has LLAMA_ARG_CONTEXT_SHIFT: "),
-        (("--reuse-port",), {}, "another process may listen on the same port"),
-        (("--lora", "a.gguf"), {}, "a request with other scales than its neighbours'"),
-        (("--lora-scaled", "a.gguf:0.5"), {}, "server_cmd has --lora-scaled: "),
-        (("--lora", "a.gguf", "--parallel", "1"), {}, None),
-        (("--timeout", "3600"), {}, None),
-        (
-            ("--timeout", "600"),
-            {},
-            "--timeout 600, shorter than prefill_liveness_timeout_s, silent_work_timeout_s of",
-        ),
-        (
-            ("-to", "299"),
-            {},
-            "prefill_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s of",
-        ),
+        ("-to 299", {}, "_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s of"),
     ],
 )
 def test_a_flag_that_breaks_a_promise_is_named(
-    words: tuple[str, ...], env: dict[str, str], says: str | None
+    words: str, env: dict[str, str], says: str | None
 ) -> None:
-    lines = command_warnings((*MODEL, *words), env, TimeoutProfile())
+    variables = {f"LLAMA_ARG_{name}": value for name, value in env.items()}
+    lines = command_warnings((*MODEL, *words.split()), variables, TimeoutProfile())
     assert len(lines) == (says is not None)
     assert (says or "") in "".join(lines)
 
@@ -141,14 +119,13 @@ def test_a_limit_turned_off_outlasts_any_timeout() -> None:
 def test_a_command_without_a_model_is_named(
     command: tuple[str, ...], env: dict[str, str], warned: bool
 ) -> None:
-    assert [
-        "names no model" in line for line in command_warnings(command, env, TimeoutProfile())
-    ] == [True] * warned
+    lines = command_warnings(command, env, TimeoutProfile())
+    assert ["names no model" in line for line in lines] == [True] * warned
 
 
 def test_a_config_has_the_warnings_of_its_command() -> None:
-    config = WorkerConfig("w", "127.0.0.1", 8080, (*MODEL, "--tools", "all"))
-    assert [line.partition(":")[0] for line in config.warnings] == ["server_cmd has --tools"]
+    it = config(server_cmd=(*MODEL, "--tools", "all"))
+    assert [line.partition(":")[0] for line in it.warnings] == ["server_cmd has --tools"]
 
 
 # ---------------------------------------------------------------- memory
@@ -191,12 +168,6 @@ def test_caches_beyond_memory_are_named(
     assert (says or "") in (line or "")
 
 
-@pytest.mark.parametrize(("given", "bound"), [(None, 8192), (0, 0), (512, 512), (-1, math.inf)])
-def test_a_command_can_bound_the_cache(given: int | None, bound: float) -> None:
-    command = llama_server_cmd("m.gguf", host="h", port=1, slots=1, cache_ram_mib=given)
-    assert (cache_ram_mib(command), "--cache-ram" in command) == (bound, given is not None)
-
-
 # ---------------------------------------------------------------- batches
 
 
@@ -222,29 +193,12 @@ def test_batches_that_everything_waits_for_are_named(
 # ---------------------------------------------------------------- what a build knows
 
 
-NO_VALUE = (
-    "-h",
-    "--help",
-    "--usage",
-    "-kvu",
-    "--kv-unified",
-    "-no-kvu",
-    "--no-kv-unified",
-    "--fim-qwen-1.5b-default",
-)
-ONE_VALUE = (
-    "-m",
-    "--model",
-    "-fa",
-    "--flash-attn",
-    "-np",
-    "--parallel",
-    "-ot",
-    "--override-tensor",
-    "--port",
-)
+NO_VALUE = "-h --help --usage -kvu --kv-unified -no-kvu --no-kv-unified --fim-qwen-1.5b-default"
+ONE_VALUE = "-m --model -fa --flash-attn -np --parallel -ot --override-tensor --port"
 KNOWN = KnownFlags(
-    {**dict.fromkeys(NO_VALUE, 0), **dict.fromkeys(ONE_VALUE, 1), "--control-vector-layer-range": 2}
+    dict.fromkeys(NO_VALUE.split(), 0)
+    | dict.fromkeys(ONE_VALUE.split(), 1)
+    | {"--control-vector-layer-range": 2}
 )
 
 

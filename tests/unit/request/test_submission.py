@@ -22,19 +22,10 @@ PARTS: list[dict[str, Any]] = [
 ]
 BAD_PARTS = [
     ("u", TypeError, "[0] must be a mapping", "'u'"),
-    (
-        {"text": "u"},
-        ConfigError,
-        "[0] needs a 'type', such as 'text', 'image_url', 'input_audio'",
-        "None",
-    ),
+    ({"text": "u"}, ConfigError, "[0] needs a 'type', such as 'text', 'image_url', 'in", "None"),
+    ({"type": ""}, ConfigError, "[0] needs a 'type'", "''"),
     ({"type": "text"}, ConfigError, "[0] of type 'text' needs 'text', a str", "None"),
-    (
-        {"type": "image_url", "image_url": "u.png"},
-        ConfigError,
-        "needs 'image_url': {'url': a str}",
-        "'u.png'",
-    ),
+    ({"type": "image_url", "image_url": "u.png"}, ConfigError, "{'url': a str}", "'u.png'"),
     ({"type": "input_audio", "input_audio": {"data": "AA=="}}, ConfigError, "{'format': a str}"),
     ({"type": "text", "text": SURROGATE}, ConfigError, "[0]['text']", "surrogate"),
 ]
@@ -84,13 +75,7 @@ def test_a_part_of_no_use_is_refused(case: tuple[Any, ...]) -> None:
         bad("messages", ["hello"], TypeError, "messages[0]", "mapping", "'hello'"),
         bad("messages", [{"content": "x"}], ConfigError, "messages[0]", "role", "None"),
         bad("messages", [{"role": "user"}, {"role": ""}], ConfigError, "messages[1]", "role", "''"),
-        bad(
-            "messages",
-            [{"role": "user", "content": {1}}],
-            TypeError,
-            "messages[0]['content']",
-            "JSON",
-        ),
+        bad("messages", [{"role": "user", "content": {1}}], TypeError, "[0]['content']", "JSON"),
     ],
 )
 def test_a_submission_is_refused(
