@@ -70,85 +70,40 @@ def test_there_are_no_other_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returncode", "log", "told"),
+    ("returncode", "log", "says"),
     [
-        (
-            1,
-            "E ggml_aligned_malloc: insufficient memory (attempted to allocate 2197265.62 MB)",
-            "--ctx-size",
-        ),
+        (1, "ggml_aligned_malloc: insufficient memory (attempted to allocate 22 MB)", "--ctx-size"),
         (1, "CUDA error: out of memory", "memory"),
-        (-signal.SIGABRT, "ggml.c:1644: GGML_ASSERT(ctx->mem_buffer != NULL) failed", "--ctx-size"),
-        (
-            -signal.SIGKILL,
-            "load_tensors",
-            "(signal 9); it was killed, mostly by the kernel when memory ran out",
-        ),
+        (-signal.SIGABRT, "GGML_ASSERT(ctx->mem_buffer != NULL) failed", "--ctx-size"),
+        (-signal.SIGKILL, "load_tensors", "(signal 9); it was killed, mostly by the kernel when"),
         (1, "error: invalid argument: --frob", "does not take --frob as it was given: compare"),
-        (
-            1,
-            "error: invalid argument: --ctx-sise",
-            "--ctx-sise as it was given: did you mean '--ctx",
-        ),
+        (1, "error: invalid argument: --ctx-sise", "-sise as it was given: did you mean '--ctx"),
         (1, "error: invalid argument: --ctx-size", "--ctx-size as it was given: compare it with"),
         (1, 'error while handling argument "-c": stoi', "does not take an option as it was"),
         (
             1,
-            "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (No such file or directory)",
+            "failed to open GGUF file 'x.gguf' (No such file or directory)",
             "there is no model file x.gguf: check the path",
         ),
-        (
-            1,
-            "E gguf_init_from_file: failed to open GGUF file 'x.gguf' (Permission denied)",
-            "chmod u+r",
-        ),
-        (1, "E gguf_init_from_reader: failed to read magic", "name the .gguf file itself"),
-        (
-            1,
-            "E gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'",
-            "not a GGUF model",
-        ),
-        (
-            1,
-            "E read: string length 20 exceeds remaining file size 8 bytes",
-            "the model file is incomplete",
-        ),
-        (
-            1,
-            "data is not within the file bounds, model is corrupted or incomplete",
-            "download it again",
-        ),
+        (1, "failed to open GGUF file 'x.gguf' (Permission denied)", "chmod u+r"),
+        (1, "gguf_init_from_reader: failed to read magic", "name the .gguf file itself"),
+        (1, "invalid magic characters: 'hell', expected 'GGUF'", "not a GGUF model"),
+        (1, "string length 20 exceeds remaining file size 8 bytes", "the model file is incomplete"),
+        (1, "model is corrupted or incomplete", "download it again"),
         (1, "error loading model: unknown model architecture: 'new'", "newer build"),
-        (
-            127,
-            "error while loading shared libraries: libggml.so: cannot open shared object file",
-            "libraries",
-        ),
+        (127, "error while loading shared libraries: libggml.so: cannot open", "libraries"),
         (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
-        (
-            1,
-            "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80",
-            "address of this machine",
-        ),
-        (
-            1,
-            "E srv start: couldn't bind HTTP server socket, hostname: 10.9.9.9, port: 80",
-            "above 1023",
-        ),
+        (1, "couldn't bind HTTP server socket, hostname: 10.9.9.9", "address of this machine"),
         (-signal.SIGILL, "", "add --no-repack, which avoids AMX; or take a portable build"),
-        (
-            132,
-            "./run.sh: line 2: 4711 Illegal instruction (core dumped) llama-server",
-            "add --no-repack",
-        ),
+        (132, "./run.sh: line 2: 4711 Illegal instruction (core dumped)", "add --no-repack"),
         (-signal.SIGSEGV, "", "crashed"),
         (0, "", "check that server_cmd starts a llama-server"),
     ],
 )
-def test_a_server_that_ended(returncode: int, log: str, told: str) -> None:
+def test_a_server_that_ended(returncode: int, log: str, says: str) -> None:
     lines = ["before", log, "after"] if log else []
     error = WorkerStartError("exited", "the server ended before it was ready", returncode, lines)
-    assert told in str(error).splitlines()[0]
+    assert says in str(error).splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -160,47 +115,23 @@ def test_an_unknown_cause_gives_no_advice(returncode: int | None, log: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("reason", "detail", "log", "told"),
+    ("reason", "detail", "log", "says"),
     [
-        (
-            "exited",
-            "actor_died: transport: RuntimeError: can't start new thread",
-            "loading",
-            "`ulimit -u`",
-        ),
-        (
-            "spawn_failed",
-            "no process could be started: can't start new thread",
-            "loading",
-            "`ulimit -u`",
-        ),
-        (
-            "spawn_failed",
-            "no process could be started: [Errno 24] Too many open files",
-            "loading",
-            "`ulimit -n`",
-        ),
-        (
-            "startup_timeout",
-            "not ready",
-            "I srv main: listening on http://h:81",
-            "it listens on http://h:81: pass it",
-        ),
+        ("exited", "transport: RuntimeError: can't start new thread", "loading", "`ulimit -u`"),
+        ("spawn_failed", "no process: can't start new thread", "loading", "`ulimit -u`"),
+        ("spawn_failed", "[Errno 24] Too many open files", "loading", "`ulimit -n`"),
+        ("startup_timeout", "not ready", "main: listening on http://h:81", "on http://h:81: pass"),
     ],
 )
-def test_advice_for_a_host_at_its_limits(reason: str, detail: str, log: str, told: str) -> None:
-    assert told in str(WorkerStartError(reason, detail, None, [log])).splitlines()[0]
+def test_advice_for_a_host_at_its_limits(reason: str, detail: str, log: str, says: str) -> None:
+    assert says in str(WorkerStartError(reason, detail, None, [log])).splitlines()[0]
 
 
 @pytest.mark.parametrize(
     ("program", "number", "told"),
     [
         ("llama-server", errno.ENOENT, "no program 'llama-server' on the PATH: install"),
-        (
-            "./llama-server",
-            errno.ENOENT,
-            "No such file or directory; begin server_cmd with the path",
-        ),
+        ("./llama-server", errno.ENOENT, "No such file or directory; begin server_cmd with the"),
         ("./llama-server", errno.EACCES, "chmod +x"),
         ("./llama-server", errno.ENOEXEC, "not a program for this system"),
         ("./llama-server", errno.ENOMEM, "Cannot allocate memory"),
@@ -228,29 +159,11 @@ LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
     ("returncode", "kills", "line", "log", "says"),
     [
         (-9, 0, None, (), None),  # somebody else's kill
-        (
-            -9,
-            1,
-            None,
-            (),
-            "the kernel killed it for lack of memory (its control group counts it: oom_kill +1)",
-        ),
+        (-9, 1, None, (), "the kernel killed it for lack of memory (its control group counts it: "),
         (-9, 0, LINE, (), f"the kernel killed it for lack of memory: {LINE}"),
         (-6, 1, LINE, (), None),  # it was another process that the kernel killed
-        (
-            1,
-            0,
-            None,
-            ("ggml: failed to allocate buffer", "bye"),
-            "its last words: ggml: failed to allocate buffer",
-        ),
-        (
-            -6,
-            0,
-            None,
-            ("terminate called: std::bad_alloc",),
-            "its last words: terminate called: std::bad_alloc",
-        ),
+        (1, 0, None, ("failed to allocate buffer", "bye"), "last words: failed to allocate buffer"),
+        (-6, 0, None, ("terminate: std::bad_alloc",), "last words: terminate: std::bad_alloc"),
         (0, 0, None, ("out of memory",), None),
         (1, 0, None, ("out of memory", "1", "2", "3", "4", "5"), None),  # long ago
         (None, 1, None, (), None),
@@ -259,6 +172,6 @@ LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
 def test_what_tells_a_lack_of_memory(
     returncode: int | None, kills: int, line: str | None, log: tuple[str, ...], says: str | None
 ) -> None:
-    found = lack_of_memory(returncode, oom_kills=kills, kernel_line=line, log_tail=log)
-    assert (found is None) == (says is None)
-    assert (says or "") in (found or "")
+    cause = lack_of_memory(returncode, oom_kills=kills, kernel_line=line, log_tail=log)
+    assert (cause is None) == (says is None)
+    assert (says or "") in (cause or "")

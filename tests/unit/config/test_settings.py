@@ -193,25 +193,10 @@ def test_bad_input_is_refused(
     refuses(lambda: make(**{field: value}), field, error, *says)
 
 
-BAD_TOOLS = [
-    (tool("a"), TypeError, "sequence of tool definitions"),
-    ("a", TypeError, "sequence", "'a'"),
-    ([None], TypeError, "[0]", "mapping", "None"),
-    ([tool("a"), tool("a")], ConfigError, "two tools named 'a'"),
-    ([tool("a") | {"type": "tool"}], ConfigError, "[0]", "'function'", "'tool'"),
-    ([{"type": "function", "name": "a"}], TypeError, "[0]", "'function'", "None"),
-    ([tool("")], ConfigError, "[0]", "name", "empty"),
-    ([tool(7)], TypeError, "[0]", "name", "str", "7"),  # type: ignore[arg-type]
-    ([tool("a", parameters=[])], TypeError, "[0]", "parameters", "JSON schema object", "[]"),
-    ([tool("a"), tool("b", parameters={"x": {1}})], TypeError, "[1]", "['x']", "JSON cannot hold"),
-]
-
-
 @pytest.mark.parametrize("field", ["normal_tools", "exit_tools"])
-@pytest.mark.parametrize("case", BAD_TOOLS)
-def test_tool_definitions_are_refused(field: str, case: tuple[Any, ...]) -> None:
-    value, error, *says = case
-    refuses(lambda: config(tool_runner=RUNNER, **{field: value}), field, error, *says)
+def test_tool_definitions_are_checked(field: str) -> None:
+    make = partial(config, tool_runner=RUNNER, **{field: [tool("a"), tool("a")]})
+    refuses(make, field, ConfigError, "two tools named 'a'")
 
 
 def test_normal_tools_need_a_runner_and_own_names() -> None:

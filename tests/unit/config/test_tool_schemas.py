@@ -9,11 +9,12 @@ import pytest
 from llama_worker import ConfigError
 from llama_worker.config.tool_schemas import checked_tools
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
+from tests.unit.config.cases import refuses
 
 NUMBER = {"type": "number"}
 
 
-def tool(name: str = "add", **function: Any) -> dict[str, Any]:
+def tool(name: Any = "add", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
@@ -54,11 +55,27 @@ def taking(**schema: Any) -> dict[str, Any]:
     ],
 )
 def test_a_slip_is_named_with_place_and_hint(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        checked_tools("normal_tools", [given])
-    assert str(caught.value).startswith("normal_tools[0]")
-    assert says in str(caught.value)
-    assert len(str(caught.value)) < 400
+    refuses(lambda: checked_tools("tools", [given]), "tools[0]", ConfigError, says)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (tool("a"), TypeError, ["sequence of tool definitions"]),
+        ("a", TypeError, ["sequence", "'a'"]),
+        ([None], TypeError, ["[0]", "mapping", "None"]),
+        ([tool("a") | {"type": "tool"}], ConfigError, ["[0]", "'function'", "'tool'"]),
+        ([{"type": "function", "name": "a"}], TypeError, ["[0]", "'function'", "None"]),
+        ([tool("")], ConfigError, ["[0]", "name", "empty"]),
+        ([tool(name=7)], TypeError, ["[0]", "name", "str", "7"]),
+        ([tool(parameters=[])], TypeError, ["[0]", "parameters", "JSON schema object", "[]"]),
+        ([tool("a"), taking(x={1})], TypeError, ["[1]", "['x']", "JSON cannot hold"]),
+    ],
+)
+def test_what_defines_no_tools_is_refused(
+    given: Any, error: type[Exception], says: list[str]
+) -> None:
+    refuses(lambda: checked_tools("tools", given), "tools", error, *says)
 
 
 @pytest.mark.parametrize(
