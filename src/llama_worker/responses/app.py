@@ -254,7 +254,7 @@ def _sse_output(request: HttpRequest, client: Client, chat_request: ChatRequest)
         else:
             client.begin(request, 200, headers, data=data)
 
-    return EventSink(send=send, encode=lambda events: sse(events))
+    return EventSink(send=send, encode=sse)
 
 
 def _warning_headers(warnings: Iterable[str]) -> list[tuple[str, str]]:

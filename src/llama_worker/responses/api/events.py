@@ -15,7 +15,7 @@ from typing import Any, Literal, assert_never
 
 import msgspec
 
-from llama_worker.responses.api.items import Call, Delta, ItemStatus, Message, Reasoning
+from llama_worker.responses.api.items import Call, Delta, Emitted, ItemStatus, Message, Reasoning
 from llama_worker.responses.api.tools import NO_TOOLS, ToolSet
 from llama_worker.responses.errors import error_code
 from llama_worker.stream import events as chat
@@ -36,7 +36,7 @@ _INCOMPLETE_REASONS = {
 def sse(events: list[Event]) -> bytes:
     """The events as a Responses stream has them; it has no end mark of its own."""
     return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)) for event in events
+        [b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)) for event in events]
     )
 
 
@@ -224,7 +224,8 @@ class ResponseEvents:
             self._closed_calls.remove(delta.index)  # a server that numbers every call alike
         if self._for_open_item(delta):  # nearly always; what waits is for other items
             self._append(delta)
-            self._work_off()
+            if self._waiting:
+                self._work_off()
             return
         self._waiting.append(delta)
         if len(self._waiting) == 1:
@@ -297,14 +298,12 @@ class ResponseEvents:
     def _begin_item(self, item: Reasoning | Message | Call) -> None:
         self._open = item
         self._emit("response.output_item.added", output_index=self._index, item=item.begun())
-        for kind, fields in item.opening():
-            self._emit(kind, output_index=self._index, item_id=item.id, **fields)
+        self._emit_of(item, item.opening())
 
     def _append(self, delta: Delta) -> None:
         item = self._open
         assert item is not None
-        for kind, fields in item.append(delta):
-            self._emit(kind, output_index=self._index, item_id=item.id, **fields)
+        self._emit_of(item, item.append(delta))
 
     def _close(self, status: ItemStatus) -> None:
         item, self._open = self._open, None
@@ -312,8 +311,7 @@ class ResponseEvents:
             return
         if isinstance(item, Call):
             self._closed_calls.add(item.index)
-        for kind, fields in item.closing(status):
-            self._emit(kind, output_index=self._index, item_id=item.id, **fields)
+        self._emit_of(item, item.closing(status))
         done = item.done(status)
         self._emit("response.output_item.done", output_index=self._index, item=done)
         self.response["output"].append(done)
@@ -376,6 +374,14 @@ class ResponseEvents:
             fields["response"]["output"] = list(fields["response"]["output"])
         self._out.append({"type": kind, "sequence_number": self._sequence_number, **fields})
         self._sequence_number += 1
+
+    def _emit_of(self, item: Reasoning | Message | Call, emitted: Emitted) -> None:
+        where = {"output_index": self._index, "item_id": item.id}
+        for kind, fields in emitted:
+            self._out.append(
+                {"type": kind, "sequence_number": self._sequence_number, **where, **fields}
+            )
+            self._sequence_number += 1
 
     def _take(self) -> list[Event]:
         out, self._out = self._out, []
