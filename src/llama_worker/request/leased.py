@@ -1,9 +1,9 @@
 """A request that somebody else sends to the worker's server: it holds a slot, and is watched as any
 other. Pure; not thread-safe.
 
-Who sends it tells what comes (`waits`, `opened`, `heard`, `closed`); the slot's actor asks how far
-it is and steps it as it steps a `Request` of its own. What the model says is not kept: it is its
-client's.
+Who sends it tells what comes (`waits`, `pauses`, `opened`, `heard`, `closed`); the slot's actor
+asks how far it is and steps it as it steps a `Request` of its own. What the model says is not kept:
+it is its client's.
 """
 
 from __future__ import annotations
@@ -84,16 +84,20 @@ class LeasedRequest:
         """Nothing lies ready: from now on the server is waited for."""
         self._waits = True
 
+    def pauses(self) -> None:
+        """The client takes nothing, so nothing more is read."""
+        self._waits = False
+
     def opened(self, at: float) -> None:
         """The headers of a good reply have come."""
-        self._waits, self._turn.headers_at = False, at
+        self._turn.headers_at = at
 
     def heard(self, events: Iterable[StreamEvent], at: float) -> None:
         """Something came; no events where it was keepalives only. What comes behind the end that
         was recorded changes nothing."""
         if self._ended:
             return
-        self._waits, self._turn.last_stream_byte_at = False, at
+        self._turn.last_stream_byte_at = at
         for event in events:
             self._turn.hear(event, at)
             match event:

@@ -93,6 +93,7 @@ class Exchange:
             has_media=has_media,
             in_one_piece=in_one_piece,
         )
+        self._client.when_slow(self.leased.pauses)
         self._wants_lease = True
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
         order = Lease(job_name=job_name, exchange=self.leased, reply=reply)

@@ -42,14 +42,14 @@ _NOT_FOR_CHAT = frozenset(
     {"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"}
     | {f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol")}
 )
-_READ_BYTES = 65536
+_READ_BYTES = 16384
 
 
 class ChatExchange:
     """A stream of events for one thread, which waits for them; only the Abort is for others.
 
     `leased` hears all that comes, and may know a better reason for a failure.
-    `before_reading` is called each time, and again after `silence_s` in which nothing came.
+    `before_reading` is called before each wait for the headers, of at most `silence_s`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ChatExchange:
         self._leased.opened(time.monotonic())
         self._body = ChatBody(reply.headers)
         self._connection, ahead = reply.take_over()
-        self._connection.setblocking(True)
+        self._connection.set_silence(self.silence_s)
         self._events = self._body.feed(ahead)
         if self._events:
             self._leased.heard(self._events, time.monotonic())
@@ -112,15 +112,28 @@ class ChatExchange:
         return bool(self._events)
 
     def read(self) -> list[StreamEvent] | None:
-        """What comes next, [] for a keepalive; None at the end: `failure` says whether a good
-        one."""
-        assert self._body is not None
+        """What comes next, [] for a keepalive and for nothing within `silence_s`; None at the end:
+        `failure` says whether a good one."""
+        body = self._body
+        assert body is not None
         events, self._events = self._events, []
-        if not events and not self._body.over:
-            events = self._receive(self._body)
+        if not events and not body.over:
+            self._leased.waits()
+            try:
+                data = self._connection.receive(_READ_BYTES)
+            except OSError as error:
+                body.end(str(self._abort.error or error))
+            else:
+                if data is None:
+                    return []
+                if data:
+                    events = body.feed(data)
+                else:
+                    aborted = self._abort.error
+                    body.end(None if aborted is None else str(aborted))
             self._leased.heard(events, time.monotonic())
-        if self._body.over:
-            self.failure = self._leased.closed(self._body.failure)
+        if body.over:
+            self.failure = self._leased.closed(body.failure)
             self.close()
             return events or None
         return events
@@ -129,21 +142,6 @@ class ChatExchange:
         if self._reply is not None:
             self._reply.close()
         self._reply = None
-
-    def _receive(self, body: ChatBody) -> list[StreamEvent]:
-        self.before_reading()
-        while not self._abort.wait_readable(self.silence_s):
-            self.before_reading()
-        try:
-            data = self._connection.recv(_READ_BYTES)
-        except OSError as error:
-            body.end(str(self._abort.error or error))
-            return []
-        if data:
-            return body.feed(data)
-        aborted = self._abort.error
-        body.end(None if aborted is None else str(aborted))
-        return []
 
 
 class EventSink(Struct, frozen=True, kw_only=True):
@@ -204,8 +202,10 @@ class ResponseRun:
         """Drive it. Raises OSError where the client has left; the response is over in any case."""
         try:
             while not self._events.over:
-                if self._first and not chat.can_read and not self._abort.wait_readable(_TOGETHER_S):
-                    self.begin()
+                if not chat.can_read:
+                    if self._first and not self._abort.wait_readable(_TOGETHER_S):
+                        self.begin()
+                    self.before_reading()
                 read = chat.read()
                 now = time.monotonic()
                 if read is None:

@@ -45,7 +45,6 @@ class Client:
             self.exchange.opened(at)
         else:
             self.exchange.heard([event], at)
-        self.exchange.waits()
 
     @property
     def given_up(self) -> str | None:
@@ -278,7 +277,8 @@ def test_a_hang_costs_only_its_own_request() -> None:
 def test_a_slow_client_is_not_the_servers_fault() -> None:
     client, upstream = Client(), World()
     upstream.begin(client)
-    client.exchange.opened(0.0)  # from now on its thread writes
+    client.exchange.opened(0.0)
+    client.exchange.pauses()  # from now on its thread waits for the client
     upstream.run(client)
     assert client.given_up is None
 

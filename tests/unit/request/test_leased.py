@@ -55,7 +55,6 @@ def speaking() -> LeasedRequest:
     request = leased()
     request.opened(1.0)
     request.heard([TextDelta("Once ")], 2.0)
-    request.waits()
     return request
 
 
@@ -101,8 +100,9 @@ def test_phases_follow_what_came() -> None:
 def test_a_slow_client_is_not_waited_for() -> None:
     """While its thread writes to the client, the server's silence proves nothing."""
     request = speaking()
-    assert not request.progress().concluding
     request.heard([EmptyRecord()], 3.0)
+    assert not request.progress().concluding
+    request.pauses()
     assert request.progress().concluding
     request.waits()
     assert not request.progress().concluding

@@ -44,6 +44,7 @@ class Client:
         self._write_timeout_s = write_timeout_s
         self._has_left = False
         self._on_left: Callable[[], object] | None = None
+        self._on_slow: Callable[[], object] | None = None
 
     # ------------------------------------------------------------ the request's own thread
 
@@ -92,6 +93,15 @@ class Client:
         if self._has_left:
             call()
 
+    def when_slow(self, call: Callable[[], object]) -> None:
+        """Call it, on the request's own thread, before each wait for the client to take
+        something."""
+        self._on_slow = call
+
+    def forget_request(self) -> None:
+        """Nobody is to hear of the client any more."""
+        self._on_left = self._on_slow = None
+
     def _send(self, data: bytes) -> None:
         try:
             # mostly there is room, and a timeout would cost a system call more
@@ -99,6 +109,8 @@ class Client:
         except BlockingIOError:
             sent = 0
         if sent < len(data):
+            if self._on_slow is not None:
+                self._on_slow()
             try:
                 self.socket.settimeout(self._write_timeout_s)
                 self.socket.sendall(data[sent:])

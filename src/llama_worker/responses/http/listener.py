@@ -296,7 +296,7 @@ class SocketListener:
     def _take_back(self, client: Client) -> None:
         """From its request's thread: for another request, or to be closed."""
         self._busy.discard(client)
-        client.when_left(lambda: None)
+        client.forget_request()
         if not client.http.reply.is_complete:
             self._drop(client)
         elif not client.http.can_go_on or self._stopped:

@@ -106,11 +106,26 @@ class _KeepsReader:
 
 
 class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # one kind of makefile
-    pass
+    def set_silence(self, silence_s: float | None) -> None:
+        """How long `receive` waits from now on; None: for ever."""
+        self.setblocking(True)
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(silence_s))
+
+    def receive(self, max_bytes: int) -> bytes | None:
+        """What comes next, b"" at the connection's end; None: nothing came in time."""
+        try:
+            return self.recv(max_bytes)  # one system call, where a timeout of Python's needs two
+        except BlockingIOError:
+            return None
 
 
 class _TlsSocket(_KeepsReader, ssl.SSLSocket):  # type: ignore[misc]
-    pass
+    def set_silence(self, silence_s: float | None) -> None:
+        self.setblocking(True)
+        self._silence_s = silence_s
+
+    def receive(self, max_bytes: int) -> bytes | None:
+        return self.recv(max_bytes) if self.abort.wait_readable(self._silence_s) else None
 
 
 class _Waiting(io.RawIOBase):
@@ -229,6 +244,12 @@ def shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # it was not connected, or is no longer
+
+
+def _timeval(timeout_s: float | None) -> bytes:
+    """As SO_RCVTIMEO takes it."""
+    micros = 0 if timeout_s is None else max(round(min(timeout_s, _MAX_WAIT_S) * 1e6), 1)
+    return struct.pack("ll", *divmod(micros, 1_000_000))
 
 
 def left_s(deadline: float | None, timeout_s: float | None) -> float | None:

@@ -100,7 +100,7 @@ class HttpReply:
                 body += data
         return describe_http_error(self.status, body)
 
-    def take_over(self) -> tuple[socket.socket, bytes]:
+    def take_over(self) -> tuple[AbortableSocket, bytes]:
         """The connection, which no longer blocks, and what of the body was read with the headers:
         from now on the caller reads it."""
         self._connection.setblocking(False)

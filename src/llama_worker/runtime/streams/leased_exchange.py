@@ -40,28 +40,37 @@ class LeasedExchange:
         self._abort = abort
         self._has_media = has_media
         self._in_one_piece = in_one_piece
-        self._over = threading.Condition()  # and the lock
+        self._lock = threading.RLock()  # guards the request
+        self._over = threading.Condition(self._lock)
         self._request: LeasedRequest | None = None
+        self._is_paused = False  # for the exchange's thread
 
     # ------------------------------------------------------------ the exchange's thread
 
     def sends(self) -> None:
         """The request is about to be sent."""
         if self._request is not None:
-            with self._over:
+            with self._lock:
                 self._request.waits()
+
+    def pauses(self) -> None:
+        """The client takes nothing: until `waits` nobody waits for the server."""
+        if self._request is not None:
+            self._is_paused = True
+            with self._lock:
+                self._request.pauses()
 
     def waits(self) -> None:
         """To be told before each wait for the server."""
-        request = self._request
-        if request is not None and not self._abort.wait_readable(0.0):
-            with self._over:
-                request.waits()
+        # What lies ready since long must not look like a stall until it is read.
+        if self._is_paused and not self._abort.wait_readable(0.0):
+            self._is_paused = False
+            self.sends()
 
     def opened(self, at: float) -> None:
         """The headers of a good reply have come."""
         if self._request is not None:
-            with self._over:
+            with self._lock:
                 self._request.opened(at)
 
     def replied(self, status: int, at: float) -> None:
@@ -74,14 +83,14 @@ class LeasedExchange:
     def heard(self, events: Sequence[StreamEvent], at: float) -> None:
         """Something came; no events where it was keepalives only."""
         if self._request is not None:
-            with self._over:
+            with self._lock:
                 self._request.heard(events, at)
 
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:
         """The exchange with the server is over. What to tell the client of it: the worker's own
         reason where it gave the request up, or does so now that the connection broke."""
         if self.breaks(failure) and self._tell_end(self):
-            with self._over:
+            with self._lock:
                 self._over.wait_for(lambda: self._leased.has_ended, _NEWS_S)
         return self.explained(failure)
 
@@ -91,7 +100,7 @@ class LeasedExchange:
         request = self._request
         if request is None:
             return False
-        with self._over:
+        with self._lock:
             if request.has_finished or (request.given_up is None and self._abort.error is None):
                 request.closed(failure)
             return request.is_broken and not request.has_ended
@@ -126,23 +135,23 @@ class LeasedExchange:
 
     def end(self, now: float) -> RequestRecord | None:
         """The record; None where it has one already, or never had a slot."""
-        with self._over:
+        with self._lock:
             return None if self._request is None else self._request.end(now)
 
     # ---------------------------------------------------------- the slot's actor, as of a `Request`
 
     def step(self, message: RequestInput, now: float) -> LeaseEffects:
-        with self._over:
+        with self._lock:
             effects = self._leased.step(message, now)
             self._cut_if_over()
         return effects
 
     def hear_out(self, now: float) -> None:
-        with self._over:
+        with self._lock:
             self._leased.hear_out(now)
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
-        with self._over:
+        with self._lock:
             effects = self._leased.fail(reason, detail, now)
             self._cut_if_over()
         return effects
@@ -156,15 +165,15 @@ class LeasedExchange:
         return self._leased.deadline
 
     def saw_liveness(self, at: float | None) -> None:
-        with self._over:
+        with self._lock:
             self._leased.saw_liveness(at)
 
     def progress(self) -> Progress:
-        with self._over:
+        with self._lock:
             return self._leased.progress()
 
     def status(self) -> RequestStatus:
-        with self._over:
+        with self._lock:
             return self._leased.status()
 
     @property

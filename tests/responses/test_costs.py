@@ -1,0 +1,170 @@
+"""What an event costs the thread that serves a client: counted, never by the clock."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from llama_worker.request.table import Admitted
+from llama_worker.responses.api.events import ResponseEvents, sse
+from llama_worker.responses.generation import ChatExchange, EventSink, ResponseRun
+from llama_worker.responses.http.client import Client
+from llama_worker.responses.http.reply import ReplyFramer
+from llama_worker.responses.http.request_reader import RequestReader
+from llama_worker.runtime.http.abortable_socket import Abort
+from llama_worker.runtime.http.session import Endpoint
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from tests.actors.conftest import WAIT_S
+from tests.runtime.conftest import MakeServer, make_server
+
+__all__ = ["make_server"]  # a fixture
+
+EVENTS = 100
+MAX_CALLS = 50  # of Python functions, for one event
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(text: str) -> bytes:
+    delta = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
+    record = f"data: {json.dumps(delta)}\n\n".encode()
+    return b"%x\r\n%b\r\n" % (len(record), record)
+
+
+class Stream:
+    """A stream whose head has come, with a lease, and the client that it is for."""
+
+    def __init__(self, make_server: MakeServer) -> None:
+        accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+
+        def serve(connection: socket.socket) -> None:
+            connection.recv(1 << 16)
+            connection.sendall(HEAD)
+            accepted.put(connection)
+
+        abort = Abort()
+        self.leased = LeasedExchange(abort)
+        admitted = Admitted(1, 0, "responses:r", 0.0, is_leased=True)
+        self.leased.begin(admitted, api_key=None, unix_offset=0.0)
+        numbers = itertools.count(1)
+        self.events = ResponseEvents(
+            response_id="resp_1",
+            clock=lambda: 0.0,
+            echo={},
+            new_id=lambda prefix: f"{prefix}_{next(numbers)}",
+        )
+        ours, self.reader = socket.socketpair()
+        ours.setblocking(False)
+        http = RequestReader(max_body_bytes=1, check_head=lambda _: None)
+        http.reply = ReplyFramer("POST")
+        http.reply.begin(200, [])
+        self.client = Client(ours, http, "127.0.0.1", WAIT_S)
+        self.client.when_slow(self.leased.pauses)
+        endpoint = Endpoint(base_url=make_server(serve).url, connect_timeout_s=WAIT_S)
+        self.chat = ChatExchange(
+            abort, endpoint, self.leased, before_reading=lambda: None, silence_s=WAIT_S
+        )
+        assert self.chat.open({}, {})
+        self.server = accepted.get(timeout=WAIT_S)
+        self._abort = abort
+
+    def run(self, send: Callable[[bytes], None]) -> None:
+        """To the stream's end; what is for the client goes to `send`."""
+        ResponseRun(
+            self.events,
+            self._abort,
+            sink=EventSink(send=send, encode=sse),
+            heartbeat_s=WAIT_S,
+            over=lambda: None,
+        ).to_the_end(self.chat)
+
+    def is_waited_for(self) -> bool:
+        """Whether the server's silence counts."""
+        return not self.leased.progress().concluding
+
+    def close(self) -> None:
+        self._abort.abort()
+        self.chat.close()
+        self.reader.close()
+        self.client.socket.close()
+
+
+@pytest.fixture
+def stream(make_server: MakeServer) -> Iterator[Stream]:
+    made = Stream(make_server)
+    yield made
+    made.close()
+
+
+def test_an_event_costs_one_read_and_one_send(stream: Stream) -> None:
+    """Each event comes when the one before it has been sent on."""
+    calls: Counter[str] = Counter()
+    sent_count = 0
+
+    def count(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call":
+            calls[called.__name__] += 1
+        elif event == "call":
+            calls["Python"] += 1
+
+    def send(data: bytes) -> None:
+        nonlocal sent_count
+        stream.client.write(data)
+        sys.setprofile(None)
+        stream.reader.recv(1 << 16)
+        sent_count += 1
+        if sent_count < EVENTS:
+            stream.server.sendall(chunk("x"))
+        elif sent_count == EVENTS:
+            stream.server.shutdown(socket.SHUT_RDWR)
+        if 10 <= sent_count < EVENTS:
+            sys.setprofile(count)
+
+    stream.server.sendall(chunk("x"))
+    try:
+        stream.run(send)
+    finally:
+        sys.setprofile(None)
+    counted = EVENTS - 10
+    assert (calls["recv"], calls["send"], calls["poll"]) == (counted, counted, 0)
+    assert calls["Python"] <= MAX_CALLS * counted
+
+
+def test_a_slow_client_excuses_the_server(stream: Stream) -> None:
+    """What came meanwhile is read first: until then the server is not waited for either."""
+    waited_for: list[bool] = []
+
+    def drain() -> None:
+        waited_for.append(stream.is_waited_for())
+        stream.server.sendall(chunk("y"))  # lies ready when the client has taken all
+        while stream.reader.recv(1 << 20):
+            pass
+
+    reader = threading.Thread(target=drain)
+    pauses = stream.leased.pauses
+
+    def slow() -> None:
+        pauses()
+        reader.start()
+
+    stream.client.when_slow(slow)
+    stream.leased.sends()
+    assert stream.is_waited_for()
+    stream.client.write(b"x" * (8 << 20))
+    stream.leased.waits()
+    waited_for.append(stream.is_waited_for())
+    assert stream.chat.read()
+    stream.leased.waits()
+    waited_for.append(stream.is_waited_for())
+    stream.client.cut()
+    reader.join()
+    assert waited_for == [False, False, True]
