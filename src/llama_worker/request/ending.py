@@ -29,7 +29,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     context: ContextUse | None = None
 
     def masked(self, secret: str | None) -> Outcome:
-        """Fit for the host: without the secret."""
+        """The same without the secret, for the host."""
         detail = self.fail_detail
         return self if detail is None else replace(self, fail_detail=masked(detail, secret))
 
@@ -83,7 +83,7 @@ def after_turn(finish_reason: str | None, calls: Partition, iterations_left: int
 
 
 def after_loop(loop: LoopFound | TextLoopFound) -> Outcome:
-    """The output repeats itself."""
+    """How a loop in the output ends its request."""
     if isinstance(loop, TextLoopFound):
         what = (
             f"the last {loop.chars} characters repeat {loop.period_chars} of them, which begin "

@@ -1,9 +1,9 @@
 """A request that somebody else sends to the worker's server: it holds a slot, and is watched as any
 other. Pure; not thread-safe.
 
-Who sends it tells what comes (`waits`, `pauses`, `opened`, `heard`, `closed`); the slot's actor
-asks how far it is and steps it as it steps a `Request` of its own. What the model says is not kept:
-it is its client's.
+Its sender reports what comes (`waits`, `pauses`, `opened`, `heard`, `closed`); the slot's actor
+asks for its progress and steps it like a `Request` of its own. The output goes to its client and is
+not kept.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LeasedRequest:
         self._turn_end = TurnEnd()
         self._text_chars = self._reasoning_chars = 0
         self._waits = False
-        self._heard_out: Outcome | None = None  # how its stream came to its end
+        self._stream_outcome: Outcome | None = None  # how its stream came to its end
         self._until: float | None = None  # what a dead server had sent is read, or news awaited
         self._is_asked = False  # whether the server died, which would explain a broken connection
         self._ended = False
@@ -93,8 +93,7 @@ class LeasedRequest:
         self._turn.headers_at = at
 
     def heard(self, events: Iterable[StreamEvent], at: float) -> None:
-        """Something came; no events where it was keepalives only. What comes behind the end that
-        was recorded changes nothing."""
+        """Something came; no events: keepalives only. No effect once the request has ended."""
         if self._ended:
             return
         self._turn.last_stream_byte_at = at
@@ -112,7 +111,7 @@ class LeasedRequest:
         """The exchange with the server is over; None: in the regular way."""
         self._waits = False
         if self._in_one_piece and failure is None:
-            self._heard_out = self._heard_out or COMPLETED
+            self._stream_outcome = self._stream_outcome or COMPLETED
         else:
             self._conclude(self._turn_end.closed(failure))
 
@@ -124,7 +123,7 @@ class LeasedRequest:
         """
         if self._ended or self.is_broken:
             return None
-        outcome = self._heard_out or CANCELED
+        outcome = self._stream_outcome or CANCELED
         if self.given_up is not None and outcome.fail_reason is not None:
             outcome = self.given_up
         return self._record(outcome, now)
@@ -155,7 +154,7 @@ class LeasedRequest:
         return []
 
     def hear_out(self, now: float) -> None:
-        """The exchange is over. Where its connection broke, news of why may follow."""
+        """The exchange is over. If its connection broke, wait for news of the reason."""
         if self.is_broken and self._until is None:
             self._until = now + DEATH_NEWS_S
 
@@ -166,8 +165,10 @@ class LeasedRequest:
     @property
     def has_finished(self) -> bool:
         """The model came to its regular end."""
-        heard_out = self._heard_out is not None and self._heard_out.fail_reason is None
-        return heard_out or self._turn_end.finish_reason is not None
+        has_completed = (
+            self._stream_outcome is not None and self._stream_outcome.fail_reason is None
+        )
+        return has_completed or self._turn_end.finish_reason is not None
 
     @property
     def has_ended(self) -> bool:
@@ -182,7 +183,7 @@ class LeasedRequest:
     @property
     def is_broken(self) -> bool:
         """The connection broke, and perhaps nobody knows why so far."""
-        return self._heard_out is not None and self._heard_out.fail_reason in _BREAKS
+        return self._stream_outcome is not None and self._stream_outcome.fail_reason in _BREAKS
 
     def saw_liveness(self, at: float | None) -> None:
         """Evidence that the server works; for the status."""
@@ -222,22 +223,22 @@ class LeasedRequest:
     @property
     def _last_outcome(self) -> Outcome:
         """What is known, once nothing more is waited for."""
-        outcome = self.given_up or self._heard_out
+        outcome = self.given_up or self._stream_outcome
         assert outcome is not None
         return outcome
 
     @property
     def _is_open(self) -> bool:
-        return self._heard_out is None and self._turn_end.finish_reason is None
+        return self._stream_outcome is None and self._turn_end.finish_reason is None
 
     def _conclude(self, verdict: Verdict | None) -> None:
-        if verdict is None or self._heard_out is not None:
+        if verdict is None or self._stream_outcome is not None:
             return
         match verdict:
             case Finished(reason=reason):
-                self._heard_out = TOKEN_LIMIT if reason == "length" else COMPLETED
+                self._stream_outcome = TOKEN_LIMIT if reason == "length" else COMPLETED
             case ServerError() | StreamFailure():
-                self._heard_out = failed_by(verdict)
+                self._stream_outcome = failed_by(verdict)
 
     def _give_up(self, outcome: Outcome, now: float) -> LeaseEffects:
         """End so, unless the model had finished before."""
@@ -245,9 +246,9 @@ class LeasedRequest:
             return []
         if self._turn_end.finish_reason is not None:
             self._conclude(self._turn_end.closed(None))
-        if self._heard_out is not None and self._heard_out.fail_reason is None:
-            outcome = self._heard_out
-        elif outcome is not self._heard_out:
+        if self._stream_outcome is not None and self._stream_outcome.fail_reason is None:
+            outcome = self._stream_outcome
+        elif outcome is not self._stream_outcome:
             self.given_up = outcome
         return [RequestEnded(record=self._record(outcome, now))]
 

@@ -1,4 +1,4 @@
-"""How far a request is: what counts as progress of its turn, and what its watch is told. Not
+"""How far a request is: what counts as progress of its turn, and what its watch gets to see. Not
 thread-safe; instants (`*_at`) are monotonic seconds.
 
 A server that hangs may go on sending: the same report of prompt progress on every pass of its loop,
@@ -14,8 +14,8 @@ from llama_worker.stream import events
 from llama_worker.types.request import RequestPhase
 
 _BATCHES_KEPT = 16
-_MAX_FINGERPRINTS = 4096  # a circle of more records than that is taken for something new
-_MAX_CALL_HEADS = 256  # in one turn; a server that begins calls for ever says nothing
+_MAX_FINGERPRINTS = 4096  # a cycle of more distinct records passes for something new
+_MAX_CALL_HEADS = 256  # in one turn; further ones are no progress
 # The first chunk may say nothing, and a report of progress may come twice. Repeats that come
 # together (read in one go behind a pause of this program's) are one.
 REPEATS_KEPT = 3
@@ -40,10 +40,10 @@ class Progress:
     dispatched_at: float  # of the request: the first turn's start
     turn_started_at: float
     headers_at: float | None = None
-    first_token_at: float | None = None  # told, and decides nothing: the phase does
+    first_token_at: float | None = None  # for the status; verdicts use the phase
     prompt_progress_at: float | None = None  # the latest report of prompt progress
     last_data_at: float | None = None  # what brought the turn forward
-    last_stream_byte_at: float | None = None  # any byte, keepalives too: decides nothing
+    last_stream_byte_at: float | None = None  # any byte, keepalives too; for the status
     batches: tuple[Batch, ...] = ()  # of the prompt, the latest few
     has_media: bool = False  # images or sounds are no tokens until they are encoded
     tokens: int = 0  # generated, as far as they were told

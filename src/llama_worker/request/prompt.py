@@ -212,11 +212,9 @@ def request_body(
 
 
 def runaway_tokens(body: Mapping[str, Any]) -> int | None:
-    """How many tokens of a turn are far beyond what its body allows: its server keeps to no limit.
-    None: unlimited.
+    """More tokens than that in a turn, and its server ignores the limit. None: unlimited.
 
-    Counted on our side, where a token may come in more than one piece: hence a quarter more, and
-    some.
+    Deltas are counted, and a token may come in several: hence a quarter and some above the limit.
     """
     limits: list[float] = []
     for key in _TOKEN_LIMITS:

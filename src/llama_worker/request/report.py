@@ -1,4 +1,4 @@
-"""What is known of a request, and what is told of it: progress, status, record. Pure.
+"""What is known of a request, and the reports made of it: progress, status, record. Pure.
 
 Instants (`*_at`, `now`) are monotonic seconds.
 """
@@ -205,7 +205,7 @@ def build_record(
 
 
 def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float) -> RequestRecord:
-    """For a request whose actor died without a word: it failed, and nothing of it is known."""
+    """For a request whose actor died: it failed, and nothing else is known of it."""
     totals = RequestTotals(
         request_id=admitted.request_id,
         job_name=admitted.job_name,

@@ -66,12 +66,12 @@ class ToolUse:
     def record_exits(self, turn: Turn, now: float) -> None:
         """Record the exit calls that are complete so far, while the turn goes on."""
         if exits := turn.take_exits(self.exit_names):
-            self._tell_apart(exits, now)
+            self._sort_calls(exits, now)
 
     def take_calls(self, turn: Turn, now: float) -> Partition:
-        """Tell the calls of a turn that is over apart, once, and record its exit calls."""
+        """Sort the calls of a finished turn, once, and record its exit calls."""
         turn.calls_taken = True
-        calls = self._tell_apart(turn.calls(), now)
+        calls = self._sort_calls(turn.calls(), now)
         self._not_run = calls.unrun
         return calls
 
@@ -95,7 +95,7 @@ class ToolUse:
         self._totals.trace.append(self._entry(batch, at, error))
 
     def record_not_run(self, why: str, now: float) -> None:
-        """The calls that no batch was begun with: what they hold is output, too."""
+        """Trace the calls that never ran: what they hold is output, too."""
         for call in self._not_run:
             raw = call if isinstance(call, RawCall) else RawCall(None, "", call.text)
             self._totals.trace.append(
@@ -116,7 +116,7 @@ class ToolUse:
         """The number of the next one, from 1."""
         return self._max_iterations - self._totals.iterations_left + 1
 
-    def _tell_apart(self, calls: Sequence[RawCall | MalformedCall], now: float) -> Partition:
+    def _sort_calls(self, calls: Sequence[RawCall | MalformedCall], now: float) -> Partition:
         parts = partition(
             calls,
             self._normal_names,

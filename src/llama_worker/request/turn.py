@@ -46,7 +46,7 @@ class Turn(TurnProgress):
         super().__init__(started_at)
         self.end = TurnEnd()
         self.had_reasoning_deltas = False  # the server takes reasoning out of the content itself
-        self.calls_taken = False  # told apart, exit calls recorded
+        self.calls_taken = False  # sorted, exit calls recorded
         self._runaway_tokens = runaway_tokens
         self._prompted = prompted
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
