@@ -43,9 +43,8 @@ every_mode = pytest.mark.parametrize("mode", ["native", "prompted", "auto"])
 @every_mode
 def test_the_stable_bios_stays_the_same(mode: ToolCallMode) -> None:
     bios = default_bios(replace(CONTEXT, tool_call_mode=mode))
-    assert (
-        bios.volatile == "Time: 2026-10-01 12:30:05+02:00 (Europe/Berlin)\nTool iterations left: 8"
-    )
+    time = "Time: 2026-10-01 12:30:05+02:00 (Europe/Berlin)"
+    assert bios.volatile == f"{time}\nTool iterations left: 8"
     assert bios.stable.splitlines()[0] == "bios-v1"
     for said in ("hivemind", "'w-1'", "add", "escalate", "unless the matter is urgent"):
         assert said in bios.stable
@@ -59,12 +58,8 @@ def test_the_stable_bios_stays_the_same(mode: ToolCallMode) -> None:
 def test_the_bios_says_how_to_call_a_tool(mode: ToolCallMode) -> None:
     stable = default_bios(replace(CONTEXT, tool_call_mode=mode)).stable
     shown = prompted_tools_text((ADD,), (ESCALATE,))
-    for said in (
-        shown,
-        json.dumps(ADD["function"]),
-        json.dumps(ESCALATE["function"]),
-        "<tool_call>",
-    ):
+    functions = (json.dumps(tool["function"]) for tool in (ADD, ESCALATE))
+    for said in (shown, *functions, "<tool_call>"):
         assert (said in stable) is (mode == "prompted")
     assert ("an XML element named tool_call" in stable) is (mode != "prompted")
     without_tools = default_bios(
@@ -97,16 +92,13 @@ def test_the_bios_says_what_exit_tools_are_for() -> None:
     uses = dict(
         line.removeprefix("- ").split(": ", 1) for line in stable.splitlines() if ": " in line
     )
-    said = {
-        "signal_issue": "confidence is low",
-        "request_escalation": "from outside",
-        "escalate": "description says",
-    }
-    for name, use in {
-        **said,
-        "request_decision": "decision has to",
-        "declare_outcome": "how the work ended",
-    }.items():
+    for name, use in (
+        ("signal_issue", "confidence is low"),
+        ("request_escalation", "from outside"),
+        ("request_decision", "decision has to"),
+        ("declare_outcome", "how the work ended"),
+        ("escalate", "description says"),
+    ):
         assert use in uses[name]
 
 

@@ -82,12 +82,8 @@ def test_each_waits_for_its_own_offset() -> None:
     reads = WaitingReads()
     reads.add(early)
     reads.add(late)
-    assert [reads.take(3, 0), reads.take(4, 0), reads.take(), reads.take()] == [
-        [],
-        [early],
-        [late],
-        [],
-    ]
+    taken = [reads.take(3, 0), reads.take(4, 0), reads.take(), reads.take()]
+    assert taken == [[], [early], [late], []]
 
 
 def test_answered_and_abandoned_waits_are_forgotten() -> None:

@@ -82,10 +82,8 @@ def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
         {"role": "assistant", "content": "a"},
     ]
     for user_prompt in ("Hi", ""):  # after an assistant's message an empty one is a message, too
-        messages = begin(
-            "BIOS", messages=prior, mode="separate", user_prompt=user_prompt
-        ).messages()
-        assert [m["content"] for m in messages] == ["BIOS", "SYS", "q", "a", user_prompt]
+        it = begin("BIOS", messages=prior, mode="separate", user_prompt=user_prompt)
+        assert [m["content"] for m in it.messages()] == ["BIOS", "SYS", "q", "a", user_prompt]
     assert begin("BIOS", user_prompt="").messages()[-1] == {"role": "user", "content": ""}
     assert begin().messages()[-1] == {"role": "user", "content": "Hi" + status("T1")}
 
@@ -114,23 +112,18 @@ def test_a_needless_empty_prompt_is_left_out(last: Any, content: Any) -> None:
 
 
 def test_a_continuation_has_a_message_per_call() -> None:
+    functions = [{"name": "add", "arguments": '{"a":1}'}, {"name": "find", "arguments": "{}"}]
     calls = [
-        {
-            "id": "c00000001",
-            "type": "function",
-            "function": {"name": "add", "arguments": '{"a":1}'},
-        },
-        {"id": "c00000002", "type": "function", "function": {"name": "find", "arguments": "{}"}},
+        {"id": f"c0000000{number}", "type": "function", "function": function}
+        for number, function in enumerate(functions, 1)
     ]
+    results = [("c00000001", "add", "2"), ("c00000002", "find", "[]" + status("T2"))]
     assert after_tools(begin(), BiosText("BIOS", "T2")).messages()[2:] == [
         {"role": "assistant", "content": "Look:", "reasoning_content": "hm", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "c00000001", "name": "add", "content": "2"},
-        {
-            "role": "tool",
-            "tool_call_id": "c00000002",
-            "name": "find",
-            "content": "[]" + status("T2"),
-        },
+        *(
+            {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+            for call_id, name, content in results
+        ),
     ]
 
 
