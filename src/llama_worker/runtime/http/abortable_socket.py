@@ -195,7 +195,7 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
 
 
 def _finish_connecting(connecting: socket.socket, code: int, timeout_s: float | None) -> None:
-    """Wait for the end of a connect that gave `begun` (an errno)."""
+    """Wait for the end of a connect that gave this code (an errno)."""
     if code == errno.EINPROGRESS:
         if not _wait(connecting, select.POLLOUT, timeout_s):
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))

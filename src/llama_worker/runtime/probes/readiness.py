@@ -32,9 +32,40 @@ _SHOWN_CHARS = 200  # of a canary's answer
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 
 
-class ReadinessProbe:
-    """One probe. The constructor has it made, and it tells one Probed; any thread may call
-    `abort`.
+class _Question:
+    """The constructor has it asked, on a thread that tells the answer; any thread may call `abort`.
+
+    Raises RuntimeError where the host has no thread.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Any]) -> None:
+        self._endpoint = endpoint
+        self._epoch = epoch
+        self._reply_to = reply_to
+        self._abort = Abort()
+        run_probe(self._run)
+
+    def abort(self) -> None:
+        """Close the connection now; the answer is then that there was none."""
+        self._abort.abort()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _ask(
+        self, method: str, path: str, timeout_s: float, body: object = None
+    ) -> tuple[int, bytes]:
+        return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
+
+    def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits | None = None) -> None:
+        probed = Probed(
+            epoch=self._epoch, outcome=outcome, detail=detail, traits=traits or ServerTraits()
+        )
+        self._reply_to.tell(probed)
+
+
+class ReadinessProbe(_Question):
+    """One probe of the worker's server, which tells one Probed, also where there is no thread.
 
     The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings
     the traits.
@@ -51,22 +82,14 @@ class ReadinessProbe:
         reply_to: Mailbox[Probed],
     ) -> None:
         self._config = config
-        self._endpoint = endpoint
-        self._epoch = epoch
         self._root_pid = root_pid
         self._first = first
-        self._reply_to = reply_to
-        self._abort = Abort()
         try:
-            run_probe(self._probe)
+            super().__init__(endpoint, epoch=epoch, reply_to=reply_to)
         except RuntimeError as error:
-            self._tell(_outcome(error), described_error(error), ServerTraits())
+            self._tell(_outcome(error), described_error(error))
 
-    def abort(self) -> None:
-        """Close the connection now; the outcome is then FAILED."""
-        self._abort.abort()
-
-    def _probe(self) -> None:
+    def _run(self) -> None:
         timeout_s = probe_timeout_s(self._config.timeouts)
         deadline = time.monotonic() + timeout_s
         traits = ServerTraits()
@@ -86,11 +109,6 @@ class ReadinessProbe:
         except Exception as error:
             outcome, detail = _outcome(error), described_error(error)
         self._tell(outcome, detail, traits)
-
-    def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
-        self._reply_to.tell(
-            Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=traits)
-        )
 
     def _ask_traits(self) -> ServerTraits:
         chat = {"messages": [{"role": "user", "content": "-"}]}
@@ -118,68 +136,28 @@ class ReadinessProbe:
         problem = canary_problem(canary.check, status, json_of(answer))
         return (outcome, detail) if problem is None else (ProbeOutcome.UNFIT, problem)
 
-    def _ask(
-        self, method: str, path: str, timeout_s: float, body: object = None
-    ) -> tuple[int, bytes]:
-        return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
 
+class AnswerProbe(_Question):
+    """Does a server that is nobody's here answer anything? Tells one Probed."""
 
-class AnswerProbe:
-    """Does a server that is nobody's here answer anything? The constructor has it asked, and it
-    tells one Probed; any thread may call `abort`. Raises RuntimeError where the host has no
-    thread."""
-
-    def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -> None:
-        self._endpoint = endpoint
-        self._epoch = epoch
-        self._reply_to = reply_to
-        self._abort = Abort()
-        run_probe(self._probe)
-
-    def abort(self) -> None:
-        """Close the connection now; the outcome is then FAILED."""
-        self._abort.abort()
-
-    def _probe(self) -> None:
+    def _run(self) -> None:
         deadline = time.monotonic() + PROBE_TIMEOUT_S
         try:
-            status, _ = ask(
-                self._endpoint,
-                "GET",
-                "/v1/models",
-                timeout_s=PROBE_TIMEOUT_S,
-                abort=self._abort,
-            )
+            status, _ = self._ask("GET", "/v1/models", PROBE_TIMEOUT_S)
             outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
         except Exception as error:
             outcome, detail = models_outcome(error, lost_s=gap_s(deadline, time.monotonic()))
-        self._reply_to.tell(
-            Probed(epoch=self._epoch, outcome=outcome, detail=detail, traits=ServerTraits())
-        )
+        self._tell(outcome, detail)
 
 
-class SlotsQuestion:
-    """One look at `/slots`. The constructor has it made, and it tells one SlotsSeen; any
-    thread may call `abort`. Raises RuntimeError where the host has no thread."""
+class SlotsQuestion(_Question):
+    """One look at `/slots`; tells one SlotsSeen."""
 
-    def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[SlotsSeen]) -> None:
-        self._endpoint = endpoint
-        self._epoch = epoch
-        self._reply_to = reply_to
-        self._abort = Abort()
-        run_probe(self._look)
-
-    def abort(self) -> None:
-        """Close the connection now; nothing was seen then."""
-        self._abort.abort()
-
-    def _look(self) -> None:
+    def _run(self) -> None:
         asked_at = time.monotonic()
         look: SlotsLook | SlotsSilence | None = None
         try:
-            status, body = ask(
-                self._endpoint, "GET", "/slots", timeout_s=LOOK_TIMEOUT_S, abort=self._abort
-            )
+            status, body = self._ask("GET", "/slots", LOOK_TIMEOUT_S)
             slots = parse_slots(json_of(body)) if status == 200 else None
             if slots is not None:
                 look = SlotsLook(asked_at=asked_at, slots=slots)
