@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from traceback import format_exception_only
 
@@ -11,6 +12,10 @@ from llama_worker.types.worker import StartFailReason
 
 _SHOWN_LOG_LINES = 20
 MASK = "***"
+# What this machine lacks for a moment: descriptors, threads, ports, memory.
+_SHORTAGES = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOMEM, errno.ENOBUFS}
+)
 _REFUSALS: dict[SubmitErrorCode, str] = {
     "NO_SLOT_AVAILABLE": "every slot holds a request; wait for one to end, or configure more slots",
     "WORKER_NOT_READY": "the server is stopped or starting; wait for start(), or try again later",
@@ -24,6 +29,21 @@ _REFUSALS: dict[SubmitErrorCode, str] = {
 def described_error(error: BaseException | None) -> str:
     """An exception's type and text in a line, also of one whose `str()` fails."""
     return "".join(format_exception_only(error)).strip()
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether the error, or one that it was raised from, is a lack of the host's: it says nothing
+    about the server. Pure."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and error.errno in _SHORTAGES
+        ):
+            return True
+        if isinstance(error, RuntimeError) and "start new thread" in str(error):
+            return True
+        hidden = error.__suppress_context__  # "from None", or from its cause
+        error = error.__cause__ if hidden else error.__context__
+    return False
 
 
 def masked(text: str, api_key: str | None) -> str:

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from llama_worker.errors import is_shortage
 from llama_worker.responses.generation import ChatExchange
-from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.http import abortable_socket, session
 from llama_worker.runtime.http.abortable_socket import Abort, AbortableSocket, Aborted
 from llama_worker.runtime.http.session import Endpoint

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from llama_worker.runtime.host.shortage import is_shortage
+from llama_worker.errors import is_shortage
 from llama_worker.runtime.probes import liveness_probes as probes
 from llama_worker.runtime.probes.liveness_probes import NvidiaProbe, ProcessProbe, process_evidence
 from llama_worker.types.hooks import LivenessEvidence

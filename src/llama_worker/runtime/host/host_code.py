@@ -17,7 +17,7 @@ from typing import Any
 from llama_worker.bios import PromptError, run_bios
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import takes
-from llama_worker.errors import described_error
+from llama_worker.errors import described_error, is_shortage
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import (
     BiosWritten,
@@ -30,7 +30,6 @@ from llama_worker.request.messages import (
 )
 from llama_worker.request.tools import ToolResultError, encode_result
 from llama_worker.runtime.host.futures import log_exception
-from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import run_probe, start_thread
 from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types.hooks import BiosContext, BiosText, LivenessProbe, RunningCall

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any, Protocol, cast
 
-from llama_worker.runtime.host.shortage import is_shortage
+from llama_worker.errors import is_shortage
 
 _MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s

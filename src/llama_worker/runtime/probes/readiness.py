@@ -12,10 +12,9 @@ import psutil
 
 from llama_worker.config.profiles import Canary
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.errors import described_error
+from llama_worker.errors import described_error, is_shortage
 from llama_worker.gaps import gap_s
 from llama_worker.mailbox import Mailbox
-from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask, json_of

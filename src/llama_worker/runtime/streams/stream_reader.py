@@ -11,10 +11,9 @@ import socket
 import threading
 import time
 
-from llama_worker.errors import described_error
+from llama_worker.errors import described_error, is_shortage
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
-from llama_worker.runtime.host.shortage import is_shortage
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, HttpReply, no_reply, send
