@@ -173,15 +173,15 @@ async def async_check(text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("given", "error", "what"),
     [
-        ({"prompt": "", "check": bool}, ConfigError),
-        ({"prompt": 7, "check": bool}, TypeError),
-        ({"prompt": "x", "check": "yes"}, TypeError),
-        ({"prompt": "x", "check": async_check}, TypeError),
-        ({"prompt": "x", "check": bool, "max_tokens": 0}, ConfigError),
+        ({"prompt": "", "check": bool}, ConfigError, "prompt"),
+        ({"prompt": 7, "check": bool}, TypeError, "prompt"),
+        ({"prompt": "x", "check": "yes"}, TypeError, "canary check"),
+        ({"prompt": "x", "check": async_check}, TypeError, "canary check"),
+        ({"prompt": "x", "check": bool, "max_tokens": 0}, ConfigError, "max_tokens"),
     ],
 )
-def test_a_canary_of_no_use_is_refused(given: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="canary"):
+def test_a_canary_of_no_use_is_refused(given: Any, error: type[Exception], what: str) -> None:
+    with pytest.raises(error, match=what):
         Canary(**given)
