@@ -35,7 +35,6 @@ from llama_worker.server.messages import (
     Restart,
     ServerMessage,
     SlotsSeen,
-    Stalled,
     Start,
     Stop,
 )
@@ -156,7 +155,6 @@ HostMessage = (
 WorkerMessage = (
     HostMessage
     | ServerMessage
-    | Stalled
     | Observed
     | RequestEnded
     | SignalEmitted

@@ -71,8 +71,8 @@ class ProcessActor(Child[ProcessMessage]):
                 reply_to.tell(ServerChecked(request_id=request_id, is_gone=gone))
             case MeasureMemory(epoch=epoch):
                 if self._pid is not None:
-                    found = self._runtime.anon_bytes(self._pid)
-                    self._worker.tell(MemoryMeasured(epoch=epoch, anon_bytes=found))
+                    anon_bytes = self._runtime.anon_bytes(self._pid)
+                    self._worker.tell(MemoryMeasured(epoch=epoch, anon_bytes=anon_bytes))
             case Launched(pid=pid):
                 self._pid = pid
             case Exited():
@@ -93,8 +93,8 @@ class ProcessActor(Child[ProcessMessage]):
         self._alarm.set(deadline(self._state))
 
     def release(self, failure: str | None) -> None:
-        """Kill what is left. Its end is told by the launch; where there was none yet, there will be
-        none."""
+        """Kill what is left; the launch reports its end. Without a launch, report that there will
+        be none."""
         self._alarm.set(None)
         server, news, epoch = self._server, self._news, self.member.epoch
         if server is None:
@@ -111,10 +111,8 @@ class ProcessActor(Child[ProcessMessage]):
         news = self._news = _LaunchNews(self.me(), self._worker.parent, self._live_count)
         try:
             self._server = self._runtime.start_server(epoch, news)
-        except (
-            RuntimeError,
-            OSError,
-        ) as error:  # no thread for it: the system has none left, or the host exits
+        except (RuntimeError, OSError) as error:
+            # The system has no thread left for it, or the host exits.
             detail = f"no process could be started: {described_error(error)}"
             news.tell(LaunchFailed(epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=detail))
 
@@ -128,8 +126,8 @@ class ProcessActor(Child[ProcessMessage]):
 
 
 class _LaunchNews:
-    """Where a launch tells what becomes of it: both actors, whichever of them lives. Until its last
-    word it is one of those whom the worker's end waits for."""
+    """Passes on what a launch tells, to the ProcessActor and to the WorkerActor, as far as they
+    live. Until LaunchFailed or Exited has passed, the worker's end waits for it."""
 
     def __init__(
         self, me: Mailbox[ServerNews], worker: Mailbox[WorkerMessage], live_count: LiveCount
@@ -151,8 +149,8 @@ class _LaunchNews:
 
 
 class _LastKill:
-    """Goes on in the place of an actor that has ended before its server: what the server and its
-    launch know is held no longer than they live."""
+    """Kills a server whose ProcessActor has ended before it. Only the server and its launch refer
+    to this object, so it ends with them."""
 
     def __init__(
         self,

@@ -31,6 +31,9 @@ from llama_worker.types.request import (
     RequestState,
 )
 
+RequestOrder = Question | GetResult | AwaitResult | ReleaseResult | CancelRequest
+"""What a host asks of one request that was admitted."""
+
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 _MANY_QUESTIONS = 16
@@ -80,7 +83,23 @@ class RequestDispatcher:
         if active != self._in_flight.keys():
             yield f"requests {sorted(active)} run, and {sorted(self._in_flight)} are in flight"
 
-    def question(self, question: Question) -> None:
+    def handle(self, order: RequestOrder) -> None:
+        """Answer, or pass on to the request that can."""
+        match order:
+            case GetStatus() | ReadOutput():
+                self._question(order)
+            case GetResult():
+                self._get_result(order)
+            case AwaitResult():
+                self._await_result(order)
+            case ReleaseResult():
+                self._release(order)
+            case CancelRequest():
+                self._cancel(order)
+            case _:
+                assert_never(order)
+
+    def _question(self, question: Question) -> None:
         """Pass it on to the request that can answer it, or answer it from the record."""
         if question.reply.done():
             return
@@ -106,7 +125,7 @@ class RequestDispatcher:
             case _:
                 assert_never(question)
 
-    def get_result(self, order: GetResult) -> None:
+    def _get_result(self, order: GetResult) -> None:
         """The result, which is then forgotten."""
         record = self._table.record(order.request_id)
         if record is not None:
@@ -116,13 +135,13 @@ class RequestDispatcher:
             runs = order.request_id in self._in_flight
             order.reply.answer(_NOT_READY if runs else _NOT_FOUND)
 
-    def release(self, order: ReleaseResult) -> None:
+    def _release(self, order: ReleaseResult) -> None:
         """Forget a request that has ended; one that runs goes on."""
         released = self._table.release(order.request_id)
         if order.reply is not None:
             order.reply.answer(released)
 
-    def await_result(self, order: AwaitResult) -> None:
+    def _await_result(self, order: AwaitResult) -> None:
         """The result, now or once there is one."""
         record = self._table.record(order.request_id)
         if record is not None:
@@ -132,7 +151,7 @@ class RequestDispatcher:
         else:
             order.reply.answer(_NOT_FOUND)
 
-    def cancel(self, order: CancelRequest) -> None:
+    def _cancel(self, order: CancelRequest) -> None:
         """Cancel the request, if it still runs; answered when its slot is free."""
         running = self._in_flight.get(order.request_id)
         if running is None:
@@ -187,9 +206,8 @@ class RequestDispatcher:
                 completed=record.result["state"] is RequestState.COMPLETED,
             )
         )
-        if (
-            running.lease is not None and not running.lease.has_ended
-        ):  # its actor died without a word
+        if running.lease is not None and not running.lease.has_ended:
+            # Its actor died without a word.
             detail = record.result.get("fail_detail", "")
             running.lease.fail(RequestFailReason.UNKNOWN_ERROR, detail, now)
         for reply in running.cancels:
@@ -197,4 +215,4 @@ class RequestDispatcher:
         for waiter in running.results.alive():
             waiter.answer(record.copy_of_result())
         for question in running.unanswered():
-            self.question(question)
+            self._question(question)

@@ -12,7 +12,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams
-from llama_worker.request.table import Admitted, RequestRecord, RequestTable
+from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server import lifecycle
 from llama_worker.server import lifecycle_states as states
 from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, is_degenerate
@@ -75,7 +75,7 @@ class ServerLife:
 
     @property
     def lifecycle(self) -> states.Lifecycle:
-        """What there is to be told of it."""
+        """Its state, and what follows from it."""
         return self._life
 
     def broken(self) -> Iterator[str]:
@@ -133,7 +133,7 @@ class ServerLife:
                 status["next_restart_at"] = self._journal.unix(at)
         return status
 
-    # ------------------------------------------------------------ what is heard of the server
+    # ------------------------------------------------------------ messages about the server
 
     def handle(
         self, message: ServerMessage | RestartCause | RecycleDue | Drained | Tick, now: float
@@ -160,6 +160,9 @@ class ServerLife:
             case PaceLearnt():
                 self._learnt = message
                 return
+            case Stalled():
+                self._stalled(message, now)
+                return
             case EvidenceKept(processes=processes, log_tail=log_tail):
                 self._journal.add_processes(processes, log_tail)
                 return
@@ -177,7 +180,7 @@ class ServerLife:
         self._apply(lifecycle.step(self._life, message, now), now)
         self._go_on_if_drained(now)
 
-    # ------------------------------------------------------------ what requests say of it
+    # ------------------------------------------------------------ requests that end or stall
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
         """A request has its record: what waits for the last one, and what it says of the server."""
@@ -191,12 +194,12 @@ class ServerLife:
         )
         if record.result["state"] is RequestState.COMPLETED and counts:
             self._life = lifecycle.request_completed(self._life, now)
-        self._request_ends, found = self._request_ends.ended(record, self._config.restart)
-        match found:
+        self._request_ends, cause = self._request_ends.ended(record, self._config.restart)
+        match cause:
             case RestartCause():
-                self.handle(found, now)
-            case ProbeCause(cause=cause):
-                self._children.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=cause))
+                self.handle(cause, now)
+            case ProbeCause(cause=why):
+                self._children.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=why))
         self.recycle_if_due(now)
 
     def _go_on_if_drained(self, now: float) -> None:
@@ -214,14 +217,14 @@ class ServerLife:
         policy, ready_at = self._config.restart.recycle, self._last_ready_at
         if policy is None or ready_at is None or not self._is_idle:
             return
-        found = recycle_due(
+        due = recycle_due(
             policy,
             ready_for_s=now - ready_at,
             requests_count=self._requests_count,
             anon_bytes=anon_bytes,
         )
-        if found is not None:
-            self.handle(found, now)
+        if due is not None:
+            self.handle(due, now)
 
     @property
     def too_old_at(self) -> float | None:
@@ -236,18 +239,15 @@ class ServerLife:
     def _is_idle(self) -> bool:
         return self._life.public_state is WorkerState.READY and not self._table.active
 
-    def stalled(self, stalled: Stalled, admitted: Admitted, now: float) -> None:
+    def _stalled(self, stalled: Stalled, now: float) -> None:
         """A verdict on a request that runs: it is given up, and perhaps the server, too."""
-        if stalled.epoch != self._life.epoch:
+        request_id, verdict = stalled.request_id, stalled.verdict
+        admitted = self._table.find(request_id)
+        if admitted is None:
             return
-        given_up = Abandon(
-            request_id=admitted.request_id,
-            reason=stalled.verdict.reason,
-            detail=stalled.verdict.detail,
-        )
+        given_up = Abandon(request_id=request_id, reason=verdict.reason, detail=verdict.detail)
         self._dispatcher.abandon(admitted, given_up)
         if stalled.costs_the_server and self._config.restart.restart_on_stall:
-            verdict = stalled.verdict
             self.handle(RestartCause(str(verdict.reason), verdict.detail), now)
 
     # ------------------------------------------------------------ effects

@@ -52,7 +52,7 @@ from llama_worker.runtime.host.futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
-from llama_worker.server.messages import Observed, Stalled
+from llama_worker.server.messages import Observed
 from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
 from llama_worker.server.traits import unsupported
 from llama_worker.types.worker import WorkerDebugInfo, WorkerState
@@ -92,10 +92,19 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             config, self._children, self._dispatcher, self._table, self._journal
         )
 
-    def handle(self, message: WorkerMessage) -> None:  # noqa: C901  one line for each case, nearly
+    def handle(self, message: WorkerMessage) -> None:
         """Answer, admit, pass on; then wait for what is due next."""
         now = self._runtime.now()
         self._roll_call.notice_gap(now)
+        self._take(message, now)
+        if self._slot_waiters:
+            self._answer_slot_waiters()
+        self._roll_call.keep(busy=self._is_busy, now=now)
+        self._alarm.set(min(self._due_times(), default=None))
+        if self._config.check_invariants:
+            self._check_invariants(message)
+
+    def _take(self, message: WorkerMessage, now: float) -> None:
         match message:
             case Submit():
                 self._submit(message, now)
@@ -105,16 +114,15 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._end_lease(message, now)
             case CountTokens():
                 self._count_tokens(message)
-            case GetStatus() | ReadOutput():
-                self._dispatcher.question(message)
-            case GetResult():
-                self._dispatcher.get_result(message)
-            case AwaitResult():
-                self._dispatcher.await_result(message)
-            case CancelRequest():
-                self._dispatcher.cancel(message)
-            case ReleaseResult():
-                self._dispatcher.release(message)
+            case (
+                GetStatus()
+                | ReadOutput()
+                | GetResult()
+                | AwaitResult()
+                | CancelRequest()
+                | ReleaseResult()
+            ):
+                self._dispatcher.handle(message)
             case WaitSlot(reply=reply):
                 self._slot_waiters.add(reply)
             case GetWorkerStatus(reply=reply):
@@ -123,41 +131,25 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 reply.answer(self._debug_info())
             case RequestEnded(record=record):
                 self._request_ended(record, now)
-            case Stalled(request_id=request_id):
-                admitted = self._table.find(request_id)
-                if admitted is not None:
-                    self._server.stalled(message, admitted, now)
+            case SignalEmitted() | ToolsRefused() | ToolThreadStuck() | ToolThreadReturned():
+                self._heard_of_tools(message, now)
             case Observed():
                 self._journal.observed = message
-            case SignalEmitted():
-                self._signal_emitted(message)
-            case ToolsRefused(detail=detail):
-                self._tools_refused = True
-                self._journal.warn(
-                    f"the server refuses tools ({detail}); they are offered in prompted mode", now
-                )
-            case ToolThreadStuck():
-                self._journal.stuck_tool_threads_count += 1
-            case ToolThreadReturned():
-                self._journal.stuck_tool_threads_count -= 1
             case ActorDied():
                 self._actor_died(message, now)
-            case Tick():
-                self._alarm.rang()
-                self._expire(now)
-                self._server.handle(message, now)
-                self._server.recycle_if_due(now)
-                self._call_roll(now)
             case ReportedIn(member=member):
                 self._roll_call.answered(member)
+            case Tick():
+                self._tick(message, now)
             case _:
                 self._server.handle(message, now)
-        if self._slot_waiters:
-            self._answer_slot_waiters()
-        self._roll_call.keep(busy=self._is_busy, now=now)
-        self._alarm.set(min(self._due_times(), default=None))
-        if self._config.check_invariants:
-            self._check_invariants(message)
+
+    def _tick(self, tick: Tick, now: float) -> None:
+        self._alarm.rang()
+        self._expire(now)
+        self._server.handle(tick, now)
+        self._server.recycle_if_due(now)
+        self._call_roll(now)
 
     def _check_invariants(self, message: WorkerMessage) -> None:
         """Raises AssertionError, which ends the worker."""
@@ -279,6 +271,24 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if record.is_leased:  # its client has had all of it
             self._table.release(record.request_id)
         self._server.request_ended(record, now)
+
+    def _heard_of_tools(
+        self,
+        news: SignalEmitted | ToolsRefused | ToolThreadStuck | ToolThreadReturned,
+        now: float,
+    ) -> None:
+        match news:
+            case SignalEmitted():
+                self._signal_emitted(news)
+            case ToolsRefused(detail=detail):
+                self._tools_refused = True
+                self._journal.warn(
+                    f"the server refuses tools ({detail}); they are offered in prompted mode", now
+                )
+            case ToolThreadStuck():
+                self._journal.stuck_tool_threads_count += 1
+            case ToolThreadReturned():
+                self._journal.stuck_tool_threads_count -= 1
 
     def _signal_emitted(self, emitted: SignalEmitted) -> None:
         request_id, job_name, signal = emitted.request_id, emitted.job_name, emitted.signal

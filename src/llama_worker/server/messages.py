@@ -291,6 +291,7 @@ ServerMessage = (  # what decides about the server's life
     | StartupFailed
     | HealthLost
     | GpuFaulted
+    | Stalled
     | StreamsClosed
     | MemoryMeasured
     | PaceLearnt

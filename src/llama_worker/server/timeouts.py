@@ -84,10 +84,10 @@ def verdict(
     waited_s = now - first.since - gaps.lost_s(first.since)
     times = f"{first.multiple} x " if first.multiple > 1 else ""
     limit_s = first.timeout_s / first.multiple
-    waited = f"{first.what} for {waited_s:.1f} s (limit: {times}{first.setting} {limit_s:g})"
+    silence = f"{first.what} for {waited_s:.1f} s (limit: {times}{first.setting} {limit_s:g})"
     return Verdict(
         reason=first.reason,
-        detail=f"{waited}; {describe(progress, liveness_at=liveness_at, now=now)}",
+        detail=f"{silence}; {describe(progress, liveness_at=liveness_at, now=now)}",
         accuses=first.reason is not RequestFailReason.ABSOLUTE_TIMEOUT,
         alone=first.alone,
     )

@@ -19,8 +19,8 @@ Instants (`*_at`, `now`) are monotonic seconds.
 | ready | Launch | starting |
 | ready | StandDown | idle |
 
-READY, UNFIT and STRANGER are outcomes of a probe; what else happens leaves it where it is: whether
-a server that is ill or stalls is ended is the WorkerActor's to say.
+READY, UNFIT and STRANGER are outcomes of a probe; everything else leaves the state as it is. The
+WorkerActor decides whether a server that is ill or stalls is ended.
 
 While ready it wakes for the health probe, for verdicts only while a request is in flight, and for
 the slots only while one is suspected. A message that comes long after the deadline comes after a
@@ -37,14 +37,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import FORGIVEN_IN_A_ROW, gap_s
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
-from llama_worker.server import messages
-from llama_worker.server.health import (
-    HealthCounter,
-    ProbeMeaning,
-    ReadinessProbes,
-    StartupWatch,
-    next_probe_at,
-)
+from llama_worker.server import health, messages
 from llama_worker.server.liveness import LookRounds
 from llama_worker.server.pace import Pace
 from llama_worker.server.request_watch import GivenUp, RequestWatch
@@ -70,10 +63,10 @@ class ServerWatch:
         """Of no launch."""
         self._epoch, self._pid = 0, 0
         # StartupWatch before READY, HealthCounter while READY, None while idle.
-        self._stage: StartupWatch | HealthCounter | None = None
+        self._stage: health.StartupWatch | health.HealthCounter | None = None
         self._look_at: float | None = None
         self._probe_at: float | None = None
-        self._probes = ReadinessProbes()
+        self._probes = health.ReadinessProbes()
         self._is_looking_at_slots = False
         self._requests = RequestWatch(self._profile, self._pace)
         self._watched_since: float | None = None  # until the first look of this watching
@@ -99,8 +92,7 @@ class ServerWatch:
         return min((at for at in instants if at is not None), default=None)
 
     def step(self, message: messages.WatchdogMessage, now: float) -> list[messages.WatchEffect]:
-        """Take note of the message; what is to be done now, in order. News of another launch is
-        dropped."""
+        """What is to be done now, in order. News of another launch is dropped."""
         self._effects = []
         self._notice_gap(now)
         if not self._is_of_another_launch(message):
@@ -112,8 +104,8 @@ class ServerWatch:
         ready, and several may share its address."""
         assert self._stage is None
         self._requests.slots_are_theirs = False
-        self._epoch, self._stage = epoch, HealthCounter(since=now)
-        self._probe_at = next_probe_at(self._profile, now)
+        self._epoch, self._stage = epoch, health.HealthCounter(since=now)
+        self._probe_at = health.next_probe_at(self._profile, now)
 
     @property
     def state(self) -> Literal["idle", "starting", "ready"]:
@@ -121,9 +113,9 @@ class ServerWatch:
         match self._stage:
             case None:
                 return "idle"
-            case StartupWatch():
+            case health.StartupWatch():
                 return "starting"
-            case HealthCounter():
+            case health.HealthCounter():
                 return "ready"
 
     def _is_of_another_launch(self, message: messages.WatchdogMessage) -> bool:
@@ -131,8 +123,7 @@ class ServerWatch:
             return False
         return bool(getattr(message, "epoch", self._epoch) != self._epoch)
 
-    def _take(self, message: messages.WatchdogMessage, now: float) -> None:  # noqa: C901
-        """A line or two for each message."""
+    def _take(self, message: messages.WatchdogMessage, now: float) -> None:
         match message:
             case Tick():
                 self._tick(now)
@@ -141,23 +132,18 @@ class ServerWatch:
             case messages.Launch(epoch=epoch):
                 self._stand_down()
                 self._epoch = epoch
-                self._stage = StartupWatch.begin(now)
+                self._stage = health.StartupWatch.begin(now)
                 self._probe_at = self._stage.first_probe_at(now)
-            case messages.Launched(pid=pid) if isinstance(self._stage, StartupWatch):
-                self._pid = pid
-                self._begin_round(now, fresh=True)
-                self._probe_at = self._stage.first_probe_at(now)
+            case messages.Launched(pid=pid):
+                self._launched(pid, now)
             case messages.StandDown():
-                if self._stage is not None:
-                    self._effects.append(messages.PaceLearnt(self._pace.copy()))
-                self._stand_down()
+                self._launch_is_over()
             case messages.Watch(request_id=request_id):
                 self._watch(request_id, now)
             case messages.Unwatch():
                 self._unwatch(message, now)
-            case messages.ProbeNow(cause=cause) if self.state == "ready":
-                self._probes.want(cause)
-                self._probe(now)
+            case messages.ProbeNow(cause=cause):
+                self._probe_out_of_turn(cause, now)
             case messages.EvidenceSeen():
                 self._evidence_seen(message, now)
             case messages.Probed():
@@ -166,13 +152,21 @@ class ServerWatch:
                 self._slots_seen(message, now)
             case ProgressReported(progress=progress, for_verdict=for_verdict):
                 self._give_up(self._requests.heard(progress, now, for_verdict=for_verdict), now)
-            case messages.GpuFaulted() if self.state == "ready":
-                self._tell_observed(now)
-                self._effects.append(message)
-            case messages.Launched() | messages.ProbeNow() | messages.GpuFaulted():
-                pass  # it came too late
+            case messages.GpuFaulted():
+                self._gpu_faulted(message, now)
             case _:
                 assert_never(message)
+
+    def _launched(self, pid: int, now: float) -> None:
+        if isinstance(self._stage, health.StartupWatch):  # else it comes too late
+            self._pid = pid
+            self._begin_round(now, fresh=True)
+            self._probe_at = self._stage.first_probe_at(now)
+
+    def _launch_is_over(self) -> None:
+        if self._stage is not None:
+            self._effects.append(messages.PaceLearnt(self._pace.copy()))
+        self._stand_down()
 
     def _stand_down(self) -> None:
         if self._probes.began_at is not None or self._is_looking_at_slots:
@@ -211,7 +205,7 @@ class ServerWatch:
 
     def _add_gap(self, now: float, lost_s: float) -> None:
         self._requests.gaps = self._requests.gaps.with_gap(now, lost_s)
-        if isinstance(self._stage, StartupWatch):
+        if isinstance(self._stage, health.StartupWatch):
             self._stage = self._stage.after_gap(lost_s)
 
     def _look_anew(self, now: float) -> None:
@@ -230,7 +224,7 @@ class ServerWatch:
     # ------------------------------------------------------------ startup and health
 
     def _probe_due(self, now: float) -> None:
-        if isinstance(self._stage, StartupWatch):
+        if isinstance(self._stage, health.StartupWatch):
             overdue = self._stage.overdue(self._profile, now)
             if overdue is not None:
                 self._fail_startup(StartFailReason.STARTUP_TIMEOUT, overdue, now)
@@ -240,14 +234,14 @@ class ServerWatch:
                 return  # no process yet
             self._begin_round(now, fresh=False)
         else:
-            self._probe_at = next_probe_at(self._profile, now)
+            self._probe_at = health.next_probe_at(self._profile, now)
         self._probe(now)
 
     def _probe(self, now: float, *, counts: bool = True) -> None:
         if not self._probes.begin(now, counts=counts):
             return
-        self._ask_for_progress(for_verdict=False)  # data that came by now outdoes a failure
-        first = isinstance(self._stage, StartupWatch)
+        self._ask_for_progress(for_verdict=False)  # data that came by now outweighs a failure
+        first = isinstance(self._stage, health.StartupWatch)
         probe = messages.ProbeReadiness(epoch=self._epoch, root_pid=self._pid, first=first)
         self._effects.append(probe)
 
@@ -258,34 +252,34 @@ class ServerWatch:
         if probed.outcome is messages.ProbeOutcome.READY and now - began_at <= LOOK_TIMEOUT_S:
             self._requests.probe_answered_at = began_at
         match self._probes.ended(probed.outcome):
-            case ProbeMeaning.NOTHING:
+            case health.ProbeMeaning.NOTHING:
                 return
-            case ProbeMeaning.TO_BE_REPEATED:
-                if isinstance(self._stage, HealthCounter):
+            case health.ProbeMeaning.TO_BE_REPEATED:
+                if isinstance(self._stage, health.HealthCounter):
                     self._probes.want(self._probes.cause)
                     self._probe_at = min(self._probe_at or math.inf, now + _RETRY_S)
                 return
-            case ProbeMeaning.NEWS:
-                pass
         match self._stage:
-            case StartupWatch():
+            case health.StartupWatch():
                 if probed.outcome is messages.ProbeOutcome.READY:
-                    self._stage = HealthCounter(since=now)
+                    self._stage = health.HealthCounter(since=now)
                     traits = probed.traits
                     self._requests.build_answers_in_batches = answers_in_batches(traits.build)
-                    self._probe_at = next_probe_at(self._profile, now)
+                    self._probe_at = health.next_probe_at(self._profile, now)
                     self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
                     self._look_at_slots()  # its silence is news only if it ever answered
                 elif probed.outcome is messages.ProbeOutcome.UNFIT:
                     self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
                 elif probed.outcome is messages.ProbeOutcome.STRANGER:
                     self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
-            case HealthCounter():
+            case health.HealthCounter():
                 self._health_probed(self._stage, probed, now)
 
-    def _health_probed(self, health: HealthCounter, probed: messages.Probed, now: float) -> None:
+    def _health_probed(
+        self, counter: health.HealthCounter, probed: messages.Probed, now: float
+    ) -> None:
         ok, data_at = probed.outcome is messages.ProbeOutcome.READY, self._requests.data_at
-        self._stage, lost = health.probed(
+        self._stage, lost = counter.probed(
             ok=ok, detail=probed.detail, data_at=data_at, profile=self._profile, now=now
         )
         if self._probes.cause is not None and not ok:
@@ -302,6 +296,16 @@ class ServerWatch:
         self._effects.append(failed)
         self._stand_down()
 
+    def _probe_out_of_turn(self, cause: str, now: float) -> None:
+        if self.state == "ready":
+            self._probes.want(cause)
+            self._probe(now)
+
+    def _gpu_faulted(self, faulted: messages.GpuFaulted, now: float) -> None:
+        if self.state == "ready":
+            self._tell_observed(now)
+            self._effects.append(faulted)
+
     # ------------------------------------------------------------ requests
 
     def _watch(self, request_id: int, now: float) -> None:
@@ -316,8 +320,7 @@ class ServerWatch:
             self._look_at = self._watched_since = None
 
     def _look_due(self, now: float) -> None:
-        """First the evidence, then the question, then the verdict: none is given on old
-        evidence."""
+        """Evidence first, then the question, then the verdict: none is given on old evidence."""
         interval_s = self._profile.liveness_probe_interval_s
         if self._watched_since is not None:
             self._look_at = self._watched_since + interval_s
@@ -346,7 +349,7 @@ class ServerWatch:
             return
         self._activity[seen.look.probe] = seen.detail
         self._is_blind = self._is_blind or seen.blind
-        if isinstance(self._stage, StartupWatch) and seen.alive:
+        if isinstance(self._stage, health.StartupWatch) and seen.alive:
             self._stage = self._stage.saw_work(seen.at)
         if self._requests.ids:
             self._requests.saw(seen)
@@ -375,16 +378,12 @@ class ServerWatch:
             self._effects.append(messages.AskForProgress(liveness_at=at, for_verdict=for_verdict))
 
     def _give_up(self, given_up: list[GivenUp], now: float) -> None:
-        for each in given_up:
+        for request_id, verdict, costs in given_up:
             self._tell_observed(now)
-            self._effects.append(
-                messages.Stalled(
-                    epoch=self._epoch,
-                    request_id=each.request_id,
-                    verdict=each.verdict,
-                    costs_the_server=each.costs_the_server,
-                )
+            stalled = messages.Stalled(
+                epoch=self._epoch, request_id=request_id, verdict=verdict, costs_the_server=costs
             )
+            self._effects.append(stalled)
 
     def _tell_observed(self, now: float) -> None:
         """With every look and before every verdict: the worker may also have reasons of its own for
