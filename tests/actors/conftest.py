@@ -56,7 +56,7 @@ def eventually(check: Callable[[], T | None], what: str, timeout_s: float = WAIT
         if value:
             return value
         assert time.monotonic() < end_at, f"not in {timeout_s} s: {what}; last: {value!r}"
-        time.sleep(0.01)
+        time.sleep(0.01)  # what is checked tells nobody when it changes
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

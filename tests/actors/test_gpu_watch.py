@@ -108,7 +108,7 @@ def test_a_lost_gpu_is_told_once_and_asked_again_after_a_pause_each_time(
 
     def pause(seconds: float) -> None:
         pauses.put(seconds)
-        time.sleep(0.01)
+        time.sleep(0.01)  # lets the test read: without it the loop would spin
 
     monkeypatch.setattr(gpu_watch, "time", SimpleNamespace(sleep=pause))
     nvml = watching.begin_on(used, Gpu(pids={watching.pid}), Gpu(pids={STRANGER}))

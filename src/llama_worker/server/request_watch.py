@@ -119,7 +119,7 @@ class RequestWatch:
         return self._ledger.newest_at
 
     def begin(self, request_id: int) -> bool:
-        """It is in flight; whether it is the only one."""
+        """Watch a request that is in flight; returns whether it is the only one."""
         self.ids.add(request_id)
         if len(self.ids) > 1:
             return False
@@ -127,7 +127,7 @@ class RequestWatch:
         return True
 
     def end(self, order: Unwatch, now: float) -> list[GivenUp]:
-        """It has ended; the verdicts that had waited for its answer."""
+        """A request has ended; returns the verdicts that had waited for its answer."""
         request_id = order.request_id
         self._learn(request_id, order.batches)
         self._pace.forget(request_id)
@@ -157,7 +157,7 @@ class RequestWatch:
             self._reads_at = seen.at
 
     def forget_round(self) -> None:
-        """What was told in it says too little by now."""
+        """Drop the answers to the present round: they are out of date."""
         self._round = ProgressRound()
 
     def begin_round(self, now: float) -> list[GivenUp]:
@@ -303,8 +303,8 @@ class RequestWatch:
 
     @property
     def _batch_of_one_gone_at(self) -> float | None:
-        """When a request was broken off whose batch may still be computed, as nobody has shown a
-        sign of work since; None: there is none."""
+        """When a request was broken off whose batch may still be computed, since nobody has shown
+        a sign of work after it; None if there is no such request."""
         left_at = self._broken_off_at
         signs = (self._ledger.newest_at, self.slots.moved_at, self.liveness_at)
         is_over = left_at is None or any(at is not None and at > left_at for at in signs)

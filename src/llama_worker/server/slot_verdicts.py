@@ -183,13 +183,13 @@ class _Round:
         if not all(slot.is_processing for slot in track) or len({slot.task for slot in track}) > 1:
             return False
         first = track[0].decoded_tokens
-        # It has told that many; a token may come in two pieces.
+        # The request has received that many pieces; a token may come in two.
         return self._suspect.phase is not _GENERATING or (
             first > 0 and first >= self._suspect.tokens // 2
         )
 
     def _may_be_its(self, track: tuple[Slot, ...]) -> bool:
-        """Likewise, and in the suspect's own phase."""
+        """Whether the slot could be the suspect's (`_could_be_its`) and is in its phase."""
         if self._suspect.phase is _GENERATING or not self._could_be_its(track):
             return self._suspect.phase is _GENERATING and self._could_be_its(track)
         # In prefill only where no other prompt is read, which would fill the batches.

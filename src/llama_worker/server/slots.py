@@ -39,8 +39,8 @@ class Slot:
 
     @property
     def may_read_unseen(self) -> bool:
-        """That it stands still tells nothing. A draft model reads the whole prompt by itself, in
-        one go, behind the first token."""
+        """Whether it may be at work without its counters moving. A draft model reads the whole
+        prompt by itself, in one go, after the first token."""
         drafts_first = self.speculates and self.decoded_tokens == 1
         unseen = not self.decoded_tokens and not self.shows_reading
         return self.is_processing and (unseen or drafts_first)
@@ -148,7 +148,7 @@ class SlotsWatch:
             self.deadline = max(now, self._paused_until)
 
     def rest(self) -> None:
-        """Nobody is suspected any more, or what was seen is from before a gap."""
+        """Stop looking: nobody is suspected any more, or what was seen is from before a gap."""
         self.deadline, self._last, self._active = None, None, False
         self.silent_since, self.silent_looks = None, 0
         self.looks = []

@@ -184,8 +184,8 @@ def describe(progress: Progress, *, liveness_at: float | None, now: float) -> st
 def ages(
     progress: Progress, *, liveness_at: float | None, now: float
 ) -> dict[str, str | float | None]:
-    """The same for `get_debug_info`, fit for JSON: seconds since each instant, None where there was
-    none."""
+    """The phase and times of `describe` as JSON for `get_debug_info`: seconds since each instant,
+    None where it has not happened."""
     ages_s = {
         f"{name.replace(' ', '_')}_ago_s": None if at is None else round(now - at, 3)
         for name, at in _instants(progress, liveness_at).items()
