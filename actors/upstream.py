@@ -1,8 +1,8 @@
 """UpstreamActor: watches the requests to a server that is nobody's here: it has no processes to be
 seen, and is never restarted.
 
-Receives Lease and EndLease from the threads that serve a proxy's clients, as a WorkerActor does,
-and what its probes report. Sends nothing but answers. Owns the leases, and what is being asked of
+Receives Lease, granted before, and EndLease from the threads that serve a proxy's clients, and what
+its probes report. Sends nothing. Owns the leases, and what is being asked of
 the server; while nobody waits for the server, nothing is asked of it.
 """
 
@@ -19,7 +19,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, ProgressReported, ServerChecked
 from llama_worker.request.table import Admitted
-from llama_worker.runtime.ports import Abortable, UpstreamRuntime
+from llama_worker.runtime.ports import Abortable, Clock, UpstreamRuntime
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import (
     AskForProgress,
@@ -42,7 +42,7 @@ from llama_worker.types.request import RequestFailReason
 
 
 class UpstreamActor(SupervisedActor[UpstreamMessage]):
-    """One server's. Everybody gets a lease: how many may run at once is the server's to say."""
+    """One server's. Everybody has a lease: how many may run at once is the server's to say."""
 
     role = "upstream"
     accepts = members(UpstreamMessage)
@@ -52,15 +52,12 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         live_count: LiveCount,
         runtime: UpstreamRuntime,
         timeouts: TimeoutProfile,
-        api_key: str | None,
     ) -> None:
         super().__init__(live_count, runtime)
         self._runtime = runtime
-        self._api_key = api_key
         self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0)
         self._alarm = Alarm(runtime, self.me())
         self._exchanges: dict[int, LeasedExchange] = {}  # by request id
-        self._request_ids = itertools.count(1)
         self._epochs = itertools.count(1)  # one for each time in which requests are in flight
         self._probes: dict[type, Abortable] = {}  # the latest of each kind
 
@@ -94,12 +91,9 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
     def _lease(self, order: Lease, now: float) -> None:
         if not self._exchanges:
             self._watch.adopt(next(self._epochs), now)
-        admitted = Admitted(next(self._request_ids), 0, order.job_name, now, is_leased=True)
-        offset = self._runtime.unix_offset()
-        order.exchange.begin(admitted, api_key=self._api_key, unix_offset=offset)
-        order.reply.answer({"ok": True, "request_id": admitted.request_id})
-        self._exchanges[admitted.request_id] = order.exchange
-        self._step(Watch(request_id=admitted.request_id, request=_AskedDirectly()), now)
+        request_id = order.exchange.request_id
+        self._exchanges[request_id] = order.exchange
+        self._step(Watch(request_id=request_id, request=_AskedDirectly()), now)
 
     def _step(self, message: WatchdogMessage, now: float) -> None:
         messages = deque([message])
@@ -152,6 +146,25 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         for probe in self._probes.values():
             probe.abort()
         self._probes.clear()
+
+
+class UpstreamLeases:
+    """Grants the leases of one UpstreamActor, on the threads that ask. Thread-safe."""
+
+    def __init__(self, clock: Clock, api_key: str | None) -> None:
+        self._clock = clock
+        self._api_key = api_key
+        self._request_ids = itertools.count(1)
+
+    def grant(self, order: Lease) -> None:
+        """Begin the lease; the actor is to be told of it before the server is waited for."""
+        request_id, now = next(self._request_ids), self._clock.now()
+        order.exchange.begin(
+            Admitted(request_id, 0, order.job_name, now, is_leased=True),
+            api_key=self._api_key,
+            unix_offset=self._clock.unix_offset(),
+        )
+        order.reply.answer({"ok": True, "request_id": request_id})
 
 
 class _AskedDirectly:

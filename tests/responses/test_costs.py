@@ -15,16 +15,26 @@ from typing import Any
 
 import pytest
 
+from llama_worker.actors.base import Ref
+from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.request.table import Admitted
 from llama_worker.responses.api.events import ResponseEvents, sse
 from llama_worker.responses.generation import ChatExchange, EventSink, ResponseRun
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import ReplyFramer
 from llama_worker.responses.http.request_reader import RequestReader
+from llama_worker.responses.messages import (
+    Enter,
+    Leave,
+    ListenerEnded,
+    Remember,
+    StopListening,
+)
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from tests.actors.conftest import WAIT_S
+from tests.responses.conftest import Client as ProxiedClient
 from tests.runtime.conftest import MakeServer, make_server
 
 __all__ = ["make_server"]  # a fixture
@@ -103,6 +113,36 @@ def stream(make_server: MakeServer) -> Iterator[Stream]:
     made = Stream(make_server)
     yield made
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "asked", "told"),
+    [
+        pytest.param("/v1/chat/completions", {"messages": []}, [], id="passed through"),
+        pytest.param("/v1/responses", {"store": False}, [], id="a response"),
+        pytest.param("/v1/responses", {}, [Enter, Remember, Leave], id="a stored response"),
+    ],
+)
+def test_a_request_tells_its_actors_little(
+    fake: ProxiedClient,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    asked: dict[str, Any],
+    told: list[type],
+) -> None:
+    assert fake.create(store=False).status == 200  # the server has been asked for its sampling
+    counts: Counter[type] = Counter()
+    tell = Ref.tell
+
+    def telling(ref: Ref[Any], message: Any) -> bool:
+        counts[type(message)] += 1
+        return tell(ref, message)
+
+    monkeypatch.setattr(Ref, "tell", telling)
+    assert fake.create(target=target, **asked).status == 200
+    fake.proxy.close()
+    del counts[StopListening], counts[ListenerEnded]
+    assert counts == Counter([Lease, EndLease, *told])
 
 
 def test_an_event_costs_one_read_and_one_send(stream: Stream) -> None:

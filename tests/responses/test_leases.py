@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.server import request_watch, slots
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
-from tests.responses.conftest import HELLO, Client, Json, MakeClient
+from tests.responses.conftest import HELLO, HOST, Client, Json, MakeClient
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.scenarios.cases import _SUSPICIOUS, _slot
 from tests.scenarios.scenario import TIMEOUTS
@@ -197,6 +198,15 @@ def test_an_upstream_without_headers_is_a_gateway_timeout(
     assert (reply.status, reply.headers.get("retry-after")) == (504, None)
     assert "headers_timeout" in reply.json["error"]["message"]
     assert client.create().status == 200
+
+
+def test_an_upstream_that_takes_no_request_is_watched(make_client: MakeClient) -> None:
+    with socket.create_server((HOST, 0)) as upstream:
+        url = f"http://{HOST}:{upstream.getsockname()[1]}"
+        timeouts = replace(TIMEOUTS, silent_work_timeout_s=1.0)
+        reply = make_client(upstream=url, timeouts=timeouts).create(input="x" * (16 << 20))
+    assert reply.status == 504
+    assert "headers_timeout" in reply.json["error"]["message"]
 
 
 def test_a_slow_upstream_is_left_alone(make_client: MakeClient) -> None:

@@ -54,7 +54,7 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
         self._store = ResponseStore(
             max_count=config.max_responses, max_bytes=config.max_stored_bytes
         )
-        self._exchanges: dict[int, Enter] = {}
+        self._running: dict[int, str] = {}  # ids of responses, by the exchange that makes each
         self._recalls: list[Recall] = []
         self._listener: Listener | None = None
         self._starting: Reply[int] | None = None
@@ -77,7 +77,7 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
             case Enter():
                 self._enter(message)
             case Leave(exchange_id=exchange_id):
-                self._exchanges.pop(exchange_id, None)
+                self._running.pop(exchange_id, None)
                 self._recall_what_waits()
             case Recall():
                 self._recalls.append(message)
@@ -135,24 +135,14 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
 
     def _enter(self, entering: Enter) -> None:
         limit = self._config.max_concurrent
-        is_full = (
-            limit is not None and entering.response_id is not None and len(self._running()) >= limit
-        )
-        if not self._stopped and not is_full:
-            self._exchanges[entering.exchange_id] = entering
+        is_admitted = not self._stopped and (limit is None or len(self._running) < limit)
+        if is_admitted:
+            self._running[entering.exchange_id] = entering.response_id
         if entering.reply is not None:
-            entering.reply.answer(not self._stopped and not is_full)
-
-    def _running(self) -> set[str]:
-        """The responses that are being made."""
-        return {
-            exchange.response_id
-            for exchange in self._exchanges.values()
-            if exchange.response_id is not None
-        }
+            entering.reply.answer(is_admitted)
 
     def _recall_what_waits(self) -> None:
-        running = self._running()
+        running = {*self._running.values()}
         waiting, self._recalls = self._recalls, []
         for recall in waiting:
             if recall.wanted.response_ids() & running:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import pykka
@@ -34,19 +34,26 @@ _RESTARTING_S = 5  # until a server that was given up is there again, about
 
 
 class Upstream(Struct, frozen=True, kw_only=True):
-    """The server behind the proxy. `watch` gives leases and watches over what holds one;
-    `restarts`: it will also have a server again where one is given up."""
+    """The server behind the proxy. `watch` watches over what holds a lease.
+
+    `grant` gives a lease at once, of which `watch` may be told later. None: `watch` is a worker,
+    which gives or refuses it, and will have a server again where one is given up.
+    """
 
     endpoint: Endpoint
     watch: Mailbox[Lease | EndLease]
-    restarts: bool
+    grant: Callable[[Lease], object] | None = None
+
+    @property
+    def restarts(self) -> bool:
+        return self.grant is None
 
 
 class Exchange:
     """One request of a client and what it has open, for the request's own thread. A client that has
     left, or was cut by the listener, aborts what is open.
 
-    `is_bounded`: the proxy's actor may refuse it.
+    `is_bounded`: the proxy's actor may refuse its response.
     """
 
     def __init__(
@@ -68,28 +75,32 @@ class Exchange:
         self._client = client
         self._proxy = proxy
         self._has_entered = False
-        self._unannounced: Enter | None = None
+        self._is_counted = False  # by the proxy's actor
+        self._unannounced: list[Callable[[], object]] = []  # what the actors are not told yet
 
-    def enter(self, response_id: str | None = None) -> None:
-        """Ask for admission, for the response of that id if it makes one. Raises ApiError.
-
-        From now on a client that leaves takes the upstream's work along.
-        """
+    def enter(self) -> None:
+        """From now on a client that leaves takes the upstream's work along."""
         self._has_entered = True
+        self._client.when_left(self.abort.abort)
+
+    def enter_response(self, response_id: str, *, is_stored: bool) -> None:
+        """As `enter`, for a response: ask for its admission. Raises ApiError."""
+        self.enter()
         reply: WorkerFuture[bool] | None = WorkerFuture() if self._is_bounded else None
         entering = Enter(exchange_id=self._number, response_id=response_id, reply=reply)
+        self._is_counted = is_stored or self._is_bounded  # nobody asks for others
         if reply is None:  # nothing to wait for
-            self._unannounced = entering
+            if is_stored:
+                self._unannounced.append(lambda: self._proxy.tell(entering))
         elif not ask(self._proxy, entering, reply):
             raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
-        self._client.when_left(self.abort.abort)
 
     def lease(self, job_name: str, *, has_media: bool = False, in_one_piece: bool = False) -> None:
         """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
         where there is none."""
         self.leased = LeasedExchange(
             self.abort,
-            lambda exchange: self._watch.tell(EndLease(exchange=exchange)),
+            lambda exchange: self._end_lease(),
             has_media=has_media,
             in_one_piece=in_one_piece,
         )
@@ -97,17 +108,26 @@ class Exchange:
         self._wants_lease = True
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
         order = Lease(job_name=job_name, exchange=self.leased, reply=reply)
+        if self.upstream.grant is not None:
+            self.upstream.grant(order)
+            self._unannounced.append(lambda: self._watch.tell(order))
+            return
         answer = ask(self._watch, order, reply)
         if not answer["ok"]:
             why, retry_after_s = _NO_LEASE[answer["error"]]
             raise ApiError(503, why, code="overloaded", retry_after_s=retry_after_s)
 
     def announce(self) -> None:
-        """Tell the actor of an exchange that needed no admission: once the upstream has work, and
-        this thread none."""
-        if self._unannounced is not None:
-            self._proxy.tell(self._unannounced)
-            self._unannounced = None
+        """Tell the actors what needed no answer: once the upstream has work, and this thread
+        none."""
+        if self._unannounced:
+            for tell in self._unannounced:
+                tell()
+            self._unannounced.clear()
+
+    def _end_lease(self) -> bool:
+        self.announce()
+        return self._watch.tell(EndLease(exchange=self.leased))
 
     def leave(self) -> None:
         """Idempotent; a stream that has not ended is ended."""
@@ -116,8 +136,9 @@ class Exchange:
         self._has_entered = False
         self.abort.abort()
         if self._wants_lease:
-            self._watch.tell(EndLease(exchange=self.leased))
-        self._proxy.tell(Leave(exchange_id=self._number))
+            self._end_lease()
+        if self._is_counted:
+            self._proxy.tell(Leave(exchange_id=self._number))
 
 
 def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:

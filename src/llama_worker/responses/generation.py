@@ -175,13 +175,18 @@ class ResponseRun:
         self._sink = sink
         self._heartbeat_s = heartbeat_s
         self._over = over
-        self._first = sink.encode(events.begin()) if sink is not None else b""  # until sent
+        self._first: bytes | None = None  # events; None: not made yet, b"": sent
         self._sent_at = time.monotonic()
 
     @property
     def has_begun(self) -> bool:
         """Whether the client has been sent anything."""
-        return not self._first and self._sink is not None
+        return self._first == b"" and self._sink is not None
+
+    def prepare(self) -> None:
+        """Make the first events, while the upstream works; idempotent."""
+        if self._first is None:
+            self._first = b"" if self._sink is None else self._sink.encode(self._events.begin())
 
     def before_reading(self) -> None:
         """Keep the client that has waited for long. What may follow a finish is not awaited for
@@ -200,6 +205,7 @@ class ResponseRun:
 
     def to_the_end(self, chat: ChatExchange) -> None:
         """Drive it. Raises OSError where the client has left; the response is over in any case."""
+        self.prepare()
         try:
             while not self._events.over:
                 if not chat.can_read:
@@ -236,7 +242,7 @@ class ResponseRun:
 
     def _write(self, events: list[Event]) -> None:
         if self._sink is not None and (self._first or events):
-            first, self._first = self._first, b""
+            first, self._first = self._first or b"", b""
             self._sink.send(first + self._sink.encode(events))
             self._sent_at = time.monotonic()
 
@@ -272,7 +278,7 @@ class ResponseGenerator:
         """
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
         chat_request = build()
-        exchange.enter(response_id_of(unique))
+        exchange.enter_response(response_id_of(unique), is_stored=chat_request.store)
         exchange.lease(
             f"responses:{response_id_of(unique)}",
             has_media=has_media(chat_request.body["messages"]),
@@ -303,6 +309,7 @@ class ResponseGenerator:
 
         def before_reading() -> None:
             exchange.announce()
+            run.prepare()
             run.before_reading()
 
         chat = ChatExchange(

@@ -51,14 +51,13 @@ class ListenerEnded(Struct, frozen=True, kw_only=True):
 
 
 class Enter(Struct, frozen=True, kw_only=True):
-    """An exchange begins.
+    """An exchange begins to make a response.
 
-    `response_id`: of the response that it makes; None: it makes none, and is never one too many.
     `reply`: answered with False where it is one too many; None: nobody asks.
     """
 
     exchange_id: int
-    response_id: str | None
+    response_id: str
     reply: Reply[bool] | None = None
 
 

@@ -71,7 +71,6 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
             has_media=has_media(chat.get("messages")),
             in_one_piece=chat.get("stream") is not True,
         )
-    exchange.announce()
     leased, endpoint = exchange.leased, exchange.upstream.endpoint
     has_body = (
         request.body or request.header("content-length") or request.header("transfer-encoding")
@@ -85,7 +84,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
             request.target,
             headers=forwarded(request),
             body=request.body if has_body else None,
-            waiter=_Waiter(leased) if leased.request_id else None,
+            waiter=_Waiter(exchange),
         )
     except (OSError, ValueError) as error:
         failure = session.no_reply(error, exchange.abort, endpoint)
@@ -135,13 +134,14 @@ def _pass_back(
 
 
 class _Waiter(Struct):
-    """Of an exchange that holds a slot: whether the server is waited for is to be known."""
+    """The actors are to know that the server is waited for."""
 
-    leased: LeasedExchange
+    exchange: Exchange
     silence_s: float | None = None
 
     def before_reading(self) -> None:
-        self.leased.waits()
+        self.exchange.announce()
+        self.exchange.leased.waits()
 
 
 def _next_piece(reply: HttpReply) -> bytes:

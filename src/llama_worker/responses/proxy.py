@@ -11,7 +11,7 @@ import pykka
 
 from llama_worker.actors.base import LiveCount, Ref
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
-from llama_worker.actors.upstream import UpstreamActor
+from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
 from llama_worker.errors import ConfigError
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.actor import ResponsesProxyActor
@@ -72,11 +72,13 @@ class ResponsesProxy(Startable):
         )
         if worker is not None:
             watch: Mailbox[Lease | EndLease] = Ref(worker.actor_ref)
+            grant = None
         else:
             runtime = UpstreamQuestions(endpoint)
-            arguments = (self._live_count, runtime, config.timeouts, config.api_key)
-            watch = self._upstream = Ref(UpstreamActor.start(*arguments))
-        upstream = Upstream(endpoint=endpoint, watch=watch, restarts=worker is not None)
+            actor = UpstreamActor.start(self._live_count, runtime, config.timeouts)
+            watch = self._upstream = Ref(actor)
+            grant = UpstreamLeases(runtime, config.api_key).grant
+        upstream = Upstream(endpoint=endpoint, watch=watch, grant=grant)
         listener = partial(_listener, upstream=upstream)
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from llama_worker.actors.base import LiveCount
 from llama_worker.actors.messages import EndLease, Lease
-from llama_worker.actors.upstream import UpstreamActor
+from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -83,7 +83,8 @@ class World:
         self.alarms: list[Alarm] = []
         self.questions_count = 0
         self.live_count = LiveCount()
-        self.ref = UpstreamActor.start(self.live_count, self, timeouts, None)
+        self.ref = UpstreamActor.start(self.live_count, self, timeouts)
+        self.leases = UpstreamLeases(self, None)
 
     # ------------------------------------------------------------ ports.UpstreamRuntime
 
@@ -127,9 +128,11 @@ class World:
     def begin(self, *clients: Client) -> None:
         for client in clients:
             reply: WorkerFuture[SubmitResult] = WorkerFuture()
-            self.tell(Lease(job_name="responses:r", exchange=client.exchange, reply=reply))
+            order = Lease(job_name="responses:r", exchange=client.exchange, reply=reply)
+            self.leases.grant(order)
             assert reply.get(timeout=0)["ok"]
             client.exchange.sends()
+            self.tell(order)
 
     def tell(self, message: Any) -> None:
         """And let the actor handle all that follows at this instant."""

@@ -75,8 +75,8 @@ class Abort:
 
 
 class Waiter(Protocol):
-    """Called by the thread that waits for a reply: each time before it does, and again after each
-    `silence_s` (None: for ever) in which nothing came."""
+    """Called by the thread that waits for the server, to take the request or to reply: each time
+    before it does, and again after each `silence_s` (None: for ever) in which nothing came."""
 
     silence_s: float | None
 
@@ -106,6 +106,17 @@ class _KeepsReader:
 
 
 class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # one kind of makefile
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        """Called by http.client, with the head and with the body."""
+        try:
+            sent = self.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            if self.waiter is not None:
+                self.waiter.before_reading()
+            super().sendall(data[sent:], flags)
+
     def set_silence(self, silence_s: float | None) -> None:
         """How long `receive` waits from now on; None: for ever."""
         self.setblocking(True)
@@ -120,6 +131,11 @@ class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # one
 
 
 class _TlsSocket(_KeepsReader, ssl.SSLSocket):  # type: ignore[misc]
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        if self.waiter is not None:
+            self.waiter.before_reading()
+        super().sendall(data, flags)
+
     def set_silence(self, silence_s: float | None) -> None:
         self.setblocking(True)
         self._silence_s = silence_s
