@@ -299,3 +299,17 @@ def test_the_watch_goes_where_its_table_says(state: str, event: str) -> None:
     assert step.watch.state == state
     happens(step, event)
     assert step.watch.state == ROWS.get((state, event), state)
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        ProbeNow(epoch=1, cause="a request failed"),
+        messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=True, detail="GPU 0: the GPU is lost")),
+    ],
+)
+def test_a_launch_before_ready_ignores_causes_to_probe(news: messages.WatchdogMessage) -> None:
+    watch = ServerWatch(TimeoutProfile(), probes_count=0)
+    watch.step(Launch(epoch=1), 0.0)
+    watch.step(Launched(epoch=1, pid=5), 0.01)
+    assert watch.step(news, 0.02) == []
