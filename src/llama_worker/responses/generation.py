@@ -132,10 +132,10 @@ class ChatExchange:
                     aborted = self._abort.error
                     body.end(None if aborted is None else str(aborted))
             self._leased.heard(events, time.monotonic())
-        if body.over:
+        if body.over and not events:  # else they go to the client first
             self.failure = self._leased.closed(body.failure)
             self.close()
-            return events or None
+            return None
         return events
 
     def close(self) -> None:
