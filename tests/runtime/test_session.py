@@ -298,6 +298,23 @@ def test_the_request_is_whole(make_server: MakeServer) -> None:
     assert headers[-1] == b"{}"
 
 
+def test_a_body_goes_out_with_its_head(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is woken once for both."""
+    holds_back: list[int] = []
+    send = AbortableSocket.send
+
+    def sending(connection: AbortableSocket, data: bytes, flags: int = 0) -> int:
+        holds_back.append(flags & socket.MSG_MORE)
+        return send(connection, data, flags)
+
+    monkeypatch.setattr(AbortableSocket, "send", sending)
+    ask(make_server(sends(EMPTY_OBJECT)).port, body={})
+    ask(make_server(sends(EMPTY_OBJECT)).port)
+    assert holds_back == [socket.MSG_MORE, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("pieces", "close", "told"),
     [

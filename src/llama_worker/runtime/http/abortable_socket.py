@@ -90,6 +90,7 @@ class _KeepsReader:
     abort = Abort()  # nobody's, until it is connected
     waiter: Waiter | None = None
     deadline: float | None = None
+    body_follows = False  # what is sent next is the head of a request that has a body
     has_ended = False  # the server has closed it
 
     def makefile(self, *args: Any, **kwargs: Any) -> io.BufferedReader:
@@ -108,8 +109,10 @@ class _KeepsReader:
 class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # one kind of makefile
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Called by http.client, with the head and with the body."""
+        more = socket.MSG_MORE if self.body_follows else 0  # both in one segment
+        self.body_follows = False
         try:
-            sent = self.send(data, socket.MSG_DONTWAIT)
+            sent = self.send(data, socket.MSG_DONTWAIT | more)
         except BlockingIOError:
             sent = 0
         if sent < len(data):

@@ -264,6 +264,10 @@ class _Adapter(requests.adapters.HTTPAdapter):
         pool = _TlsPool if host["scheme"] == "https" else _Pool
         return pool(host["host"], host["port"], request=request)
 
+    def request_url(self, request: requests.PreparedRequest, proxies: Any) -> str:
+        """Path and query: no proxy wants more."""
+        return request.path_url
+
     def build_response(self, req: requests.PreparedRequest, resp: Any) -> requests.Response:
         """Without its cookies, its encoding and another copy of its headers: nobody reads them."""
         response = requests.Response()
@@ -297,6 +301,7 @@ class _Connection(urllib3.connection.HTTPConnection):
         request.abort.attach(connection)
         request.abort.connected = True
         request.connection = connection
+        connection.body_follows = bool(request.body)
         # From now on: a busy server may leave a long request unread for minutes.
         self.timeout = left_s(request.deadline, None)
         connection.settimeout(self.timeout)
