@@ -80,7 +80,7 @@ def _gateway(command: Sequence[str], port: int, **env: str) -> Iterator[Gateway]
         process.wait()
 
 
-# --- load -----------------------------------------------------------------------------------------------
+# --- load -----------------------------------------------------------------------------------------
 
 
 def _request(path: str, body: dict[str, Any]) -> bytes:
@@ -133,7 +133,7 @@ async def _load(port: int, request: bytes, concurrency: int, seconds: float) -> 
     return taken
 
 
-# --- gateways -------------------------------------------------------------------------------------------
+# --- gateways -------------------------------------------------------------------------------------
 
 
 def _litellm() -> str:

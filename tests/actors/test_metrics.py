@@ -142,7 +142,7 @@ def test_the_collector_keeps_no_worker_alive(make_worker: MakeWorker) -> None:
     assert workers_in(collector) == set()
 
 
-# ---------------------------------------------------------------- conventions, documentation, dashboard
+# ------------------------------------------------------------ conventions, documentation, dashboard
 
 
 def families() -> dict[str, str]:

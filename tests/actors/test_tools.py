@@ -165,7 +165,7 @@ def test_once_the_server_has_refused_tools_they_are_not_offered_again(
     assert rig.status()["restart_count"] == 0
 
 
-# --- tools that take their time ---------------------------------------------------------------------------
+# --- tools that take their time -------------------------------------------------------------------
 
 
 def test_a_tool_that_never_returns_fails_its_request_on_time_and_holds_up_nothing_else(
@@ -197,7 +197,7 @@ def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
     assert (told.called, stuck(rig)) == (False, 0)
 
 
-# --- runners that know how long somebody waits, and async ones --------------------------------------------
+# --- runners that know how long somebody waits, and async ones ------------------------------------
 
 
 class Patient:
@@ -278,7 +278,7 @@ def test_an_error_that_is_told_costs_no_request(make_worker: MakeWorker) -> None
     assert bodies(rig)[-1]["messages"][-1]["content"].startswith(entry["result"])
 
 
-# --- exit tools -------------------------------------------------------------------------------------------
+# --- exit tools -----------------------------------------------------------------------------------
 
 
 ISSUE = {"code": "missing_input", "severity": "error", "summary": "No file."}

@@ -221,7 +221,7 @@ def test_a_server_that_is_none(
     assert (caught.value.reason, bool(caught.value.todo)) == ("no_server", True)
 
 
-# ---------------------------------------------------------------- the head of a GGUF file, written byte by byte
+# ---------------------------------------------------- the head of a GGUF file, written byte by byte
 
 UINT32, STRING, ARRAY = 4, 8, 9
 LLAMA: dict[str, Any] = {

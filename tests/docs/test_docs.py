@@ -141,7 +141,7 @@ def test_the_program_ends_with_its_servers_at_sigterm(
     assert not [process for process in tree if process.is_running()]
 
 
-# ---------------------------------------------------------------- the site is whole, and fetches nothing from elsewhere
+# -------------------------------------------- the site is whole, and fetches nothing from elsewhere
 
 
 @pytest.fixture(scope="module")

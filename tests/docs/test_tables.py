@@ -44,7 +44,7 @@ def test_the_reference_has_exactly_the_public_names() -> None:
     )
 
 
-# ---------------------------------------------------------------- configuration.md, how-to/slow-hardware.md
+# -------------------------------------------------------- configuration.md, how-to/slow-hardware.md
 
 
 def told(field: Field[Any]) -> str:
@@ -218,7 +218,7 @@ def defined_names(module: Path) -> set[str]:
     return names
 
 
-# ---------------------------------------------------------------- what the project's pages say of it
+# --------------------------------------------------------------- what the project's pages say of it
 
 
 def test_the_table_of_builds_is_what_was_measured() -> None:

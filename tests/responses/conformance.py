@@ -138,7 +138,7 @@ def _said(role: str, text: str, **fields: str) -> Json:
     return {"type": "message", "role": role, "content": text, **fields}
 
 
-# --- HTTP -----------------------------------------------------------------------------------------------
+# --- HTTP -----------------------------------------------------------------------------------------
 
 
 def basic_response(api: Api) -> None:
@@ -233,7 +233,7 @@ def _fails() -> Iterator[None]:
     raise AssertionError("the schema takes what it should not")
 
 
-# --- WebSocket ------------------------------------------------------------------------------------------
+# --- WebSocket ------------------------------------------------------------------------------------
 
 
 def websocket_response(api: Api) -> None:
@@ -286,7 +286,7 @@ def _is_unknown(socket: Socket, response_id: str) -> None:
     assert error["code"] == "previous_response_not_found", error
 
 
-# --- the table ------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 TESTS: dict[str, Callable[[Api], None]] = {
     test.__name__.replace("_", "-"): test

@@ -64,7 +64,7 @@ def by_type(kinds: Mapping[str, Schema], *unchecked: str) -> Schema:
     }
 
 
-# --- content, items, tools ------------------------------------------------------------------------------
+# --- content, items, tools ------------------------------------------------------------------------
 
 _TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": array(INTEGER)}
 LOG_PROBABILITIES = array(record({**_TOKEN, "top_logprobs": array(record(_TOKEN))}))
@@ -144,7 +144,7 @@ TOOL_CHOICE: Schema = {
     ]
 }
 
-# --- a response -----------------------------------------------------------------------------------------
+# --- a response -----------------------------------------------------------------------------------
 
 TEXT = record(
     {
@@ -225,7 +225,7 @@ COMPACTION = record(
     }
 )
 
-# --- events and errors ----------------------------------------------------------------------------------
+# --- events and errors ----------------------------------------------------------------------------
 
 ERROR = record(
     {"type": STRING, "code": nullable(STRING), "message": STRING, "param": nullable(STRING)},

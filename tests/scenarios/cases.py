@@ -366,7 +366,7 @@ _load = (
     ),
 )
 
-# ---------------------------------------------------------------- what only /slots, or the process itself, can tell
+# ------------------------------------------------ what only /slots, or the process itself, can tell
 
 SUSPECT_S = 1.0
 FOUND_S = SUSPECT_S + (LOOKS_COUNT - 1) * LOOK_INTERVAL_S

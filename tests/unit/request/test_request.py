@@ -257,7 +257,7 @@ def test_a_report_of_a_malformed_call_accuses_no_server() -> None:
         assert play.record.http_status == accused
 
 
-# ---------------------------------------------------------------- a broken connection, a dead server
+# --------------------------------------------------------------- a broken connection, a dead server
 
 
 @pytest.mark.parametrize("why", [None, RESET, failure("connect_failed", "refused")])
@@ -675,7 +675,7 @@ def test_a_second_refusal_is_an_error() -> None:
     assert play >> closed(TOOLS_REFUSED) << CLOSE_SECOND << Ends("http_error")
 
 
-# ---------------------------------------------------------------- a think tag that the template opened
+# ------------------------------------------------------------- a think tag that the template opened
 
 TO_THE_TEMPLATE = (
     "chat_template_kwargs enable_thinking reasoning_budget thinking_budget_tokens reasoning_effort"
@@ -724,7 +724,7 @@ def test_the_template_opens_a_think_each_turn(
     assert play >> (TextDelta(second), STOP, Done()) << CLOSE_SECOND << end
 
 
-# ---------------------------------------------------------------- a host that did not run for a while
+# -------------------------------------------------------------- a host that did not run for a while
 
 WAITING: dict[str, Callable[[], Play]] = {
     "bios": prompting,

@@ -74,7 +74,7 @@ def saw_work(evidence: LivenessEvidence | None) -> bool | None:
     return None if evidence is None else evidence.alive
 
 
-# ---------------------------------------------------------------------------------------- ProcessProbe
+# ---------------------------------------------------------------- ProcessProbe
 
 
 def test_a_busy_process_gives_evidence_and_a_stopped_one_none(start: Start) -> None:
@@ -223,7 +223,7 @@ def test_an_unreadable_look_between_two_loses_nothing(proc: Path) -> None:
     assert evidence == [None, None, LivenessEvidence(alive=True, detail=detail)]
 
 
-# ----------------------------------------------------------------------------------------- NvidiaProbe
+# ---------------------------------------------------------------- NvidiaProbe
 
 
 class Sample(NamedTuple):

@@ -57,7 +57,7 @@ Step = tuple[Lifecycle, Effects]
 HOST: Any = object()  # who asked; not the life's to answer
 
 
-# ---------------------------------------------------------------- a life, told by verbs: each steps it once
+# -------------------------------------------------------- a life, told by verbs: each steps it once
 
 
 def start(life: Lifecycle, now: float) -> Step:

@@ -65,7 +65,7 @@ def reason_at(now: float, at: Progress, told: dict[str, Any]) -> RequestFailReas
     return None if found is None else found.reason
 
 
-# ------------------------------------------------------------------------------------------- SPEC's table
+# ---------------------------------------------------------------- SPEC's table
 
 QUEUED = progress(WAITING)
 READS = progress(PREFILL, headers_at=1010.0)
@@ -329,7 +329,7 @@ def test_last_progress_is_the_latest_of_data_and_this_turns_evidence() -> None:
     assert last_progress_at(progress(WAITING), 999.0) is None
 
 
-# --------------------------------------------------------------------------------------------- properties
+# ---------------------------------------------------------------- properties
 
 offsets = st.floats(min_value=0.0, max_value=4000.0)
 maybe = st.none() | offsets.map(lambda s: 1000.0 + s)
