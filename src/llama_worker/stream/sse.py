@@ -57,7 +57,10 @@ class SseDecoder:
             data = self._with_lf(data)
         records: list[SseRecord] = []
         try:
-            self._take(data, records)
+            if data.endswith(b"\n\n") and not self._partial:  # nearly always
+                self._read(data, records)
+            else:
+                self._take(data, records)
         except UnicodeDecodeError:
             self.error = "a record of the stream is not UTF-8"
         except _RecordTooLargeError:
