@@ -1,20 +1,14 @@
-"""The runtime's clocks, and how rarely its streams wake."""
+"""The runtime's clocks."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from llama_worker import WorkerConfig
-from llama_worker.actors.base import Ref
-from llama_worker.exit_tools import ALL_EXIT_TOOLS
-from llama_worker.request.messages import OpenStream
 from llama_worker.runtime import real
-from llama_worker.types.chat import ToolDef
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
@@ -65,16 +59,3 @@ def test_unix_instants_follow_a_suspend_and_no_other_clock(clocks: Clocks) -> No
     assert unix() == before
     clocks.unix += 1200.0
     assert unix() == before
-
-
-@pytest.mark.parametrize(("exit_tools", "longest_s"), [((), 1.0), (ALL_EXIT_TOOLS, 0.3)])
-def test_signals_are_looked_for_more_often(
-    monkeypatch: pytest.MonkeyPatch, exit_tools: tuple[ToolDef, ...], longest_s: float
-) -> None:
-    opened: list[float] = []
-    monkeypatch.setattr(real, "StreamReader", lambda *_, tick_s, **__: opened.append(tick_s))
-    runtime = real.RealRuntime(replace(CONFIG, exit_tools=exit_tools))
-    mailbox: Ref[Any] = Ref()
-    runtime.open_stream(OpenStream(turn_id=(1, 1), body={}, reply_to=mailbox), mailbox)
-    (tick_s,) = opened
-    assert longest_s / 2 < tick_s < longest_s

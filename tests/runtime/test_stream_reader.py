@@ -88,6 +88,7 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(stream_reader, "TICK_S", FOR_EVER_S)  # nothing is late
     monkeypatch.setattr(stream_reader, "HURRY_LASTS_S", FOR_EVER_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint(
@@ -95,13 +96,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         )
         told, opener = Told(), Told()
         order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=told)
-        reader = StreamReader(
-            order,
-            endpoint,
-            on_closed=opener,
-            name="test",
-            tick_s=FOR_EVER_S,  # nothing is late
-        )
+        reader = StreamReader(order, endpoint, on_closed=opener, name="test")
         with listener.accept()[0] as server:
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield Rig(reader, server, told, opener)
@@ -132,7 +127,7 @@ def test_text_that_comes_fast_waits_for_whoever_asks(streaming: Rig) -> None:
 def test_text_is_told_after_a_tick_and_a_tick_without_news_ends_the_batching(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rig.reader, "_tick_s", 0.1)
+    monkeypatch.setattr(stream_reader, "TICK_S", 0.1)
     rig.server.sendall(HEAD + text("first"))
     for _ in range(50):
         rig.server.sendall(text("a"))
@@ -172,9 +167,9 @@ def test_what_is_not_text_is_told_at_once_and_ends_the_batching(streaming: Rig) 
     streaming.server.sendall(text("a"))
     streaming.batches()
     call = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "add", "arguments": "{"}}]}
-    long_call = {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 140_000}}]}
+    long_call = {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 40_000}}]}
     streaming.server.sendall(record(long_call))  # enough to wake the thread
-    streaming.told.wait_events(TextDelta("a"), ToolCallDelta(0, None, None, "x" * 140_000))
+    streaming.told.wait_events(TextDelta("a"), ToolCallDelta(0, None, None, "x" * 40_000))
     streaming.server.sendall(record(call))  # and this one is not waited for
     streaming.told.wait_events(ToolCallDelta(0, "c", "add", "{"))
     assert not streaming.reader._is_batching
@@ -223,8 +218,8 @@ def test_a_flush_that_finds_the_end_ends_the_stream_of_a_server_that_stays_conne
 def test_much_at_once_is_told_at_once_though_text_is_collected(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.batches()
-    streaming.server.sendall(text("x" * 140_000))
-    eventually(lambda: "x" * 140_000 in "".join(e.text for e in streaming.told.events()), "all")
+    streaming.server.sendall(text("x" * 40_000))
+    eventually(lambda: "x" * 40_000 in "".join(e.text for e in streaming.told.events()), "all")
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + text("a") + text("b")])

@@ -186,9 +186,8 @@ class Runtime(Clock, ActorRunner, Protocol):
         """Post the order's body.
 
         Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
-        gets, too. Of what comes amid fast text some waits for more, 750 ms at most (280 ms where
-        the model may send signals), unless it is flushed or hurried. The first text is told at
-        once, and so is what comes alone.
+        gets, too. Of text that comes fast some waits for more, 280 ms at most, unless it is flushed
+        or hurried. Everything else, and the first text, is told at once.
         """
 
     def probe_readiness(

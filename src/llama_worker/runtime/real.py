@@ -32,7 +32,7 @@ from llama_worker.runtime.probes.readiness import AnswerProbe, ReadinessProbe, S
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_process import GuardedServer
 from llama_worker.runtime.process.server_program import host_environment, server_environment
-from llama_worker.runtime.streams.stream_reader import SIGNAL_TICK_S, TICK_S, StreamReader
+from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.server.messages import (
     EvidenceSeen,
     GpuFaulted,
@@ -134,13 +134,7 @@ class RealRuntime(HostClock):
         return anon_bytes(pid)
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> StreamReader:
-        return StreamReader(
-            order,
-            self._endpoint,
-            on_closed=on_closed,
-            name=self._name,
-            tick_s=SIGNAL_TICK_S if self._config.exit_tools else TICK_S,
-        )
+        return StreamReader(order, self._endpoint, on_closed=on_closed, name=self._name)
 
     def probe_readiness(
         self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]

@@ -23,9 +23,8 @@ from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.stream.response import ChatBody
 from llama_worker.types.request import RequestFailReason
 
-TICK_S = 0.75  # text that comes fast is told so often where nobody asks for it
-SIGNAL_TICK_S = 0.28  # where a signal may lie in it: one is told within 0.3 s
-MUCH_BYTES = 128 * 1024  # are read and told at once
+TICK_S = 0.28  # text that comes fast is told so often: within 0.3 s, as promised
+MUCH_BYTES = 32 * 1024  # are read and told at once
 _READ_BYTES = 16 * 1024  # to make room for 64 KiB each time takes longer than to read a token
 _READS = 64  # at a time; whoever flushes waits for them
 _TEXT = frozenset({TextDelta, ReasoningDelta})
@@ -35,26 +34,18 @@ class StreamReader:
     """One stream; see `ports.Stream`. Thread-safe, and no call takes time.
 
     Told at once: the first token, everything that is not text, the end, what a `hurry` waits for,
-    128 KiB, and text that comes more than a tick after what was told before. Where text comes
-    faster the thread sleeps for a tick while the kernel collects it (SO_RCVLOWAT); `flush` does not
-    wait.
+    32 KiB, and text that comes more than a tick after what was told before. Where text comes faster
+    the thread sleeps for a tick while the kernel collects it (SO_RCVLOWAT); `flush` does not wait.
 
     Raises RuntimeError where the host has no thread for it.
     """
 
     def __init__(
-        self,
-        order: OpenStream,
-        endpoint: Endpoint,
-        *,
-        on_closed: Mailbox[StreamClosed],
-        name: str,
-        tick_s: float = TICK_S,
+        self, order: OpenStream, endpoint: Endpoint, *, on_closed: Mailbox[StreamClosed], name: str
     ) -> None:
         self._order = order
         self._endpoint = endpoint
         self._on_closed = on_closed
-        self._tick_s = tick_s
         self._abort = Abort()
         self._lock = threading.Lock()  # guards what follows
         self._connection: socket.socket | None = None  # while there is a body to read
@@ -180,7 +171,7 @@ class StreamReader:
 
         Returns the milliseconds until the thread is to look again; None: not before something came.
         """
-        is_due = now >= self._told_at + self._tick_s
+        is_due = now >= self._told_at + TICK_S
         is_text = all(type(event) in _TEXT for event in self._events)
         untold_bytes = self._body.bytes_read - self._told_bytes
         if not is_text or (is_due and not untold_bytes):
@@ -196,7 +187,7 @@ class StreamReader:
         elif untold_bytes and not self._is_batching:
             self._is_batching = True
             self._set_low_water(MUCH_BYTES)
-        return max(self._told_at + self._tick_s - now, 0.0) * 1000 if self._is_batching else None
+        return max(self._told_at + TICK_S - now, 0.0) * 1000 if self._is_batching else None
 
     def _stop_batching(self) -> None:
         """From now on every byte wakes the thread, also one that lies ready."""
