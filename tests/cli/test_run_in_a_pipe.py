@@ -106,7 +106,7 @@ def test_a_conversation_survives_its_servers_death(
     done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n\nThree\n")
     assert (done.returncode, done.stdout) == (0, "half\nHello\nHello\n")
     assert "failed: server_died" in done.stderr
-    *_, last = server.journal.facts("request")
+    *_, last = server.journal.facts("request", path="/v1/chat/completions")
     said = [message["content"] for message in last["body"]["messages"]]
     assert said == ["One", "half", "Two", "Hello", "Three"]
     assert server.is_gone()
