@@ -172,8 +172,8 @@ class Case(Bench):
         depth = max(each.processed + each.in_batch for each in reading)
         pace: Pace = watch._pace
         limit_s = pace.longest_standstill_s(tokens, depth, is_cold=watch._requests._is_cold)
-        if limit_s is None:
-            return self.promised_s
+        if limit_s is None or watch._requests.gaps.lost_s(self.wedged_at or 0.0):
+            return self.promised_s  # behind a gap everything is looked at anew
         last_resort_s = self.promised_s - SLACK_S
         return min(last_resort_s, (PROFILE.suspect_after_s or 0.0) + limit_s) + SLACK_S
 
