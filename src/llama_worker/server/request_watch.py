@@ -7,7 +7,7 @@ next round holds nobody up. While a request is suspected the slots are looked at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -19,7 +19,7 @@ from llama_worker.server.blame import Blame, Verdict, is_busy
 from llama_worker.server.messages import EvidenceSeen, Unwatch
 from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import SlotMoves, judge_by_slots
-from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsWatch
+from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsLook, SlotsWatch
 from llama_worker.server.timeouts import (
     Neighbours,
     SlotSigns,
@@ -204,6 +204,7 @@ class RequestWatch:
 
     def _judge_all(self, heard: tuple[Progress, ...], now: float) -> Iterator[GivenUp]:
         for progress in heard:
+            self._excuse_by_looks_apart(progress, heard, now)
             accusation = (
                 self._judge_by_times(progress, now)
                 or self._judge_silent_slots(progress, heard, now)
@@ -274,9 +275,34 @@ class RequestWatch:
     ) -> Verdict | None:
         if not self.slots.complete or not self._is_suspect(progress, now):
             return None
+        judgement = self._judge_looks(self.slots.looks, progress, heard, now)
+        if isinstance(judgement, SlotMoves):
+            self._moved_at[progress.request_id] = self.slots.looks[-1].asked_at
+            return None
+        return judgement if self.slots_are_theirs else None
+
+    def _excuse_by_looks_apart(
+        self, progress: Progress, heard: tuple[Progress, ...], now: float
+    ) -> None:
+        """Where gaps, or looks without an answer, leave no round complete. That nothing moved
+        meanwhile accuses nobody."""
+        if self.slots.apart is None or not self._is_suspect(progress, now):
+            return
+        judgement = self._judge_looks(self.slots.apart, progress, heard, now)
+        if isinstance(judgement, SlotMoves):
+            began_at, request_id = self.slots.apart[0].asked_at, progress.request_id
+            self._moved_at[request_id] = max(began_at, self._moved_at.get(request_id, began_at))
+
+    def _judge_looks(
+        self,
+        looks: Sequence[SlotsLook],
+        progress: Progress,
+        heard: tuple[Progress, ...],
+        now: float,
+    ) -> Verdict | SlotMoves | None:
         signs = (self._ledger.newest_at, self.slots.moved_at, self._reads_at)
-        judgement = judge_by_slots(
-            self.slots.looks,
+        return judge_by_slots(
+            looks,
             progress,
             others=[other for other in heard if other.request_id != progress.request_id],
             all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
@@ -286,10 +312,6 @@ class RequestWatch:
             now=now,
             gaps=self.gaps,
         )
-        if isinstance(judgement, SlotMoves):
-            self._moved_at[progress.request_id] = self.slots.looks[-1].asked_at
-            return None
-        return judgement if self.slots_are_theirs else None
 
     def _is_suspect(self, progress: Progress, now: float) -> bool:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at

@@ -136,7 +136,11 @@ class SlotsWatch:
         self.silent_looks = 0
         self._has_answered = False
         self._asked_at = 0.0
-        self._last: SlotsLook | None = None
+        self._last: SlotsLook | None = None  # of any round
+        # by a gap, or by looks without an answer, since the last one
+        self._was_interrupted = True
+        # The looks before and behind the latest interruption: what moved between them did move.
+        self.apart: tuple[SlotsLook, SlotsLook] | None = None
         self._paused_until = 0.0
         self._active = False
 
@@ -149,7 +153,7 @@ class SlotsWatch:
 
     def rest(self) -> None:
         """Stop looking: nobody is suspected any more, or what was seen is from before a gap."""
-        self.deadline, self._last, self._active = None, None, False
+        self.deadline, self._was_interrupted, self._active = None, True, False
         self.silent_since, self.silent_looks = None, 0
         self.looks = []
 
@@ -173,13 +177,15 @@ class SlotsWatch:
             return False
         self.may_read_unseen = any(slot.may_read_unseen for slot in look.slots)
         self.silent_since, self.silent_looks = None, 0
-        if self._last is None:
-            self.still_since = look.asked_at
-        elif moved_between(self._last, look):
+        if self._was_interrupted and self._last is not None:
+            self.apart = (self._last, look)
+        if self._last is not None and moved_between(self._last, look):
             self.still_since, self.moved_at = look.asked_at, self._last.asked_at
+        elif self._was_interrupted:
+            self.still_since = look.asked_at
         elif any(slot.is_processing for slot in look.slots) and not self.may_read_unseen:
             self.answers_in_batches = True
-        self._last = look
+        self._last, self._was_interrupted = look, False
         self.looks.append(look)
         if len(self.looks) == LOOKS_COUNT:
             return True
@@ -191,7 +197,7 @@ class SlotsWatch:
         if self.silent_since is None:
             self.silent_since = self._asked_at
         self.silent_looks += 1
-        self.looks, self._last = [], None
+        self.looks, self._was_interrupted = [], True
         self.deadline = now + PAUSE_S
 
     @property

@@ -12,7 +12,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS, gap_s
 from llama_worker.mailbox import Tick
 from llama_worker.server.messages import ProbeOutcome, Stalled, StartupFailed
-from llama_worker.server.slots import Slot
+from llama_worker.server.slots import Slot, SlotsSilence
 from tests.virtual_watch import VirtualWatch, generating
 
 PROFILE = TimeoutProfile(
@@ -128,6 +128,37 @@ def test_looks_at_the_slots_from_both_sides_of_a_gap_are_not_compared() -> None:
     watch.now = 100.0
     watch.tell(Tick())
     assert watch.run(200.0, Stalled) is None
+
+
+def holds_text_back(now: float) -> tuple[Slot, ...]:
+    """A token every 5 s, none of which is sent."""
+    return (Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=9 + int(now / 5.0)),)
+
+
+def test_what_moved_between_two_gaps_spares_on_a_machine_that_hardly_runs() -> None:
+    """It runs for some seconds at a time, which is too short for a round of looks."""
+    watch = VirtualWatch.ready(UNPROBED, slots=holds_text_back)
+    watch.begin(lambda now: generating(0.0))
+    for _ in range(100):
+        assert watch.run(watch.now + 7.0, Stalled) is None
+        watch.now += 15.0
+        watch.tell(Tick())
+    assert len(watch.slots_asked_at) > 50
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_moved_between_looks_without_an_answer_spares(hangs: bool) -> None:
+    """A build that answers between two batches only, now and then. The limit is 300 s."""
+
+    def slots(now: float) -> tuple[Slot, ...] | SlotsSilence:
+        if int(now / 2.0) % 3:
+            return SlotsSilence()
+        return holds_text_back(min(now, 100.0) if hangs else now)
+
+    watch = VirtualWatch.ready(UNPROBED, slots=slots, build=10019)
+    watch.begin(lambda now: generating(0.0))
+    found = watch.run(1000.0, Stalled)
+    assert (found is not None and 380.0 < found[0] < 410.0) if hangs else found is None
 
 
 def test_a_launch_gets_the_time_again_that_was_lost() -> None:
