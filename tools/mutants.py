@@ -2,8 +2,8 @@
 
 A mutant is tried against the unit tests that are nearest to its module, then the simulator (fixed
 runs, an adversary, a campaign of HOURS worker-hours), the nearest tests in real time, and last all
-other tests of its room; the first that fails has killed it. Nearest is what bears the module's name
-at its place in the tree, then what imports it. A test in real time has to pass without the mutant,
+other tests of its room; the first that fails has killed it. Nearest is what bears the module's name,
+first at its place in the tree, then what imports it. A test in real time has to pass without the mutant,
 run again by itself, or its failure does not count.
 
 Everything is read from a copy of the tree, made at the start, and happens in further ones, in a
@@ -120,10 +120,14 @@ class Tree:
         return [*dict.fromkeys(test for each in modules for test in _mirrors(self._tests, each))]
 
     def tests_of_room(self, path: str) -> list[str]:
-        """All at its place in the tree; what runs real servers and threads, if it does, too."""
+        """All at its place in the tree; what runs real servers and threads, if it does, too. Those
+        that share words with its name come first."""
         room = next(room for room in ROOMS if path.startswith(room)).rstrip("/").rpartition("/")[2]
         runs_for_real = IN_REAL_TIME if path.startswith((RUNTIME, "actors/")) else ()
-        return [each for each in self._tests if each.startswith((f"{UNIT}{room}/", *runs_for_real))]
+        tests = [
+            each for each in self._tests if each.startswith((f"{UNIT}{room}/", *runs_for_real))
+        ]
+        return sorted(tests, key=lambda each: -_words_in_common(each, path))
 
 
 def _listed(origin: Path) -> list[str]:
@@ -133,13 +137,16 @@ def _listed(origin: Path) -> list[str]:
 
 
 def _mirrors(tests: Iterable[str], path: str) -> list[str]:
-    """Those that bear the module's name, in a folder that bears the name of one of its folders."""
+    """Those that bear the module's name, first in a folder that bears that of one of its
+    folders."""
     module = Path(path)
-    return [
-        each
-        for each in tests
-        if Path(each).name == f"test_{module.name}" and Path(each).parent.name in module.parts
-    ]
+    named = (each for each in tests if Path(each).name == f"test_{module.name}")
+    return sorted(named, key=lambda each: Path(each).parent.name not in module.parts)
+
+
+def _words_in_common(test: str, path: str) -> int:
+    words = set(re.split(r"[/_.]", path))
+    return len(words & set(Path(test).stem.removeprefix("test_").split("_")))
 
 
 def _importers(texts: dict[str, str], path: str) -> Iterator[str]:

@@ -101,20 +101,23 @@ def test_what_fails_without_a_mutant_is_shown(
 def test_the_nearest_tests_come_first_and_the_room_last(tmp_path: Path) -> None:
     origin = repository(tmp_path / "origin")
     for path, text in {
-        "tests/runtime/test_timers.py": "",
+        "tests/runtime/test_a_timer.py": "",
+        "tests/runtime/test_host_wakes.py": "",
         "tests/unit/runtime/test_real.py": "from llama_worker.runtime.host import clock, timers\n",
         "tests/unit/request/test_clock.py": "",
     }.items():
         (origin / path).parent.mkdir(parents=True, exist_ok=True)
         (origin / path).write_text(text)
     tree = Tree(origin, tmp_path / "tree")
-    assert tree.nearest_tests(MODULE) == [ITS_TEST, "tests/unit/runtime/test_real.py"]
+    nearest = [ITS_TEST, "tests/unit/request/test_clock.py", "tests/unit/runtime/test_real.py"]
+    assert tree.nearest_tests(MODULE) == nearest
+    assert tree.tests_of_room(MODULE)[:2] == [ITS_TEST, "tests/runtime/test_host_wakes.py"]
     hunter = Hunter(tree, 1.0, 1, simulator_only=False)
     asked = [(stage.name, stage.command[-1]) for stage in hunter.stages(mutant(*NEVER))]
     assert asked == [
         ("unit tests", "tests/unit/runtime/test_real.py"),
         ("tests in real time", ITS_TEST),
-        ("tests of the room", "tests/runtime/test_timers.py"),
+        ("tests of the room", "tests/runtime/test_a_timer.py"),
     ]
 
 
