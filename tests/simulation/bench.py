@@ -21,6 +21,8 @@ from tests.simulation.scheduler import Choices, Scheduler
 from tests.simulation.server import Build, LlamaServer
 from tests.simulation.trace import Trace
 
+COMMAND = ("llama-server", "--model", "small.gguf")
+
 
 class Bench:
     """The worker is not started yet. `actor` is its WorkerActor, to look into."""
@@ -39,7 +41,7 @@ class Bench:
         self.build = build
         self.scheduler = Scheduler(choices, trace, now)
         self.machine = Machine(self.scheduler, for_machine, build)
-        self.config = WorkerConfig("simulated", "127.0.0.1", 8080, ("llama-server",), **config)
+        self.config = WorkerConfig("simulated", "127.0.0.1", 8080, COMMAND, **config)
         self.runtime = SimRuntime(self.config, self.scheduler, self.machine, for_runtime)
         self.worker = LlamaWorker(self.config, _runtime=self.runtime)
         self.actor: Any = next(

@@ -81,13 +81,14 @@ class Host:
     # ------------------------------------------------------------ calls
 
     def start(self) -> WorkerFuture[Any]:
+        self._invariants.called_at = self._scheduler.now
         future = self._world.worker.start()
         self._invariants.expect_answer(future, self.start_bound_s, "start()")
         return future
 
     def stop(self) -> WorkerFuture[Any]:
         invariants = self._invariants
-        invariants.stop_called_at = self._scheduler.now
+        invariants.stop_called_at = invariants.called_at = self._scheduler.now
         launched = tuple(self._world.machine.launched)
         future = self._world.worker.stop()
         invariants.expect_answer(future, self.stop_bound_s, "stop()")
@@ -98,7 +99,7 @@ class Host:
     def drain(self) -> WorkerFuture[Any]:
         """`drain()`, which resolves soon after the last request has ended."""
         invariants = self._invariants
-        invariants.drain_called_at = self._scheduler.now
+        invariants.drain_called_at = invariants.called_at = self._scheduler.now
         launched = tuple(self._world.machine.launched)
         return self._checked(
             self._world.worker.drain(),
@@ -107,6 +108,7 @@ class Host:
 
     def restart(self) -> WorkerFuture[Any]:
         self._invariants.restarts_ordered += 1
+        self._invariants.called_at = self._scheduler.now
         future = self._world.worker.restart("a new model")
         self._invariants.expect_answer(future, self.start_bound_s, "restart()")
         return future

@@ -22,7 +22,7 @@ Tools: a call that does not return is given up in time; its thread is counted un
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,17 +32,28 @@ from llama_worker.gaps import LATE_S
 from llama_worker.request.messages import RequestEnded, StreamEvents
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server.blame import is_degenerate
-from llama_worker.server.lifecycle_states import BackingOff, Launching, Lifecycle
-from llama_worker.server.messages import Drain
+from llama_worker.server.journal import Journal
+from llama_worker.server.lifecycle_states import (
+    BackingOff,
+    Draining,
+    Ending,
+    Launching,
+    Lifecycle,
+    Ready,
+)
+from llama_worker.server.messages import Died, Drain, Unkillable
 from llama_worker.server.termination import Signal
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import Bench
 from tests.simulation.faults import Kind
+from tests.simulation.instants import LATEST_TIMER_S, Backoff, Signals
 from tests.simulation.promises import Promise
+from tests.simulation.runtime import SimServerProcess
 from tests.simulation.scheduler import SimulatedActor, Violation
-from tests.simulation.server import Exchange
+from tests.simulation.server import Exchange, LlamaServer
+from tests.simulation.told import Told
 
 ARROWS = {
     WorkerState.STOPPED: {WorkerState.RUNNING},
@@ -51,10 +62,8 @@ ARROWS = {
     WorkerState.FAILED: {WorkerState.RUNNING, WorkerState.STOPPED},
 }
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
+QUIET_S = 60.0  # so long without a call of the host's, and what happens is the worker's own doing
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
-LATEST_TIMER_S = 3.0  # how late what is due at an instant may be done, a starved thread included
-# how actors die by Nature's doing
-_PLANTED = ("planted in the actor", "has not answered", "can't start new thread")
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
 
 
@@ -105,22 +114,27 @@ class Invariants:
         self.blind_s = 0.0  # how long the host could not look, in all
         self._blocked: list[list[float]] = []  # since when an actor was, and until when
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
-        self._scheduler, self._worker = bench.scheduler, bench.actor
+        self._scheduler, self._worker, self._machine = bench.scheduler, bench.actor, bench.machine
         self._policy, self._slots = bench.config.restart, bench.config.slots
         self._grace_s = bench.config.timeouts.stop_grace_s
         self._records: dict[int, RequestRecord] = {}  # also those that are released at once
         self._keep_records(bench.actor._table)
+        self._hear_decisions(bench.actor._journal)
         self._active: tuple[int, ...] = ()
         self.state = WorkerState.STOPPED  # the worker's
         # launches that ended as planned, or for the nonsense that they said
         self._replaced: set[int] = set()
-        self._ready_at = 0.0
-        self._restarted_at: list[float] = []
-        self.restart_count = 0
-        # by on_event: how each request ended, and restarts that were announced
-        self._told_endings: dict[int, tuple[str, str | None] | None] = {}
-        self._told_state = str(WorkerState.STOPPED)
-        self._told_restarts = self._restarts = 0
+        self.ready_at = 0.0
+        self._backoff = Backoff(bench.config.restart)
+        self._signals = Signals(
+            self, bench.config.timeouts.stop_grace_s, bench.config.timeouts.kill_timeout_s
+        )
+        self.called_at = -math.inf  # start(), stop(), drain() or restart(), last
+        self._ending: Ending | None = None
+        self._decisions: list[tuple[int, str, str]] = []  # on restarts, by this message
+        self.restarts_count = 0  # as seen
+        self.killed_with_evidence: list[tuple[float, int | None]] = []  # when, which process
+        self.told = Told(self, bench.build.slots, bench.config.slots)
         self._termed_at: dict[int, float] = {}  # by launch, when SIGTERM was first ordered
         self._stale_before: Lifecycle | None = None
         self._backing_off: BackingOff | None = None  # the state whose end is expected
@@ -133,14 +147,52 @@ class Invariants:
 
         def ended(record: RequestRecord, *how: Any) -> bool:
             self._records[record.request_id] = record
-            return end(record, *how)
+            state, others = self.lifecycle.state, len(self.active) - 1
+            serves = isinstance(state, Ready) or (isinstance(state, Draining) and others > 0)
+            has_ended = end(record, *how)
+            speaks_well = (
+                self._policy.degenerate_outputs_before_restart is None or not is_degenerate(record)
+            )
+            completed = record.result["state"] is RequestState.COMPLETED
+            if has_ended and serves and completed and speaks_well:
+                self._backoff.completed()
+            return has_ended
 
         requests.end = ended  # type: ignore[method-assign,assignment]
+
+    def _hear_decisions(self, journal: Journal) -> None:
+        note = journal.restart_decided
+
+        def decided(reason: str, detail: str, delay_s: float | None, now: float) -> None:
+            note(reason, detail, delay_s, now)
+            self._backoff.decided(reason, delay_s, now)
+            if delay_s is not None:
+                self.restarts_count += 1
+            self._decisions.append((self.lifecycle.epoch, reason, detail))
+
+        journal.restart_decided = decided  # type: ignore[method-assign]
+        keep = journal.keep_evidence
+
+        def kept(now: float, **known: Any) -> None:
+            keep(now, **known)
+            server = self._machine.launched[-1].server if self._machine.launched else None
+            self.killed_with_evidence.append((now, None if server is None else server.pid))
+
+        journal.keep_evidence = kept  # type: ignore[method-assign]
 
     @property
     def lifecycle(self) -> Lifecycle:
         life: Lifecycle = self._worker._server.lifecycle
         return life
+
+    @property
+    def now(self) -> float:
+        return self._scheduler.now
+
+    @property
+    def living_server(self) -> LlamaServer | None:
+        """The one whose process the worker knows."""
+        return self._machine.listening()
 
     @property
     def active(self) -> tuple[int, ...]:
@@ -162,7 +214,9 @@ class Invariants:
                 self._stale_before = self.lifecycle
 
     def on_told(self, message: Any) -> None:
-        if type(message) is RequestEnded:
+        if type(message) is Unkillable:
+            self._signals.called_unkillable(message.epoch)
+        elif type(message) is RequestEnded:
             truth = self.requests.get(message.record.request_id)
             if truth is not None and truth.decided is None:
                 truth.decided = "".join(truth.text), "".join(truth.reasoning)
@@ -183,21 +237,36 @@ class Invariants:
         life = self.lifecycle
         if life.public_state is not self.state:
             self._check_arrow(life.public_state)
-        if life.budget.restart_count != self.restart_count:
-            self._check_budget(life)
+        for decision in self._decisions:
+            self._check_decision(*decision)
+        self._decisions.clear()
+        if isinstance(life.state, Ending) and not life.state.gone:
+            self._expect_signal(life.state, message)
         if isinstance(life.state, BackingOff) and life.state is not self._backing_off:
             self._backing_off = life.state
             self._expect_launch(life.state)
         self._check_waiters(message)
 
     def _expect_launch(self, backing_off: BackingOff) -> None:
-        left_s = max(0.0, backing_off.resume_at - self._scheduler.host_time)
+        left_s = max(0.0, self._backoff.resume_at - self._scheduler.now)
         self.expect(
             Promise.KILLS_AND_RESTARTS,
             left_s + LATEST_TIMER_S,
             "the launch behind a backoff",
             lambda: self.lifecycle.state is not backing_off,
         )
+
+    def _expect_signal(self, ending: Ending, cause: Any) -> None:
+        if self._ending is None or self._ending.epoch != ending.epoch:
+            is_killed = ending.closing_until is None and type(cause) is not Died
+            kept_at = self.killed_with_evidence[-1][0] if self.killed_with_evidence else -math.inf
+            if is_killed and kept_at < self._scheduler.now:
+                what = f"launch {ending.epoch} is killed for {cause}, and no evidence is kept"
+                raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
+            for process in self._machine.launched[-1:]:
+                if process.epoch == ending.epoch:
+                    self._signals.expect_some(process)
+        self._ending = ending
 
     def _check_waiters(self, message: Any) -> None:
         """A drain ends soon after the last request; who waits for a slot waits no longer than
@@ -256,7 +325,7 @@ class Invariants:
             return
         if life.public_state is not WorkerState.READY or life.is_draining:
             return
-        left_s = max(0.0, self._ready_at + policy.max_age_s - self._scheduler.now)
+        left_s = max(0.0, self.ready_at + policy.max_age_s - self._scheduler.now)
         self.expect(
             Promise.KILLS_AND_RESTARTS,
             left_s + LATEST_TIMER_S,
@@ -274,31 +343,21 @@ class Invariants:
                 Promise.KILLS_AND_RESTARTS, f"READY with requests {self._active} of the life before"
             )
         if state is WorkerState.READY:
-            self._ready_at = self._scheduler.now
+            self.ready_at = self._scheduler.now
+            self._backoff.ready(self.ready_at)
+        elif self.state is WorkerState.READY:
+            self._backoff.left_ready(self._scheduler.now)
         self.state = state
         self._expect_recycling()
 
-    def _check_budget(self, life: Lifecycle) -> None:
-        now = self._scheduler.now
-        self.restart_count = life.budget.restart_count
-        self._restarts += 1
-        restart = self._worker._journal._restarts[-1]
-        if restart["reason"] == "recycled":
-            self._check_recycled(life.epoch, restart["detail"])
-            return  # no matter for the lockout
-        if restart["reason"] == "requested":
-            self._check_requested(life.epoch)
-            return  # nor is this
-        if restart["reason"] == "degenerate_outputs":
-            self._check_degenerate(life.epoch, restart["detail"])
-        self._restarted_at = [
-            at for at in self._restarted_at if now - at < self._policy.restart_window_s
-        ] + [now]
-        if len(self._restarted_at) > self._policy.max_restarts_per_window:
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS,
-                f"{len(self._restarted_at)} restarts in {self._policy.restart_window_s:g} s",
-            )
+    def _check_decision(self, epoch: int, reason: str, detail: str) -> None:
+        match reason:
+            case "recycled":
+                self._check_recycled(epoch, detail)
+            case "requested":
+                self._check_requested(epoch)
+            case "degenerate_outputs":
+                self._check_degenerate(epoch, detail)
 
     def _check_requested(self, epoch: int) -> None:
         if self.restarts_ordered == 0:
@@ -316,7 +375,7 @@ class Invariants:
             )
         is_old = (
             policy.max_age_s is not None
-            and self._scheduler.now - self._ready_at >= policy.max_age_s - 1e-6
+            and self._scheduler.now - self.ready_at >= policy.max_age_s - 1e-6
         )
         if not is_old and (policy.max_requests is None or len(ended) < policy.max_requests):
             raise Violation(
@@ -465,45 +524,6 @@ class Invariants:
                 f"submit() answered {error} while {state}, {len(self.active)} slots in use",
             )
 
-    def heard(self, event: Mapping[str, Any]) -> None:
-        """The host's `on_event`."""
-        told = self._told_endings
-        match event["event"], event.get("request_id", 0):
-            case "state", _:
-                if event["before"] != self._told_state:
-                    what = f"the state was {self._told_state}, and then {event['before']} was left"
-                    raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
-                self._told_state = event["state"]
-            case "restart", _:
-                self._told_restarts += 1
-            case "actor_died", _ if not any(each in event["detail"] for each in _PLANTED):
-                what = f"{event['role']} died, and nobody did it: {event['detail']}"
-                raise Violation(Promise.KILLS_AND_RESTARTS, what)
-            case "admitted", request_id if request_id not in told:
-                told[request_id] = None
-            case "ended", request_id if request_id in told and told[request_id] is None:
-                reason = event.get("fail_reason")
-                told[request_id] = event["state"], None if reason is None else str(reason)
-            case "admitted" | "ended" as what, request_id:
-                raise Violation(Promise.SAYS_WHAT_HAPPENS, f"request {request_id}: {what} twice")
-            case _:
-                pass
-
-    def check_told(self) -> None:
-        """At rest: the host has heard of everything."""
-        records = {i: truth.record for i, truth in self.requests.items()}
-        happened = {
-            i: record and (str(record.result["state"]), _text(record.result["fail_reason"]))
-            for i, record in records.items()
-        }
-        told = (self._told_endings, self._told_state, self._told_restarts)
-        if told != (happened, str(self.state), self._restarts):
-            different = {i for i in happened if self._told_endings.get(i) != happened[i]}
-            raise Violation(
-                Promise.SAYS_WHAT_HAPPENS,
-                f"heard of {told[1:]}, it was {(str(self.state), self._restarts)}; requests {different}",
-            )
-
     def took_result(self, request_id: int, result: Any) -> None:
         truth = self.requests[request_id]
         if truth.record is None:
@@ -545,10 +565,11 @@ class Invariants:
             if fault.ended_at is None or fault.ended_at >= oldest
         )
 
-    def signaled(self, signal: Signal, epoch: int, launched_at: float) -> None:
+    def signaled(self, process: SimServerProcess, signal: Signal) -> None:
         """The worker sends the server a signal: it is to end for a reason, and who may shut down in
         peace has its grace period."""
-        now = self._scheduler.now
+        now, epoch, launched_at = self._scheduler.now, process.epoch, process.launched_at
+        self._signals.sent(process, signal)
         if signal is Signal.TERMINATE:
             self._termed_at.setdefault(epoch, now)
         elif signal is Signal.KILL and epoch in self._termed_at:
@@ -570,6 +591,18 @@ class Invariants:
                 Promise.HUNG_OR_SLOW,
                 f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}",
             )
+
+    def expect_warning(self, words: str, epoch: int) -> None:
+        """Soon the status has a line with these words, unless the launch ends first."""
+        self.told.warnings.add(words)
+
+        def is_told() -> bool:
+            life = self.lifecycle
+            is_over = life.epoch != epoch or life.public_state is not WorkerState.READY
+            return is_over or any(words in line for line in self._worker._journal.warnings)
+
+        what = f"a warning of {words} in launch {epoch}"
+        self.expect(Promise.SAYS_WHAT_HAPPENS, QUICK_S, what, is_told)
 
     def actor_blocked(self, blocked: SimulatedActor) -> Callable[[], object]:
         """Nobody waits for less than the time in which the actor is not given up; call what is
@@ -668,7 +701,15 @@ class Invariants:
         was started."""
         self.check_gone(processes[-1:], f"launch {epoch} begins")
         if isinstance(self.lifecycle.state, Launching) and self.lifecycle.state.first:
-            self._restarted_at.clear()
+            self._backoff.started_by_hand()
+        elif (
+            self.called_at < self._backoff.decided_at - QUIET_S
+            and self._scheduler.now < self._backoff.resume_at - 1e-6
+        ):
+            raise Violation(
+                Promise.KILLS_AND_RESTARTS,
+                f"launch {epoch} begins {self._backoff.resume_at - self._scheduler.now:.3f} s early",
+            )
 
     def check_gone(self, processes: Sequence[Any], what: str) -> None:
         for process in processes:
@@ -676,10 +717,6 @@ class Invariants:
                 raise Violation(
                     Promise.LEAVES_NOTHING, f"{what} while launch {process.epoch} still lives"
                 )
-
-
-def _text(reason: RequestFailReason | None) -> str | None:
-    return None if reason is None else str(reason)
 
 
 def _is_closed(exchange: Exchange) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llama_worker.server.blame import GpuFault, gpu_lost
+from llama_worker.server.blame import fault_of_xid, gpu_lost, uncorrectable_memory_error
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.server.termination import Signal
 from llama_worker.types.worker import StartFailReason
@@ -42,6 +42,10 @@ _ARGUMENTS = (
     b"data: "
     b'{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"%s"}}]}}]}\n\n'
 ) % (b"1,2," * 16)
+# NVIDIA's numbers: nothing computes on the GPU any more; a process is gone, which may be another;
+# to be ignored
+_FATAL_XIDS, _PROCESS_XIDS, _HARMLESS_XIDS = (48, 79, 95, 119), (8, 13, 31, 94, 999), (43, 45, 63)
+_OWN_DICE = 0xD6E8FEB86659FD93
 _LAUNCH_FAILURES = {
     "spawn fails": (StartFailReason.SPAWN_FAILED, "no such file"),
     "port taken": (StartFailReason.PORT_IN_USE, "the port is taken by another process"),
@@ -59,6 +63,7 @@ class Nature:
             world.invariants,
         )
         self._dice, self._profile = dice, world.profile
+        self._for_gpus = Dice(setting.seed ^ _OWN_DICE)  # apart, so that other draws stay
         kinds = {KINDS[name]: weight for name, weight in setting.kinds.items()}
         kinds = kinds or {kind: kind.weight for kind in KINDS.values()}
         self.is_calm = False
@@ -189,13 +194,21 @@ class Nature:
         epoch, tell = self._machine.gpu_watch
         if epoch != server.epoch:
             return
+        dice = self._for_gpus
         if name == "GPU lost":
             server.freeze(spins=True)
             self._hurt(name, server)
-            tell(gpu_lost("GPU 0"))
-        else:
-            self._fault(name, epoch=epoch)
-            tell(GpuFault(fatal=False, detail="GPU 0: Xid 31"))
+            number = dice.choice(_FATAL_XIDS)
+            found = fault_of_xid("GPU 0", number) if dice.chance(0.5) else None
+            tell(found or dice.choice((gpu_lost, uncorrectable_memory_error))("GPU 0"))
+            return
+        self._fault(name, epoch=epoch)
+        number = dice.choice(_PROCESS_XIDS + _HARMLESS_XIDS)
+        fault = fault_of_xid("GPU 0", number)
+        if fault is not None:
+            tell(fault)
+        if number in _PROCESS_XIDS:
+            self._invariants.expect_warning(f"GPU 0: Xid {number}", epoch)
 
     def _wedge(self, name: str, server: LlamaServer) -> None:
         if name == "SIGSTOP":
@@ -394,7 +407,7 @@ class Nature:
                 self._held_up.add(server.epoch)
 
     def _on_signal(self, process: SimServerProcess, signal: Signal) -> None:
-        self._invariants.signaled(signal, process.epoch, process.launched_at)
+        self._invariants.signaled(process, signal)
         fault = self._loading_faults.pop(process.epoch, None)
         if fault is not None and signal is not Signal.TERMINATE:
             self._invariants.found.append((fault.kind.name, self._scheduler.now - fault.began_at))

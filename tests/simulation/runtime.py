@@ -45,7 +45,7 @@ from llama_worker.server.messages import (
 )
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.termination import Signal
-from llama_worker.server.traits import ServerTraits
+from llama_worker.server.traits import server_traits
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason, TokenCount
@@ -129,8 +129,9 @@ class SimRuntime:
         self.machine.need_thread()
 
         def probed(outcome: ProbeOutcome) -> Probed:
-            build = self.machine.build
-            traits = ServerTraits(slots=build.slots, tools=True, n_ctx=4096, build=build.number)
+            server = self.machine.listening()
+            props = server.props() if server is not None else {}
+            traits = server_traits(props, {"prompt": "<|user|>-<|assistant|>"})
             return Probed(
                 epoch=epoch, outcome=outcome, detail=f"GET /v1/models: {outcome}", traits=traits
             )
@@ -287,8 +288,11 @@ class SimServerProcess:
         self._machine.on_signal(self, signal)
         if self.server is None:
             self._orders.append(signal)
-            return
-        act = self.server.terminate if signal is Signal.TERMINATE else self.server.kill
+        else:
+            self._deliver(self.server, signal)
+
+    def _deliver(self, server: LlamaServer, signal: Signal) -> None:
+        act = server.terminate if signal is Signal.TERMINATE else server.kill
         self._later(0.0002, 0.02, act, f"{signal.name} arrives", of_host=False)
 
     def kill_guard(self) -> None:
@@ -322,7 +326,7 @@ class SimServerProcess:
         self._log.feed(b"loading the model\n")
         self._reply_to.tell(Launched(epoch=self.epoch, pid=self.server.pid))
         for order in self._orders:
-            self.send(order)
+            self._deliver(self.server, order)
 
     def _server_died(self, returncode: int) -> None:
         """The guard's report comes by a thread of the host's; the rest of the tree is reaped after

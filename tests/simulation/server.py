@@ -366,6 +366,19 @@ class LlamaServer:
             self.work()
         self._leave_when_free()
 
+    def props(self) -> dict[str, Any]:
+        """The body of `/props`."""
+        number = self.build.number
+        return {
+            "total_slots": self.build.slots,
+            "default_generation_settings": {"n_ctx": 4096},
+            "model_alias": "small",
+            "model_path": "/models/another.gguf",
+            "modalities": {"vision": True, "audio": False},
+            "chat_template_caps": {"supports_tools": True, "supports_tool_calls": True},
+            "build_info": "" if number is None else f"b{number}-8f2c1d0",
+        }
+
     @property
     def slots_wait_s(self) -> float:
         """How long `/slots` waits for the main loop."""

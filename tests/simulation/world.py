@@ -112,7 +112,7 @@ class World(Bench):
             ),  # never called: the runtime runs no code of a host's
             check_invariants=True,
             bios_provider=lambda context: "",  # not the default, so that its thread is simulated
-            on_event=lambda event: self.invariants.heard(event),
+            on_event=lambda event: self.invariants.told.heard(event),
             result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
         self._for_proxy = Dice(setting.seed ^ _PROXY)
@@ -173,7 +173,7 @@ class World(Bench):
             hours=self.setting.hours,
             messages=self.scheduler.messages_count,
             requests=len(self.invariants.requests),
-            restarts=self.invariants.restart_count,
+            restarts=self.invariants.restarts_count,
             faults=self.nature.counts,
             outcomes=self.host.outcomes,
             found=self.invariants.found,
@@ -253,10 +253,13 @@ class World(Bench):
         """What the host can hear of, or ask for, is what happened."""
         self.scheduler.run_until(self._is_at_rest, math.inf)
         self.scheduler.run_for(QUICK_S)
-        self.invariants.check_told()
-        asked = self.host.quick(self.worker.get_debug_info(), "get_debug_info()")
-        self.scheduler.run_until(asked.done, self.scheduler.now + QUICK_S)
-        counted = asked.get(timeout=0)["stuck_tool_threads_count"]
+        asked = self.host.quick(self.worker.get_worker_status(), "get_worker_status()")
+        also = self.host.quick(self.worker.get_debug_info(), "get_debug_info()")
+        both = (asked, also)
+        self.scheduler.run_until(lambda: all(each.done() for each in both), math.inf)
+        status, debug = asked.get(timeout=0), also.get(timeout=0)
+        self.invariants.told.check(status, debug)
+        counted = debug["stuck_tool_threads_count"]
         stuck = sum(thread.is_stuck for thread in self.runtime.tool_threads)
         if counted != stuck:
             raise Violation(Promise.TOOLS, f"{counted} stuck tool threads, it says, of {stuck}")
