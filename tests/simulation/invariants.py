@@ -22,6 +22,7 @@ Tools: a call that does not return is given up in time; its thread is counted un
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,13 +48,14 @@ from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import Bench
-from tests.simulation.faults import Kind
+from tests.simulation.faults import Kind, Scope
 from tests.simulation.instants import LATEST_TIMER_S, Backoff, Signals
 from tests.simulation.promises import Promise
 from tests.simulation.runtime import SimServerProcess
 from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange, LlamaServer
 from tests.simulation.told import Told
+from tests.simulation.verdicts import check_words
 
 ARROWS = {
     WorkerState.STOPPED: {WorkerState.RUNNING},
@@ -65,6 +67,9 @@ OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows
 QUIET_S = 60.0  # so long without a call of the host's, and what happens is the worker's own doing
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
+
+
+_BY_TIME = frozenset({RequestFailReason.HEADERS_TIMEOUT, RequestFailReason.STALL_TIMEOUT})
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +90,7 @@ class Truth:
     exchanges: list[Exchange] = field(default_factory=list)
     text: list[str] = field(default_factory=list)  # handed to the request's actor so far
     reasoning: list[str] = field(default_factory=list)
+    heard_at: deque[float] = field(default_factory=lambda: deque(maxlen=200))  # bytes, of late
     decided: tuple[str, str] | None = None  # (text, reasoning) when its end was decided
     epoch: int = 0
     canceled: bool = False
@@ -116,6 +122,7 @@ class Invariants:
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self._scheduler, self._worker, self._machine = bench.scheduler, bench.actor, bench.machine
         self._policy, self._slots = bench.config.restart, bench.config.slots
+        self._profile = bench.config.timeouts
         self._grace_s = bench.config.timeouts.stop_grace_s
         self._records: dict[int, RequestRecord] = {}  # also those that are released at once
         self._keep_records(bench.actor._table)
@@ -134,7 +141,7 @@ class Invariants:
         self._decisions: list[tuple[int, str, str]] = []  # on restarts, by this message
         self.restarts_count = 0  # as seen
         self.killed_with_evidence: list[tuple[float, int | None]] = []  # when, which process
-        self.told = Told(self, bench.build.slots, bench.config.slots)
+        self.told = Told(self, bench.build, bench.config.slots)
         self._termed_at: dict[int, float] = {}  # by launch, when SIGTERM was first ordered
         self._stale_before: Lifecycle | None = None
         self._backing_off: BackingOff | None = None  # the state whose end is expected
@@ -204,6 +211,7 @@ class Invariants:
         if type(message) is StreamEvents:
             truth = self.requests.get(message.turn_id[0])
             if truth is not None:
+                truth.heard_at.append(message.at)
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
                 truth.reasoning += [
                     event.text for event in message.events if type(event) is ReasoningDelta
@@ -409,6 +417,14 @@ class Invariants:
         truth.record, truth.ended_at = record, self._scheduler.now
         result = record.result
         self._check_excuse(truth, result["state"], result.get("fail_reason"))
+        if result.get("fail_reason") in _BY_TIME and not record.is_leased:  # else not heard here
+            check_words(
+                result.get("fail_detail") or "",
+                self._profile,
+                in_time=self._ran_since(self._scheduler.now - 2 * OLD_EXCUSE_S),
+                heard_at=truth.heard_at,
+                now=self._scheduler.now,
+            )
         self._note_found(truth)
         for future in truth.waiting:
             self.expect_answer(future, QUICK_S, f"result({truth.request_id}), which has ended")
@@ -419,6 +435,13 @@ class Invariants:
             if fault.request_id == truth.request_id and fault.ended_at is None:
                 fault.ended_at = self._scheduler.host_time
         self._check_output(truth, record)
+
+    def _ran_since(self, at: float) -> bool:
+        """Whether nothing has held up the host."""
+        return self._scheduler.halted_until < at and not any(
+            fault.kind.scope is Scope.HOST and (fault.ended_at is None or fault.began_at > at)
+            for fault in reversed(self.faults)
+        )
 
     def _check_excuse(
         self, truth: Truth, state: RequestState, reason: RequestFailReason | None

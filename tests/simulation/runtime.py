@@ -163,7 +163,7 @@ class SimRuntime:
                     (pid, 1.0): Counters(
                         cpu_ticks=int(used.cpu_ticks),
                         read_bytes=int(used.read_bytes),
-                        major_faults=0,
+                        major_faults=int(used.major_faults),
                     )
                     for pid, used in server.counters().items()
                     if pid == server.pid

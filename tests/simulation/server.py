@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.simulation.scheduler import Event, Scheduler
 
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from tests.simulation.machine import Machine
     from tests.simulation.runtime import SimStream
 
-IDLE, BUSY = (
-    0.6,
-    95.0,
-)  # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
+# CPU ticks per second of a process that waits, and of one thread that computes (b11434)
+IDLE, BUSY = 0.6, 95.0
 PING_S = 30.0
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -50,6 +48,18 @@ class Headers(Enum):
     WITH_FIRST_TOKEN = "with the first token"
 
 
+class Use(NamedTuple):
+    """Of one process, each second."""
+
+    cpu: float  # ticks
+    read_bytes: float = 0.0
+    major_faults: float = 0.0
+
+
+NO_USE, IDLE_USE, BUSY_USE = Use(cpu=0.0), Use(cpu=IDLE), Use(cpu=BUSY)
+FROM_DISK = Use(cpu=IDLE, read_bytes=8e6)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
     """What kind of server runs on what kind of machine."""
@@ -67,6 +77,14 @@ class Build:
     number: int | None = 11434  # as `--version` tells it
     answers_in_batches: bool = True  # `/slots`; builds before b10453 do between two only
     deep_tokens: float = math.inf  # so deep in the context a token takes twice as long
+    idle: Use = IDLE_USE  # under memory pressure the health probe brings back some code
+    reading: Use = FROM_DISK  # of a model that comes from disk
+    busy: Use = BUSY_USE
+
+    @property
+    def shows_reading(self) -> bool:
+        """Whether `/slots` tells how far a prompt is read."""
+        return self.number is None or self.number >= 10019
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,10 +147,10 @@ class Exchange:
 
 @dataclass(slots=True)
 class Counters:
+    rate: Use
     cpu_ticks: float = 0.0
     read_bytes: float = 0.0
-    cpu_rate: float = IDLE
-    read_rate: float = 0.0
+    major_faults: float = 0.0
 
 
 class LlamaServer:
@@ -152,7 +170,7 @@ class LlamaServer:
         self.exchanges: list[Exchange] = []
         self.slots: list[Exchange | None] = [None] * build.slots
         self.queue: list[Exchange] = []
-        self.processes: dict[int, Counters] = {pid: Counters()}
+        self.processes: dict[int, Counters] = {pid: Counters(build.idle)}
         self.on_death: Callable[[int], object] = lambda returncode: None
         self.on_slot: Callable[[int, str], object] = lambda slot, what: None
         self._scheduler = scheduler
@@ -190,14 +208,15 @@ class LlamaServer:
             else:
                 self.loaded = True
                 self.advanced_at = self._scheduler.now
-                self._rates(cpu=IDLE)
+                self._uses(self.build.idle)
                 self.work()
 
         self._scheduler.after(seconds, loaded, "the load ends", of_host=False)
 
     def _show_load(self) -> None:
         works, reads = self._load_works, self.build.load_reads
-        self._rates(cpu=BUSY if works and not reads else IDLE, reads=works and reads)
+        build = self.build
+        self._uses((build.reading if reads else build.busy) if works else build.idle)
 
     def terminate(self) -> None:
         if self.gone or self.ignores_term or self.stopped:
@@ -238,7 +257,7 @@ class LlamaServer:
             return
         self.stopped = True
         self._keep_batch()
-        self._interrupt(cpu=0.0)
+        self._interrupt(NO_USE)
 
     def continue_signal(self) -> None:
         if not self.stopped:
@@ -255,7 +274,7 @@ class LlamaServer:
         """The process ends; the kernel closes its connections."""
         if self.gone:
             return
-        self._interrupt(cpu=0.0)
+        self._interrupt(NO_USE)
         self.gone = True
         for exchange in list(self.exchanges):
             self._drop(exchange)
@@ -269,7 +288,7 @@ class LlamaServer:
         """The main loop does nothing more: it waits, or it spins."""
         self.frozen = True
         self._keep_batch()
-        self._interrupt(cpu=BUSY if spins else IDLE)
+        self._interrupt(self.build.busy if spins else self.build.idle)
 
     def _keep_batch(self) -> None:
         if self._batch is not None:
@@ -284,11 +303,11 @@ class LlamaServer:
             self._start_batch(left_s)
         self.work()
 
-    def _interrupt(self, *, cpu: float) -> None:
+    def _interrupt(self, use: Use) -> None:
         if self._batch is not None:
             self._batch.cancel()
             self._batch = None
-        self._rates(cpu=cpu)
+        self._uses(use)
 
     def finish_now(self) -> None:
         """The requests under way are answered with the batch that ends at this instant."""
@@ -324,7 +343,7 @@ class LlamaServer:
     def begin_sidecar(self) -> None:
         """A child that uses CPU time of its own: a log shipper, a tool."""
         self._account()
-        self.processes[self.pid + 1] = Counters(cpu_rate=BUSY)
+        self.processes[self.pid + 1] = Counters(self.build.busy)
 
     # ------------------------------------------------------------ HTTP
 
@@ -405,7 +424,6 @@ class LlamaServer:
                     is_processing=active,
                     id_task=last.request_id,
                     n_prompt_tokens=last.processed + last.in_batch if active else total,
-                    n_prompt_tokens_processed=last.processed if active else 0,
                     n_prompt_tokens_cache=0,
                     next_token=[
                         {
@@ -415,6 +433,8 @@ class LlamaServer:
                         }
                     ],
                 )
+                if self.build.shows_reading:
+                    shown.update(n_prompt_tokens_processed=last.processed if active else 0)
             view.append(shown)
         return view
 
@@ -430,7 +450,7 @@ class LlamaServer:
         if self.gone or self.frozen or self.stopped or not self.loaded or self._batch is not None:
             return
         if self._terms:
-            self._rates(cpu=IDLE)
+            self._uses(self.build.idle)
             self._leave_when_free()
             return
         for exchange in [each for each in self.busy if each.closed_by_client]:
@@ -445,7 +465,7 @@ class LlamaServer:
         if seconds is None and self.queue and self._free_slot() is not None:
             self.work()  # a misbehaviour has just made room
         elif seconds is None:
-            self._rates(cpu=IDLE)
+            self._uses(self.build.idle)
             self._leave_when_free()
         else:
             # Nonsense may go on for as long as the host stands still.
@@ -496,7 +516,9 @@ class LlamaServer:
 
     def _start_batch(self, seconds: float) -> None:
         computes = self.build.cpu_shows and not self._pages_in
-        self._rates(cpu=BUSY if computes else IDLE, reads=self._pages_in)
+        build = self.build
+        shown = build.busy if computes else build.idle
+        self._uses(build.reading if self._pages_in else shown)
         self._batch = self._scheduler.after(seconds, self._batch_done, "batch", of_host=False)
 
     def _batch_done(self) -> None:
@@ -648,10 +670,9 @@ class LlamaServer:
         self._account()
         return self.processes
 
-    def _rates(self, *, cpu: float, reads: bool = False) -> None:
+    def _uses(self, use: Use) -> None:
         self._account()
-        own = self.processes[self.pid]
-        own.cpu_rate, own.read_rate = cpu, 8e6 if reads else 0.0
+        self.processes[self.pid].rate = use
 
     def _account(self) -> None:
         span_s = self._scheduler.now - self._accounted_at
@@ -659,8 +680,9 @@ class LlamaServer:
         if self.gone:
             return
         for used in self.processes.values():
-            used.cpu_ticks += used.cpu_rate * span_s
-            used.read_bytes += used.read_rate * span_s
+            used.cpu_ticks += used.rate.cpu * span_s
+            used.read_bytes += used.rate.read_bytes * span_s
+            used.major_faults += used.rate.major_faults * span_s
 
 
 def _record(chunk: dict[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 from tests.simulation.promises import Promise
 from tests.simulation.runtime import UNIX_EPOCH
 from tests.simulation.scheduler import Violation
+from tests.simulation.server import Build
 
 if TYPE_CHECKING:
     from tests.simulation.invariants import Invariants
@@ -19,20 +20,18 @@ if TYPE_CHECKING:
 KEPT_EVENTS, KEPT_RESTARTS = 200, 50
 # how actors die by Nature's doing
 _PLANTED = ("planted in the actor", "has not answered", "can't start new thread")
-_FEWER_SLOTS = "fewer than the worker's"
 
 
 class Told:
     """Of one worker. `heard` is the host's `on_event`."""
 
-    def __init__(self, invariants: Invariants, build_slots: int, config_slots: int) -> None:
-        self.warnings: set[str] = set()  # that there is reason for; words of them
+    def __init__(self, invariants: Invariants, build: Build, config_slots: int) -> None:
+        self.warnings = _of_build(build, config_slots)  # that there is reason for; words of them
         self.restarts: Counter[str] = Counter()  # by reason
         self.state = "stopped"
         self._invariants = invariants
         self._slots = config_slots
-        if build_slots < config_slots:
-            self.warnings.add(_FEWER_SLOTS)
+        self._of_build = frozenset(self.warnings)
         self._events: list[Mapping[str, Any]] = []
         self._endings: dict[int, tuple[str, str | None] | None] = {}  # by request
 
@@ -122,6 +121,9 @@ class Told:
         for line in status["warnings"]:
             if not any(words in line for words in self.warnings):
                 _fail(f"there is no reason for the warning {line}")
+        for words in self._of_build:
+            if truth.ready_at and not any(words in line for line in status["warnings"]):
+                _fail(f"nothing warns of what is wrong with the server: {words}")
         if len(set(status["warnings"])) < len(status["warnings"]):
             _fail(f"the warnings are {status['warnings']}")
 
@@ -169,6 +171,17 @@ class Told:
             truth = self._invariants.requests[request["request_id"]]
             if not all(age is None or 0 <= age <= at for age in ages) or truth.admitted_at > at:
                 _fail(f"the evidence of {at} shows {request}")
+
+
+def _of_build(build: Build, config_slots: int) -> set[str]:
+    """What a server of that build lacks, once it has said so."""
+    number = build.number
+    reasons = {
+        "fewer than the worker's": build.slots < config_slots,
+        "does not show in /slots": number is not None and number < 10019,
+        "CVE-2026-107183": number is not None and number <= 11392,
+    }
+    return {words for words, is_so in reasons.items() if is_so}
 
 
 def _check_durations(name: str, told: Any, seconds: Iterable[float]) -> None:

@@ -26,11 +26,30 @@ from tests.simulation.many_runs import Figures
 from tests.simulation.nature import HOUR_S, Nature
 from tests.simulation.promises import Promise
 from tests.simulation.scheduler import Choices, Violation
-from tests.simulation.server import Build, Headers, Reply
+from tests.simulation.server import (
+    BUSY_USE,
+    FROM_DISK,
+    IDLE,
+    IDLE_USE,
+    Build,
+    Headers,
+    Reply,
+    Use,
+)
 from tests.simulation.trace import Trace
 
 _PLANS = 0x9E3779B97F4A7C15
 _PROXY = 0xC2B2AE3D27D4EB4F
+_VARIETY = 0x165667B19E3779F9
+# what an idle server may show, and what a model that comes from disk shows
+_IDLE = (IDLE_USE, Use(cpu=2.5, read_bytes=3e5, major_faults=3.0))
+_READING = (
+    FROM_DISK,
+    Use(cpu=IDLE, read_bytes=1.1e6),  # a slow share
+    Use(cpu=IDLE, read_bytes=2.5e5, major_faults=60.0),  # at random
+)
+# number, and whether it answers `/slots` in the middle of a batch
+_GENERATIONS = (*[(11434, True)] * 6, (10453, True), (10452, False), (9093, False), (None, True))
 TOOL: ToolDef = {
     "type": "function",
     "function": {"name": "search", "parameters": {"type": "object"}},
@@ -83,9 +102,11 @@ class World(Bench):
         self.setting = setting
         self.profile = _profile(dice, idle=setting.hours > 24)
         slots = 1 + dice.below(4)
-        build = _build(dice, self.profile, slots)
+        variety = Dice(setting.seed ^ _VARIETY)  # apart, so that other draws stay as they are
+        self.profile = _varied_profile(variety, self.profile)
+        build = _varied_build(variety, _build(dice, self.profile, slots))
         plans = Dice(setting.seed ^ _PLANS)  # apart, so that other draws stay as they are
-        policy = _policy(plans, setting.hours)
+        policy = _varied_policy(variety, _policy(plans, setting.hours))
         self.ends_by_death = plans.chance(0.2)
         self._for_swapper = plans.fork()
         if choices is None:
@@ -353,6 +374,43 @@ def _policy(dice: Dice, hours: float) -> RestartPolicy:
     return RestartPolicy(
         recycle=recycle,
         degenerate_outputs_before_restart=1 + dice.below(3) if dice.chance(0.3) else None,
+    )
+
+
+def _varied_profile(dice: Dice, profile: TimeoutProfile) -> TimeoutProfile:
+    return replace(
+        profile,
+        stop_grace_s=dice.choice((10.0, 10.0, 0.0, 1.5, 30.0)),
+        kill_timeout_s=dice.choice((10.0, 10.0, 4.0, 15.0)),
+        liveness_probe_interval_s=dice.choice((5.0, 5.0, 2.0, 8.0)),
+    )
+
+
+def _varied_policy(dice: Dice, policy: RestartPolicy) -> RestartPolicy:
+    if dice.chance(0.5):
+        return policy
+    return replace(
+        policy,
+        restart_backoff_s=dice.choice((0.0, 1.0, 5.0)),
+        backoff_factor=dice.choice((1.0, 1.5, 3.0)),
+        backoff_max_s=dice.choice((10.0, 60.0)),
+        restart_window_s=dice.choice((60.0, 120.0, 1800.0)),
+        max_restarts_per_window=1 + dice.below(8),
+        stable_after_s=dice.choice((60.0, 600.0, 6000.0)),
+        transport_failures_before_restart=1 + dice.below(3),
+        server_errors_before_restart=1 + dice.below(5),
+    )
+
+
+def _varied_build(dice: Dice, build: Build) -> Build:
+    number, answers_in_batches = dice.choice(_GENERATIONS)
+    return replace(
+        build,
+        number=number,
+        answers_in_batches=answers_in_batches,
+        idle=dice.choice(_IDLE),
+        reading=dice.choice(_READING),
+        busy=dice.choice((BUSY_USE, Use(cpu=60.0))),
     )
 
 
