@@ -113,7 +113,7 @@ def test_a_hang_is_found_also_where_every_alarm_is_late() -> None:
         watch.tell(Tick())
 
 
-def test_looks_at_the_slots_from_both_sides_of_a_gap_are_not_compared() -> None:
+def test_a_standstill_before_a_gap_does_not_go_on_behind_it() -> None:
     profile = TimeoutProfile(idle_stream_timeout_s=None, health_probe_interval_s=None)
 
     def slots(now: float) -> tuple[Slot, ...]:
