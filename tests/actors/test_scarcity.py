@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
 from llama_worker.testing.scripts import Text, ToolCall, Turns, plain_reply
 from llama_worker.types.worker import StartFailReason, WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, no_threads
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, no_threads
 from tests.conftest import Leftovers
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -40,6 +41,15 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in filler:
             os.close(fd)
+
+
+def sockets_to(port: int) -> list[Any]:
+    """This process's connections to the server, in any state."""
+    return [
+        each
+        for each in psutil.Process().net_connections("tcp")
+        if each.raddr and each.raddr.port == port
+    ]
 
 
 def assert_as_before(rig: Rig) -> None:
@@ -94,6 +104,9 @@ def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(restart=SUSPICIOUS, slots=2)
+    # The look at /slots that follows READY would give its descriptor back, to one of the requests.
+    eventually(lambda: rig.journal.facts("request", path="/slots"), "the look at /slots")
+    eventually(lambda: not sockets_to(rig.config.port), "its connection's end")
     with no_descriptors():
         told = [rig.ended(request) for request in (rig.submit(), rig.submit())]
     for result in told:
