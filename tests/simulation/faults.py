@@ -63,14 +63,13 @@ def _looks(profile: TimeoutProfile) -> float:
 
 def _silence(profile: TimeoutProfile, stage: Stage) -> float | None:
     """No CPU time and no data."""
+    # Another may be broken off as late as this limit allows, and its batch gets its time.
+    waiting_s = profile.headers_timeout_s + (profile.idle_stream_timeout_s or math.inf)
     limit = {
-        # a batch of one that is gone may hold them back
-        Stage.WAITING: max(profile.headers_timeout_s, profile.idle_stream_timeout_s or math.inf),
+        Stage.WAITING: waiting_s,
         Stage.SILENT: profile.prefill_liveness_timeout_s,
         Stage.SPEAKING: profile.idle_stream_timeout_s,
-        Stage.UNKNOWN: max(
-            profile.headers_timeout_s, profile.prefill_liveness_timeout_s or math.inf
-        ),
+        Stage.UNKNOWN: max(waiting_s, profile.prefill_liveness_timeout_s or math.inf),
     }[stage]
     return None if limit is None or limit == math.inf else limit + _looks(profile)
 
