@@ -30,6 +30,7 @@ class Signals:
         self._invariants = invariants
         self._grace_s, self._kill_timeout_s = grace_s, kill_timeout_s
         self._sent: dict[SimServerProcess, list[tuple[Signal, float]]] = {}
+        self._unkillable: set[SimServerProcess] = set()  # so the worker has said
 
     def expect_some(self, process: SimServerProcess) -> None:
         """Its launch is to end."""
@@ -64,11 +65,17 @@ class Signals:
                     self._fail(process, f"SIGKILL past the guard at {now}, behind {before[:-1]}")
                 last_at = max(at for each, at in before if each is Signal.KILL)
                 if now < last_at + self._kill_timeout_s - FORCE_S:
-                    self._expect(process, FORCE_S, "SIGKILL past the guard again", more)
+                    self._expect(
+                        process,
+                        FORCE_S,
+                        "SIGKILL past the guard again",
+                        lambda: more() or process in self._unkillable,
+                    )
 
     def called_unkillable(self, epoch: int) -> None:
         """So the worker says of this launch."""
         process = next(each for each in self._sent if each.epoch == epoch)
+        self._unkillable.add(process)
         last_at = max(at for each, at in self._sent[process] if each is Signal.KILL)
         waited_s = self._invariants.now - last_at
         if _is_gone(process) and process.ended:
