@@ -25,6 +25,7 @@ from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
 from tests.responses.conftest import HELLO, HOST, Client, Json, MakeClient
 from tests.responses.oracle import Event, check_events, read_sse
+from tests.responses.test_websocket import create, opened
 from tests.scenarios.cases import _SUSPICIOUS, _slot
 from tests.scenarios.scenario import TIMEOUTS
 
@@ -64,9 +65,16 @@ MakeStage = Callable[..., Stage]
 def make_stage(make_worker: MakeWorker) -> Iterator[MakeStage]:
     with contextlib.ExitStack() as stack:
 
-        def make(script: fs.Script = HELLO, *, start: bool = True, **config: Any) -> Stage:
+        def make(
+            script: fs.Script = HELLO,
+            *,
+            start: bool = True,
+            heartbeat_s: float = 10.0,
+            **config: Any,
+        ) -> Stage:
             rig = make_worker(script, start=start, **{"slots": 2, "timeouts": PATIENT, **config})
-            proxy = ResponsesProxy(ResponsesProxyConfig(port=0), worker=rig.worker)
+            proxy_config = ResponsesProxyConfig(port=0, heartbeat_s=heartbeat_s)
+            proxy = ResponsesProxy(proxy_config, worker=rig.worker)
             stack.callback(proxy.close)
             proxy.start().get(timeout=WAIT_S)
             return Stage(rig, Client(proxy, rig.journal))
@@ -279,6 +287,32 @@ def test_a_client_that_leaves_gives_its_slot_back(make_stage: MakeStage) -> None
     totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
     assert totals["requests"]["canceled"] == {"canceled": 1}
     stage.rig.journal.wait("client_closed", timeout=WAIT_S)
+
+
+def test_a_goodbye_before_the_headers_blames_no_server(make_stage: MakeStage) -> None:
+    """Of a WebSocket's client that says it and waits for the answer, connection open."""
+    stage = make_stage(slots=1, heartbeat_s=0.1)
+    for count in (1, 2):  # failures in a row would cost the server
+        with opened(stage.client) as socket:
+            socket.send(create(fs.WaitClose()))
+            stage.rig.journal.wait("started", timeout=WAIT_S, count=count)
+        stage.wait_jobs(0)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"] == {"completed": {}, "failed": {}, "canceled": {"canceled": 2}}
+    assert stage.client.create().status == 200
+
+
+def test_a_client_that_takes_no_heartbeat_blames_no_server(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = make_stage(slots=1, heartbeat_s=0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(ServedClient, "begin", Mock(side_effect=TimeoutError("timed out")))
+        with pytest.raises(HTTPException):
+            stage.client.create(fs.WaitClose(), stream=True)
+        stage.wait_jobs(0)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"] == {"completed": {}, "failed": {}, "canceled": {"canceled": 1}}
 
 
 def test_the_host_cancels_a_response(make_stage: MakeStage) -> None:

@@ -49,7 +49,8 @@ class ChatExchange:
     """A stream of events for one thread, which waits for them; only the Abort is for others.
 
     `leased` hears all that comes, and may know a better reason for a failure.
-    `before_reading` is called before each wait for the headers, of at most `silence_s`.
+    `before_reading` is called before each wait for the headers, of at most `silence_s`; what it
+    raises is the client's, no news of the server, and comes out of `open`.
     """
 
     def __init__(
@@ -70,9 +71,14 @@ class ChatExchange:
         self._reply: HttpReply | None = None
         self._body: ChatBody | None = None
         self._events: list[StreamEvent] = []  # that came along with the headers
+        self._client_error: Exception | None = None
 
     def before_reading(self) -> None:
-        self._before_reading()
+        try:
+            self._before_reading()
+        except Exception as error:
+            self._client_error = error
+            raise
         self._leased.waits()
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
@@ -90,6 +96,8 @@ class ChatExchange:
                 self._abort, self._endpoint, "POST", path, headers=sent, body=data, waiter=self
             )
         except (OSError, ValueError) as error:
+            if self._client_error is not None:
+                raise self._client_error from None
             failure = session.no_reply(error, self._abort, self._endpoint)
             self.failure = self._leased.closed(failure)
             return False
@@ -220,9 +228,13 @@ class ResponseRun:
                     self._send([event for each in read for event in self._events.feed(each, now)])
         finally:
             chat.close()
-            if not self._events.over:  # the client may go on from what it has got
-                self._events.fail("the client has left")
-                self._over()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """The client has left, and may go on from what it has got; idempotent."""
+        if not self._events.over:
+            self._events.fail("the client has left")
+            self._over()
 
     def fail(self, refused: ApiError) -> None:
         """The upstream refused, after the client was sent the first events."""
@@ -321,7 +333,12 @@ class ResponseGenerator:
         )
         # with progress reports, a prompt that stands still is found sooner
         body = {**chat_request.body, "return_progress": True}
-        if chat.open(body, forwarded(request, exclude=self._not_for_chat)):
+        try:
+            is_open = chat.open(body, forwarded(request, exclude=self._not_for_chat))
+        except OSError:
+            run.abandon()
+            raise
+        if is_open:
             run.to_the_end(chat)
         else:
             assert chat.failure is not None
