@@ -201,10 +201,7 @@ class LeasedRequest:
         )
 
     def status(self) -> RequestStatus:
-        status = build_status(self._totals, self._turn, self.progress())
-        status["output_chars"] = self._text_chars
-        status["reasoning_chars"] = self._reasoning_chars
-        return status
+        return self._as_seen(build_status(self._totals, self._turn, self.progress()))
 
     @property
     def output_chars(self) -> tuple[int, int]:
@@ -257,6 +254,13 @@ class LeasedRequest:
         outcome = outcome.masked(self._api_key)
         self._totals.add_turn(self._turn, None)
         record = build_record(self._totals, self._turn, self.progress(), outcome, [], now)
-        record.status["output_chars"] = self._text_chars
-        record.status["reasoning_chars"] = self._reasoning_chars
+        self._as_seen(record.status)
         return replace(record, is_leased=True)
+
+    def _as_seen(self, status: RequestStatus) -> RequestStatus:
+        """What passed by here: of a reply in one piece nothing is taken apart."""
+        status["output_chars"] = self._text_chars
+        status["reasoning_chars"] = self._reasoning_chars
+        if self._in_one_piece:
+            del status["tokens_received"]
+        return status

@@ -120,7 +120,7 @@ def is_degenerate(record: RequestRecord) -> bool:
     """Whether the request ended in a loop, or completed with nothing at all."""
     result = record.result
     if record.is_leased:  # what it said is its client's, and was counted
-        nothing = record.status["tokens_received"] == 0
+        nothing = record.status.get("tokens_received") == 0
         return nothing and result["state"] is RequestState.COMPLETED
     if result["state"] is RequestState.COMPLETED:
         answer = (

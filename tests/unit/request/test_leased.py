@@ -197,7 +197,9 @@ def test_a_reply_in_one_piece_is_complete() -> None:
     request.opened(600.0)
     request.heard([], 600.0)
     request.closed(None)
-    assert recorded(request, 600.0).result["state"] == "completed"
+    record = recorded(request, 600.0)
+    assert record.result["state"] == "completed"
+    assert not is_degenerate(record)  # nobody looked into it
 
 
 def test_a_refusal_is_told_without_the_key() -> None:
