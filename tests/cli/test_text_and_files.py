@@ -135,6 +135,13 @@ def test_a_missing_model_names_those_that_are_there(tmp_path: Path) -> None:
         assert caught.value.reason == "no_model"
 
 
+def test_the_home_of_nobody_holds_nothing() -> None:
+    with pytest.raises(Problem, match=r"there is no file ~nobody-here/a\.gguf"):
+        find_model("~nobody-here/a.gguf")
+    with pytest.raises(Problem, match="~nobody-here/llama-server does not exist"):
+        find_server("~nobody-here/llama-server")
+
+
 def test_a_split_model_is_given_by_part_one(tmp_path: Path) -> None:
     names = part_names("m-00001-of-00002.gguf")
     assert names == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]

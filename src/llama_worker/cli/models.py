@@ -3,6 +3,7 @@ started; and the worker's config of both."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ class Model:
 
 def find_model(named: str) -> Model:
     """Raises Problem `no_model` or `not_a_gguf`."""
-    path = Path(named).expanduser()
+    path = Path(os.path.expanduser(named))
     if path.is_dir():
         raise Problem("no_model", f"{named} is a folder, not a model file", _name_one(path))
     try:

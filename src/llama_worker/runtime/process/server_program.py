@@ -80,7 +80,7 @@ def _executable(named: str, how: str, how_to_get: str, search: str | None) -> Fo
     program = shutil.which(os.path.expanduser(named), path=search)
     if program:
         return FoundServer(program, how)
-    path = Path(named).expanduser()
+    path = Path(os.path.expanduser(named))
     if path.is_dir():
         inside = (
             f"give the program in it: {path / PROGRAM}"
