@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from functools import partial
+from typing import Annotated, Any
+from urllib.parse import SplitResult, urlsplit
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.config.validation import checked_int, checked_seconds, checked_str, optional
+from llama_worker.config.validation import (
+    Count,
+    CountOrZero,
+    Seconds,
+    check_fields,
+    checked_int,
+    checked_str,
+    shown,
+)
 from llama_worker.errors import ConfigError
-from llama_worker.responses.http.access import is_origin
 
 _MIB = 1024 * 1024
 
@@ -26,47 +36,24 @@ class ResponsesProxyConfig:
     `timeouts`: when a silent `upstream` is given up; a worker has limits of its own.
     """
 
-    upstream: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 9998
-    api_key: str | None = field(default=None, repr=False)
-    max_concurrent: int | None = None
-    allow_origins: tuple[str, ...] = ()
-    ca_file: str | None = None
-    connect_timeout_s: float = 10.0
-    client_timeout_s: float = 120.0  # in which a client takes no byte of its reply
+    upstream: Annotated[str, _check_upstream] | None = None
+    host: Annotated[str, partial(checked_str, empty=False, nul=False)] = "127.0.0.1"
+    port: Annotated[int, partial(checked_int, at_least=0, at_most=65535)] = 9998
+    api_key: Annotated[str, _check_api_key] | None = field(default=None, repr=False)
+    max_concurrent: Count | None = None
+    allow_origins: Annotated[tuple[str, ...], _check_origins] = ()
+    ca_file: Annotated[str, partial(checked_str, empty=False, nul=False)] | None = None
+    connect_timeout_s: Seconds = 10.0
+    client_timeout_s: Seconds = 120.0  # in which a client takes no byte of its reply
     # without an event for the client, before `response.in_progress` comes again
-    heartbeat_s: float = 10.0
-    max_body_bytes: int = 64 * _MIB  # of a request; it is held in memory
-    max_responses: int = 1000
-    max_stored_bytes: int = 64 * _MIB
+    heartbeat_s: Seconds = 10.0
+    max_body_bytes: Count = 64 * _MIB  # of a request; it is held in memory
+    max_responses: CountOrZero = 1000
+    max_stored_bytes: CountOrZero = 64 * _MIB
     timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
 
     def __post_init__(self) -> None:
-        if self.upstream is not None:
-            _check_upstream(self.upstream)
-        checked_str("host", self.host, empty=False, nul=False)
-        checked_int("port", self.port, at_least=0, at_most=65535)
-        if self.api_key is not None:
-            _check_api_key(self.api_key)
-        optional(checked_int, "max_concurrent", self.max_concurrent, at_least=1)
-        optional(checked_str, "ca_file", self.ca_file, empty=False, nul=False)
-        checked_seconds("connect_timeout_s", self.connect_timeout_s, above=0)
-        checked_seconds("client_timeout_s", self.client_timeout_s, above=0)
-        checked_seconds("heartbeat_s", self.heartbeat_s, above=0)
-        for origin in self.allow_origins:
-            checked_str("allow_origins", origin)
-            if not is_origin(origin):
-                raise ConfigError(
-                    f"allow_origins must hold origins like http://localhost:3000, not {origin!r}"
-                )
-        checked_int("max_body_bytes", self.max_body_bytes, at_least=1)
-        checked_int("max_responses", self.max_responses, at_least=0)
-        checked_int("max_stored_bytes", self.max_stored_bytes, at_least=0)
-        if not isinstance(self.timeouts, TimeoutProfile):
-            raise TypeError(
-                f"timeouts must be a TimeoutProfile, not {type(self.timeouts).__name__}"
-            )
+        check_fields(self)
 
     @property
     def base_url(self) -> str:
@@ -74,28 +61,44 @@ class ResponsesProxyConfig:
         return (self.upstream or "").rstrip("/")
 
 
-def _check_upstream(upstream: object) -> None:
-    checked_str("upstream", upstream)
-    assert isinstance(upstream, str)
-    parts = urlsplit(upstream)
+def _check_upstream(field: str, upstream: Any) -> None:
+    checked_str(field, upstream)
+    parts = _parts_of(upstream)
+    if parts is None or parts.query or parts.fragment:
+        raise ConfigError(f"{field} must be a URL like http://127.0.0.1:8080, not {upstream!r}")
+    if "@" in parts.netloc:
+        raise ConfigError(f"{field} must hold no user or password: give the key as api_key")
+
+
+def _check_origins(field: str, origins: Any) -> None:
+    if isinstance(origins, str) or not isinstance(origins, Sequence):
+        raise TypeError(f"{field} must be a sequence of str, not {shown(origins)}")
+    for origin in origins:
+        checked_str(field, origin)
+        parts = _parts_of(origin)
+        if parts is None or parts.path not in ("", "/") or parts.query:
+            raise ConfigError(
+                f"{field} must hold origins like http://localhost:3000, not {origin!r}"
+            )
+
+
+def _parts_of(url: str) -> SplitResult | None:
+    """None for what is not the URL of a server."""
     try:
+        parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        good = False
-    if not good or parts.query or parts.fragment:
-        raise ConfigError(f"upstream must be a URL like http://127.0.0.1:8080, not {upstream!r}")
-    if "@" in parts.netloc:
-        raise ConfigError("upstream must hold no user or password: give the key as api_key")
+        return None
+    return parts if good else None
 
 
-def _check_api_key(key: object) -> None:
+def _check_api_key(field: str, key: Any) -> None:
     """It travels in an HTTP header: a line break in it would begin another one."""
-    checked_str("api_key", key, empty=False, secret=True)
-    assert isinstance(key, str)
+    checked_str(field, key, empty=False, secret=True)
     if key != key.strip():
         raise ConfigError(
-            "api_key must not begin or end with white space: a key file ends with a line break, "
+            f"{field} must not begin or end with white space: a key file ends with a line break, "
             "so read it with Path(...).read_text().strip()"
         )
     if not key.isascii() or not key.isprintable():
-        raise ConfigError("api_key must be printable ASCII: it travels in an HTTP header")
+        raise ConfigError(f"{field} must be printable ASCII: it travels in an HTTP header")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from llama_worker import ConfigError
@@ -77,10 +79,24 @@ def test_a_foreign_host_or_page_is_refused(headers: dict[str, str], why: str) ->
     assert refused.value.status == 403
 
 
-@pytest.mark.parametrize("origin", ["evil", "ftp://a", "http://", "http://a/path", "*", "null"])
+@pytest.mark.parametrize(
+    "origin", ["evil", "ftp://a", "http://", "http://a/path", "*", "null", "http://[a"]
+)
 def test_what_is_no_origin_cannot_be_allowed(origin: str) -> None:
-    with pytest.raises(ConfigError, match="origin"):
+    with pytest.raises(ConfigError, match="allow_origins"):
         ResponsesProxyConfig(upstream="http://127.0.0.1:1", allow_origins=(origin,))
+
+
+@pytest.mark.parametrize("origins", [None, 1, "http://a"])
+def test_origins_are_a_sequence(origins: Any) -> None:
+    with pytest.raises(TypeError, match="allow_origins must be a sequence"):
+        ResponsesProxyConfig(upstream="http://127.0.0.1:1", allow_origins=origins)
+
+
+@pytest.mark.parametrize("url", ["", "a:1", "http://[::1", "http://a:b", "http://a?b", "ws://a"])
+def test_an_upstream_is_a_url(url: str) -> None:
+    with pytest.raises(ConfigError, match="upstream must be a URL"):
+        ResponsesProxyConfig(upstream=url)
 
 
 @pytest.mark.parametrize(

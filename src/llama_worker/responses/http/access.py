@@ -64,17 +64,6 @@ def access_policy(host: str, origins: Iterable[str]) -> AccessPolicy:
     return AccessPolicy(origins=lower, hosts=frozenset({"localhost", host.lower(), *named} - {""}))
 
 
-def is_origin(text: str) -> bool:
-    """Whether it has the form of an origin: a scheme, a host and perhaps a port."""
-    parts = urlsplit(text)
-    return (
-        parts.scheme in ("http", "https")
-        and bool(parts.hostname)
-        and parts.path in ("", "/")
-        and not parts.query
-    )
-
-
 def page_headers(head: Head, origin: str) -> list[tuple[str, str]]:
     """What the browser must be told, so that an allowed page may read the reply."""
     headers = [
