@@ -13,12 +13,14 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperCommand
 
-from llama_worker import ConfigError, LlamaWorkerError, default_bios, free_port
+from llama_worker.bios import default_bios
 from llama_worker.cli import exits, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.models import Timeouts, find_model, find_server, timeouts_of, worker_config
 from llama_worker.cli.text import plain_help, wrapped
+from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
+from llama_worker.runtime.process.free_port import free_port
 
 P = ParamSpec("P")
 

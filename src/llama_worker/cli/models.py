@@ -9,11 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_worker import RestartPolicy, TimeoutProfile, WorkerConfig
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import ContextNeeds, read_context_needs
 from llama_worker.cli.text import one_line
-from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset
+from llama_worker.config.profiles import (
+    TIMEOUT_PRESETS,
+    RestartPolicy,
+    TimeoutPreset,
+    TimeoutProfile,
+)
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.runtime.process import server_program
 from llama_worker.runtime.process.server_program import FoundServer
 

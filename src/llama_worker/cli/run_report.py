@@ -10,8 +10,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker import (
-    ChatMessage,
+from llama_worker.cli import exits
+from llama_worker.cli.exits import Problem
+from llama_worker.cli.text import harmless, one_line, seconds
+from llama_worker.config.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
+from llama_worker.errors import WorkerStartError
+from llama_worker.types.chat import ChatMessage
+from llama_worker.types.request import (
     ExitSignal,
     RequestFailReason,
     RequestFinishReason,
@@ -19,13 +24,8 @@ from llama_worker import (
     RequestResult,
     RequestState,
     RequestStatus,
-    StartFailReason,
-    WorkerStartError,
 )
-from llama_worker.cli import exits
-from llama_worker.cli.exits import Problem
-from llama_worker.cli.text import harmless, one_line, seconds
-from llama_worker.config.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
+from llama_worker.types.worker import StartFailReason
 
 # `0.00.003.896 I srv    load_model: ` (b11434)
 _LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")
