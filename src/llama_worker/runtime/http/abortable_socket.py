@@ -235,12 +235,12 @@ def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> boo
     return bool(poll.poll(None if timeout_s is None else min(timeout_s, _MAX_WAIT_S) * 1000))
 
 
-def secure(
-    connection: AbortableSocket, host: str, ca_file: str | None, ca_folder: str | None
-) -> AbortableSocket:
-    """Shake hands. Another object: the first one lets go of the descriptor, or is closed."""
+def secure(abort: Abort, connection: AbortableSocket, host: str, ca_file: str) -> AbortableSocket:
+    """Shake hands. Another object takes the descriptor over, or it is closed."""
+    abort.detach()
     try:
-        secured = _tls_context(ca_file, ca_folder).wrap_socket(connection, server_hostname=host)
+        secured = _tls_context(ca_file).wrap_socket(connection, server_hostname=host)
+        abort.attach(secured)
     except BaseException:
         connection.close()
         raise
@@ -248,8 +248,9 @@ def secure(
 
 
 @functools.cache
-def _tls_context(ca_file: str | None, ca_folder: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=ca_file, capath=ca_folder)
+def _tls_context(ca_file: str) -> ssl.SSLContext:
+    os.stat(ca_file)  # its error names the file
+    context = ssl.create_default_context(cafile=ca_file)
     context.sslsocket_class = _TlsSocket
     return context
 

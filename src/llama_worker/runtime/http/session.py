@@ -1,8 +1,8 @@
 """Every HTTP request that this library makes: one `requests` session, whose requests can be aborted
 from another thread in every phase.
 
-Only documented points of extension are used: a session that follows no redirect, an adapter that
-gives each request a connection of its own, and connections that make their own socket.
+Only documented points of extension are used: a session that follows no redirect, and an adapter
+that gives each request a connection of its own, on a socket of ours.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from typing import Any
 import requests
 import requests.adapters
 import urllib3
-import urllib3.connection
-import urllib3.connectionpool
-import urllib3.exceptions
 from msgspec import Struct
+from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.runtime.http.abortable_socket import (
@@ -147,8 +145,8 @@ def send(
         response = _session.send(
             request,
             stream=True,
-            timeout=(endpoint.connect_timeout_s, None),
-            verify=endpoint.ca_file or True,
+            timeout=endpoint.connect_timeout_s,
+            verify=endpoint.ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH,
             proxies={},
         )
     assert request.connection is not None
@@ -222,7 +220,7 @@ def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailur
 
 
 class _Request(requests.PreparedRequest):
-    """Carries the handle of its connection to where that is made, and the connection back."""
+    """Carries what its connection needs to where that is made, and the connection back."""
 
     def __init__(self, abort: Abort, waiter: Waiter | None, deadline: float | None) -> None:
         super().__init__()
@@ -240,7 +238,7 @@ class _Session(requests.Session):
         self.trust_env = False
         self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         for scheme in ("http://", "https://"):
-            self.mount(scheme, _Adapter(max_retries=0))
+            self.mount(scheme, _Adapter())
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         """None follows; `requests` reads the whole body of one and parses where it leads."""
@@ -255,75 +253,55 @@ def _prepared_url(url: str) -> str:
     return (prepared.url or "").rstrip("/")
 
 
-class _Adapter(requests.adapters.HTTPAdapter):
-    def get_connection_with_tls_context(
-        self, request: requests.PreparedRequest, *args: Any, **kwargs: Any
-    ) -> urllib3.connectionpool.HTTPConnectionPool:
-        """A pool of one connection, for this request alone."""
-        host, _ = self.build_connection_pool_key_attributes(request, True)
-        pool = _TlsPool if host["scheme"] == "https" else _Pool
-        return pool(host["host"], host["port"], request=request)
+class _Adapter(requests.adapters.BaseAdapter):
+    """Gives each request a connection of its own, whose socket can be aborted."""
 
-    def request_url(self, request: requests.PreparedRequest, proxies: Any) -> str:
-        """Path and query: no proxy wants more."""
-        return request.path_url
-
-    def build_response(self, req: requests.PreparedRequest, resp: Any) -> requests.Response:
-        """Without its cookies, its encoding and another copy of its headers: nobody reads them."""
+    def send(
+        self,
+        request: requests.PreparedRequest,
+        stream: bool = True,
+        timeout: Any = None,
+        verify: bool | str = True,
+        cert: Any = None,
+        proxies: Any = None,
+    ) -> requests.Response:
+        """`timeout` is for connecting, and again for shaking hands; `verify` is a file. Raises
+        OSError, and HTTPException for a reply that is not HTTP."""
+        assert isinstance(request, _Request)
+        url = urllib3.util.parse_url(request.url or "")
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        http = kind((url.host or "").strip("[]"), url.port)
+        connection = connect(request.abort, http.host, http.port, left_s(request.deadline, timeout))
+        if kind is HTTPSConnection:
+            connection = secure(request.abort, connection, http.host, str(verify))
+        request.abort.connected = True
+        connection.abort, connection.waiter = request.abort, request.waiter
+        connection.deadline, connection.body_follows = request.deadline, bool(request.body)
+        http.sock = request.connection = connection
+        # From now on: a busy server may leave a long request unread for minutes.
+        http.timeout = left_s(request.deadline, None)
+        try:
+            # A server may reply, and close, before it has read the whole request.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                http.request(
+                    request.method or "",
+                    request.path_url,
+                    request.body,
+                    request.headers,
+                    preload_content=False,
+                    decode_content=False,
+                )
+            raw = http.getresponse()
+        except BaseException:
+            http.close()
+            raise
         response = requests.Response()
-        response.request = req
-        response.raw = resp
-        response.status_code, response.reason = resp.status, resp.reason
+        response.request, response.raw = request, raw
+        response.status_code, response.reason = raw.status, raw.reason or ""
         return response
 
-
-class _Connection(urllib3.connection.HTTPConnection):
-    def __init__(self, *args: Any, request: _Request, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._request = request
-
-    def connect(self) -> None:
-        """Connect, and shake hands where it is TLS, within the connect timeout each."""
-        request = self._request
-        timeout_s = left_s(request.deadline, self.timeout)
-        try:
-            connection = self._secure(connect(request.abort, self.host, self.port, timeout_s))
-        except ConnectionError as error:
-            # urllib3 takes a reset and a broken pipe for one in the midst of sending, and would
-            # read the reply of a connection that there is not.
-            raise urllib3.exceptions.NewConnectionError(self, str(error)) from error
-        self.sock = connection
-        connection.abort, connection.waiter, connection.deadline = (
-            request.abort,
-            request.waiter,
-            request.deadline,
-        )
-        request.abort.attach(connection)
-        request.abort.connected = True
-        request.connection = connection
-        connection.body_follows = bool(request.body)
-        # From now on: a busy server may leave a long request unread for minutes.
-        self.timeout = left_s(request.deadline, None)
-        connection.settimeout(self.timeout)
-
-    def _secure(self, connection: AbortableSocket) -> AbortableSocket:
-        return connection
-
-
-class _TlsConnection(_Connection, urllib3.connection.HTTPSConnection):
-    def _secure(self, connection: AbortableSocket) -> AbortableSocket:
-        self._request.abort.detach()  # another object takes the descriptor over
-        secured = secure(connection, self.host, self.ca_certs, self.ca_cert_dir)
-        self.is_verified = True
-        return secured
-
-
-class _Pool(urllib3.connectionpool.HTTPConnectionPool):
-    ConnectionCls = _Connection  # it is given what the pool does not know: `request`
-
-
-class _TlsPool(urllib3.connectionpool.HTTPSConnectionPool):
-    ConnectionCls = _TlsConnection
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 # ---------------------------------------------------------------- errors
@@ -340,14 +318,12 @@ def _plain_errors(abort: Abort) -> Iterator[None]:
 
 
 def _plain_error(error: Exception) -> Exception:
-    while (inner := _wrapped_by(error)) is not None:
+    while isinstance(error, urllib3.exceptions.HTTPError) and (inner := _wrapped_by(error)):
         error = inner
     match error:
         case requests.RequestException() | urllib3.exceptions.HTTPError():
             return ConnectionResetError(str(error))
-        case OSError():
-            return error
-        case HTTPException():  # and no OSError: a status line, or headers, that are not HTTP's
+        case HTTPException() if not isinstance(error, OSError):  # a status line, or headers
             begins = str(error)[:_SHOWN_CHARS]
             return ValueError(f"the reply is not HTTP: it begins with {begins!r}")
         case _:
@@ -355,9 +331,7 @@ def _plain_error(error: Exception) -> Exception:
 
 
 def _wrapped_by(error: Exception) -> Exception | None:
-    if not isinstance(error, requests.RequestException | urllib3.exceptions.HTTPError):
-        return None
-    wrapped = (getattr(error, "reason", None), *error.args, error.__cause__)
+    wrapped = (*error.args, error.__cause__)
     return next((each for each in wrapped if isinstance(each, Exception)), None)
 
 
