@@ -199,9 +199,12 @@ class ResponseRun:
     def before_reading(self) -> None:
         """Keep the client that has waited for long. What may follow a finish is not awaited for
         ever."""
-        if self._sink is not None and self._sink.before_reading is not None:
-            self._sink.before_reading()
-        self._beat()
+        if self._sink is not None:
+            if self._sink.before_reading is not None:
+                self._sink.before_reading()
+            if time.monotonic() >= self._sent_at + self._heartbeat_s:
+                self.begin()
+                self._send(self._events.heartbeat())
         deadline = self._events.deadline
         if deadline is not None and not self._abort.wait_readable(
             max(deadline - time.monotonic(), 0.0)
@@ -239,11 +242,6 @@ class ResponseRun:
     def fail(self, refused: ApiError) -> None:
         """The upstream refused, after the client was sent the first events."""
         self._send(self._events.fail(refused.message, code=refused.code))
-
-    def _beat(self) -> None:
-        if self._sink is not None and time.monotonic() >= self._sent_at + self._heartbeat_s:
-            self.begin()
-            self._send(self._events.heartbeat())
 
     def _send(self, events: list[Event]) -> None:
         # first: who has read the end may refer to the response, and have its place

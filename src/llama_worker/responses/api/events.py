@@ -376,10 +376,15 @@ class ResponseEvents:
         self._sequence_number += 1
 
     def _emit_of(self, item: Reasoning | Message | Call, emitted: Emitted) -> None:
-        where = {"output_index": self._index, "item_id": item.id}
         for kind, fields in emitted:
             self._out.append(
-                {"type": kind, "sequence_number": self._sequence_number, **where, **fields}
+                {
+                    "type": kind,
+                    "sequence_number": self._sequence_number,
+                    "output_index": len(self.response["output"]),
+                    "item_id": item.id,
+                    **fields,
+                }
             )
             self._sequence_number += 1
 
