@@ -24,7 +24,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.request.messages import Begin, BiosWritten, PostChat, StreamEvents, StreamOpened
 from llama_worker.request.request import Request
 from llama_worker.request.submission import validate_submit
-from llama_worker.stream.response import ChatBody
+from llama_worker.stream.response import ChatBody, ReplyParser
 
 FEW, MANY = 200, 1200
 READ_BYTES = 16 * 1024
@@ -96,8 +96,8 @@ def worker(data: bytes) -> int:
     (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)
     assert isinstance(order, PostChat)
     request.step(StreamOpened(turn_id=order.turn_id, at=0.0), 0.0)
-    body = ChatBody({"Transfer-Encoding": "chunked"})
-    for piece in _pieces(data.partition(b"\r\n\r\n")[2]):
+    body = ChatBody(ReplyParser("POST"))
+    for piece in _pieces(data):
         events = tuple(body.feed(piece))
         request.step(StreamEvents(turn_id=order.turn_id, events=events, at=0.0), 0.0)
     return request.output_chars[0]

@@ -106,10 +106,9 @@ class ChatExchange:
             self.close()
             return False
         self._leased.opened(time.monotonic())
-        self._body = ChatBody(reply.headers)
-        self._connection, ahead = reply.take_over()
+        self._connection, self._body = reply.take_over()
         self._connection.set_silence(self.silence_s)
-        self._events = self._body.feed(ahead)
+        self._events = self._body.feed(b"")
         if self._events:
             self._leased.heard(self._events, time.monotonic())
         return True

@@ -43,10 +43,9 @@ def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, st
     }
 
 
-def passed_back(headers: Iterable[tuple[str, str]]) -> Headers:
+def passed_back(headers: Headers) -> Headers:
     """The upstream's headers, but those that belong to its connection, and those of CORS: the proxy
     says which pages may read a reply."""
-    headers = list(headers)
     dropped = {*_HOP_BY_HOP}
     for name, value in headers:
         if name.lower() == "connection":
@@ -103,14 +102,14 @@ def _pass_back(
         client.begin(
             request,
             reply.status,
-            passed_back(reply.headers.iteritems()),
+            passed_back(reply.headers),
             reason=reply.reason,
         )
     except MalformedReply:
         raise ApiError(
             502, "the upstream server: its reply is malformed", code="upstream_failed"
         ) from None
-    is_stream = "text/event-stream" in reply.headers.get("Content-Type", "")
+    is_stream = "text/event-stream" in reply.header("content-type")
     decoder = StreamDecoder() if is_stream and leased.request_id else None
     while True:
         try:

@@ -1,12 +1,11 @@
-"""The body of a chat reply, from bytes to events. Sans-IO; one per exchange, one thread at a time.
+"""A server's reply, from bytes to its head, its body and, of a chat, its events. Sans-IO; one per
+exchange, one thread at a time.
 
-Its framing is read by `httptools`, the parser of Node.js behind a thin Python layer: a chunk costs
-it a fiftieth of what it costs a parser in Python.
+It is read by `httptools`, the parser of Node.js behind a thin Python layer: a chunk costs it a
+fiftieth of what it costs a parser in Python.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import httptools
 
@@ -15,50 +14,118 @@ from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types.request import RequestFailReason
 
-_MAX_LENGTH_DIGITS = 18  # httptools counts in 64 bits
+_MAX_HEAD_BYTES = 256 * 1024
+
+
+class ReplyParser:
+    """Feed it what arrives, and take what it holds of the body. It never raises: `error` says what
+    is not HTTP.
+
+    `has_head`: `status`, `reason` and `headers` are there, the latter as they were sent.
+    `is_complete`: nothing more belongs to the reply. `ends_with_connection`: it is complete, or
+    the connection's end completes it.
+    """
+
+    def __init__(self, method: str) -> None:
+        """`method`: the request's."""
+        self.status = 0
+        self.reason = ""
+        self.headers: list[tuple[str, str]] = []
+        self.has_head = False
+        self.is_complete = False
+        self.ends_with_connection = False
+        self.error: str | None = None
+        self._has_body = method != "HEAD"
+        self._head_bytes = 0
+        self._pieces: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
+
+    def header(self, name: str) -> str:
+        """The header's values, "" for none. `name`: in lower case."""
+        return ", ".join(value for sent, value in self.headers if sent.lower() == name)
+
+    def feed(self, data: bytes) -> None:
+        """The next of its bytes."""
+        if self.is_complete or self.error is not None:
+            return
+        if not self.has_head:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self.is_complete:  # what follows it is not looked at
+                self.error = str(error)
+        if not self.has_head and self._head_bytes > _MAX_HEAD_BYTES:
+            self.error = self.error or f"its head is larger than {_MAX_HEAD_BYTES} bytes"
+
+    def take(self) -> bytes:
+        """What of the body has come since the last time."""
+        if not self._pieces:
+            return b""
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        return data
+
+    # ---------------------------------------------------------------- called by httptools
+
+    def on_status(self, reason: bytes) -> None:
+        self.reason += reason.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.has_head:  # else it is a trailer
+            self.headers.append((name.decode("latin-1"), value.decode("latin-1").strip(" \t")))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.status < 200:  # the reply itself is still to come
+            self.reason, self.headers = "", []
+            return
+        self.has_head = True
+        self.is_complete = not self._has_body
+        is_chunked = "chunked" in self.header("transfer-encoding").lower()
+        is_framed = is_chunked or bool(self.header("content-length"))
+        self.ends_with_connection = self.is_complete or not is_framed
+
+    def on_body(self, body: bytes) -> None:
+        if not self.is_complete:
+            self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self.is_complete = self.ends_with_connection = self.has_head
 
 
 class ChatBody:
-    """Feed it what arrives, then `end` once the connection is over. It never raises: what went
-    wrong is `failure`.
+    """The body of a reply with status 200, which it reads on: feed it what arrives, then `end` once
+    the connection is over. It never raises: what went wrong is `failure`.
 
     `over` turns True when nothing more can come of it: the body is complete, cannot be read, or the
     connection has ended. `failure` is None then for a stream that ended in the regular way.
     """
 
-    def __init__(self, headers: Mapping[str, str]) -> None:
-        """Of a reply with status 200; `headers` takes names in any case."""
+    def __init__(self, reply: ReplyParser) -> None:
         self.decoder = StreamDecoder()
         self.bytes_read = 0  # chunked framing left out
         self.over = False
         self.failure: StreamFailure | None = None
-        self._content_type = headers.get("Content-Type", "")
-        framing = _framing(headers)
-        self._ends_with_connection = not framing
-        self._pieces: list[bytes] = []  # parsed, not decoded yet
-        self._complete = False
-        self._parser = httptools.HttpResponseParser(self)
-        self._parser.feed_data(f"HTTP/1.1 200 OK\r\n{framing}\r\n".encode())
+        self._reply = reply
 
     def feed(self, data: bytes) -> list[StreamEvent]:
-        """The events that these bytes complete."""
+        """The events that these bytes complete; b"": of what came along with the head."""
         if self.over:
             return []
-        broken: StreamFailure | None = None
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            broken = disconnected("in mid-stream", f"it is not HTTP any more: {error}")
-        events = self._decode()
+        self._reply.feed(data)
+        body = self._reply.take()
+        self.bytes_read += len(body)
+        events = self.decoder.feed(body) if body else []
         if self.decoder.error is not None:
-            broken = StreamFailure(
-                reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error
+            self._fail(
+                StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error)
             )
-        if self._complete and broken is None:
-            self._ends_with_connection = True  # nothing is missing
+        elif self._reply.error is not None:
+            why = f"it is not HTTP any more: {self._reply.error}"
+            self._fail(disconnected("in mid-stream", why))
+        elif self._reply.is_complete:
             self.end()
-        if broken is not None and not self.over:
-            self.over, self.failure = True, broken
         return events
 
     def end(self, cause: str | None = None) -> None:
@@ -66,38 +133,14 @@ class ChatBody:
         if self.over:
             return
         self.over = True
-        if cause is not None or not self._ends_with_connection:
+        content_type = self._reply.header("content-type")
+        if cause is not None or not self._reply.ends_with_connection:
             self.failure = disconnected("in mid-stream", cause or "the server closed it")
-        elif not self.decoder.data_records and "text/event-stream" not in self._content_type:
-            detail = f"the reply is {self._content_type or 'of no type'}, not text/event-stream"
+        elif not self.decoder.data_records and "text/event-stream" not in content_type:
+            detail = f"the reply is {content_type or 'of no type'}, not text/event-stream"
             self.failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=detail)
         elif self.decoder.partial:
             self.failure = disconnected("in the middle of a record")
 
-    # ---------------------------------------------------------------- called by httptools
-
-    def on_body(self, body: bytes) -> None:
-        if not self._complete:
-            self._pieces.append(body)
-
-    def on_message_complete(self) -> None:
-        self._complete = True
-
-    # ----------------------------------------------------------------
-
-    def _decode(self) -> list[StreamEvent]:
-        if not self._pieces:
-            return []
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        self.bytes_read += len(data)
-        return self.decoder.feed(data)
-
-
-def _framing(headers: Mapping[str, str]) -> str:
-    """The header that tells where the body ends; "": the connection's end does."""
-    if "chunked" in headers.get("Transfer-Encoding", "").lower():
-        return "Transfer-Encoding: chunked\r\n"
-    length = headers.get("Content-Length", "")
-    is_length = length.isascii() and length.isdecimal() and len(length) <= _MAX_LENGTH_DIGITS
-    return f"Content-Length: {length}\r\n" if is_length else ""
+    def _fail(self, failure: StreamFailure) -> None:
+        self.over, self.failure = True, failure

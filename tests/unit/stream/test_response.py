@@ -1,4 +1,4 @@
-"""The body of a chat reply: any framing, any split, any end."""
+"""A reply: its head, and its body in any framing, any split, with any end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.stream.events import Done, StreamEvent, TextDelta
-from llama_worker.stream.response import ChatBody
+from llama_worker.stream.response import ChatBody, ReplyParser
 from llama_worker.types.request import RequestFailReason
 
 RECORDS = [
@@ -42,6 +42,14 @@ WIRES = {
 }
 
 
+def chat_body(headers: dict[str, str]) -> ChatBody:
+    """Of a reply whose head has come."""
+    reply = ReplyParser("POST")
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    reply.feed("".join(["HTTP/1.1 200 OK\r\n", *lines, "\r\n"]).encode())
+    return ChatBody(reply)
+
+
 def feed(body: ChatBody, pieces: list[bytes]) -> list[StreamEvent]:
     return [event for piece in pieces for event in body.feed(piece)]
 
@@ -56,7 +64,7 @@ def test_events_do_not_depend_on_framing_or_splits(
         if every_byte
         else {0, len(wire), *(cut for cut in cuts if cut < len(wire))}
     )
-    body, ends_itself = ChatBody(headers), name != "close"
+    body, ends_itself = chat_body(headers), name != "close"
     assert feed(body, [wire[a:b] for a, b in itertools.pairwise(edges)]) == SAID
     assert body.over is ends_itself
     if ends_itself:
@@ -69,7 +77,7 @@ def test_events_do_not_depend_on_framing_or_splits(
 @pytest.mark.parametrize("name", list(WIRES))
 def test_a_body_cut_off_is_a_disconnect(name: str) -> None:
     headers, wire = WIRES[name]
-    body = ChatBody(headers)
+    body = chat_body(headers)
     assert feed(body, [wire[: wire.index(b"data: [DO") + 8]]) == SAID[:1]
     body.end()
     assert body.failure is not None
@@ -77,7 +85,7 @@ def test_a_body_cut_off_is_a_disconnect(name: str) -> None:
 
 
 def test_a_body_without_its_last_chunk_is_cut_off() -> None:
-    body = ChatBody(CHUNKED)
+    body = chat_body(CHUNKED)
     assert body.feed(chunked(RECORDS)[:-5]) == SAID
     body.end()
     assert body.failure is not None
@@ -85,7 +93,7 @@ def test_a_body_without_its_last_chunk_is_cut_off() -> None:
 
 
 def test_a_body_no_longer_chunked_is_a_disconnect() -> None:
-    body = ChatBody(CHUNKED)
+    body = chat_body(CHUNKED)
     assert body.feed(chunked(RECORDS)[:-5] + b"what?\r\n") == SAID
     assert body.over
     assert body.failure is not None
@@ -94,7 +102,7 @@ def test_a_body_no_longer_chunked_is_a_disconnect() -> None:
 
 
 def test_a_stream_that_is_none_is_a_protocol_error() -> None:
-    body = ChatBody({"Content-Type": "text/html", "Content-Length": "4"})
+    body = chat_body({"Content-Type": "text/html", "Content-Length": "4"})
     body.feed(b"<p>\n")
     assert body.failure is not None
     assert body.failure.reason is RequestFailReason.PROTOCOL_ERROR
@@ -107,7 +115,59 @@ def test_a_stream_that_is_none_is_a_protocol_error() -> None:
     st.sampled_from([TYPE, CHUNKED, {"Content-Length": "9" * 30}]),
 )
 def test_no_bytes_make_it_raise(pieces: list[bytes], begin: bytes, headers: dict[str, str]) -> None:
-    body = ChatBody(headers)
+    body = chat_body(headers)
     feed(body, [begin, *pieces])
     body.end()
     assert body.over
+
+
+REPLY = b"HTTP/1.1 503 Busy \xe9\r\nX: a\r\nx:  b \r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_reply_is_read_in_any_split(step: int) -> None:
+    wire = b"HTTP/1.1 100 Continue\r\nX: no\r\n\r\n" + REPLY + b"2\r\nab\r\n0\r\nX: trailer\r\n\r\n"
+    reply, body = ReplyParser("GET"), b""
+    for begin in range(0, len(wire), step):
+        reply.feed(wire[begin : begin + step])
+        body += reply.take()
+    assert (reply.status, reply.reason, reply.header("x")) == (503, "Busy é", "a, b")
+    assert reply.headers == [("X", "a"), ("x", "b"), ("Transfer-Encoding", "chunked")]
+    assert (body, reply.is_complete, reply.error) == (b"ab", True, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "head", "told"),
+    [
+        ("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", (True, True)),
+        ("GET", b"HTTP/1.1 204 No Content\r\n\r\n", (True, True)),
+        ("GET", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", (False, False)),
+        ("GET", REPLY, (False, False)),
+        ("GET", b"HTTP/1.0 200 OK\r\n\r\n", (False, True)),
+    ],
+)
+def test_a_reply_ends_where_its_head_says(
+    method: str, head: bytes, told: tuple[bool, bool]
+) -> None:
+    reply = ReplyParser(method)
+    reply.feed(head)
+    assert reply.has_head
+    assert (reply.is_complete, reply.ends_with_connection) == told
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 50_000,
+    ],
+    ids=["another protocol", "switched", "two framings", "endless head"],
+)
+def test_what_is_not_http_is_an_error(wire: bytes) -> None:
+    reply = ReplyParser("GET")
+    reply.feed(wire)
+    assert reply.error
+    reply.feed(REPLY)
+    assert not reply.has_head

@@ -1,14 +1,9 @@
-"""A connection that another thread can cut in every phase: while it connects, sends or waits.
-
-Its reader waits as long as a deadline and a waiter allow, and outlives the headers that http.client
-takes from it.
-"""
+"""A connection that another thread can cut in every phase: while it connects, sends or waits."""
 
 from __future__ import annotations
 
 import errno
 import functools
-import io
 import os
 import select
 import socket
@@ -83,30 +78,38 @@ class Waiter(Protocol):
     def before_reading(self) -> None: ...
 
 
-class _KeepsReader:
-    """Part of a socket: keeps the reader from which http.client takes the headers."""
+class _Abortable:
+    """Part of a socket: how long it waits for the server is for its waiter and its deadline."""
 
-    reader: io.BufferedReader | None = None
     abort = Abort()  # nobody's, until it is connected
     waiter: Waiter | None = None
     deadline: float | None = None
     body_follows = False  # what is sent next is the head of a request that has a body
-    has_ended = False  # the server has closed it
 
-    def makefile(self, *args: Any, **kwargs: Any) -> io.BufferedReader:
-        """Called once, for the headers of the reply."""
-        raw: io.RawIOBase = super().makefile("rb", buffering=0)  # type: ignore[misc]
-        self.reader = io.BufferedReader(_Waiting(raw, cast(AbortableSocket, self)))
-        return self.reader
+    def read_reply(self, max_bytes: int) -> bytes:
+        """What comes next, b"" at the connection's end. Raises TimeoutError at the deadline, if
+        nothing lies there."""
+        self._wait()
+        data: bytes = self.recv(max_bytes)  # type: ignore[attr-defined]
+        return data
+
+    def _wait(self) -> None:
+        silence_s = None
+        while True:
+            if self.waiter is not None:
+                self.waiter.before_reading()
+                silence_s = self.waiter.silence_s
+            if self.abort.wait_readable(left_s(self.deadline, silence_s)):
+                return
+            if self.deadline is not None and time.monotonic() >= self.deadline:
+                raise TimeoutError("the time for the reply is up")
 
     def close(self) -> None:
-        """http.client closes it before its reader, which then has the descriptor."""
-        if self.reader is None:
-            self.abort.detach()
+        self.abort.detach()
         super().close()  # type: ignore[misc]
 
 
-class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # one kind of makefile
+class AbortableSocket(_Abortable, socket.socket):
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Called by http.client, with the head and with the body."""
         more = socket.MSG_MORE if self.body_follows else 0  # both in one segment
@@ -133,7 +136,7 @@ class AbortableSocket(_KeepsReader, socket.socket):  # type: ignore[misc]  # one
             return None
 
 
-class _TlsSocket(_KeepsReader, ssl.SSLSocket):  # type: ignore[misc]
+class _TlsSocket(_Abortable, ssl.SSLSocket):
     def sendall(self, data: Any, flags: int = 0) -> None:
         if self.waiter is not None:
             self.waiter.before_reading()
@@ -145,41 +148,6 @@ class _TlsSocket(_KeepsReader, ssl.SSLSocket):  # type: ignore[misc]
 
     def receive(self, max_bytes: int) -> bytes | None:
         return self.recv(max_bytes) if self.abort.wait_readable(self._silence_s) else None
-
-
-class _Waiting(io.RawIOBase):
-    """Reads a connection, as long as its waiter and its deadline allow."""
-
-    def __init__(self, raw: io.RawIOBase, connection: AbortableSocket) -> None:
-        self._raw = raw
-        self._connection = connection
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        if self._connection.gettimeout() != 0.0:  # else it was taken over
-            self._wait()
-        count = self._raw.readinto(buffer)
-        self._connection.has_ended = count == 0
-        return count
-
-    def _wait(self) -> None:
-        waiter, deadline = self._connection.waiter, self._connection.deadline
-        silence_s = None
-        while True:
-            if waiter is not None:
-                waiter.before_reading()
-                silence_s = waiter.silence_s
-            if self._connection.abort.wait_readable(left_s(deadline, silence_s)):
-                return
-            if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError("the time for the reply is up")
-
-    def close(self) -> None:
-        self._connection.abort.detach()
-        self._raw.close()
-        super().close()
 
 
 # ---------------------------------------------------------------- connecting

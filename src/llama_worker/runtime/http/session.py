@@ -2,7 +2,8 @@
 from another thread in every phase.
 
 Only documented points of extension are used: a session that follows no redirect, and an adapter
-that gives each request a connection of its own, on a socket of ours.
+that gives each request a connection of its own, on a socket of ours. Replies are read by
+`httptools`: http.client has their heads parsed as e-mail.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import functools
 import json
 import os
 import socket
-import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http.client import HTTPException
-from http.cookiejar import DefaultCookiePolicy
 from typing import Any
 
 import requests
@@ -36,9 +35,10 @@ from llama_worker.runtime.http.abortable_socket import (
     secure,
 )
 from llama_worker.stream.failure import StreamFailure, describe_http_error, disconnected
+from llama_worker.stream.response import ChatBody, ReplyParser
 from llama_worker.types.request import RequestFailReason
 
-_READ_BYTES = 65536
+_READ_BYTES = 16384
 _MAX_REPLY_BYTES = 4 * 1024 * 1024  # of a small question: /props holds the chat template
 _MAX_ERROR_BODY_BYTES = 64 * 1024
 _ERROR_BODY_S = 2.0  # for what an error status says, from the headers on
@@ -69,25 +69,47 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
 
 class HttpReply:
-    """A reply whose headers are here. For one thread, which closes it."""
+    """A reply whose head is here. For one thread, which closes it."""
 
-    def __init__(
-        self, response: requests.Response, connection: AbortableSocket, abort: Abort
-    ) -> None:
-        self.status = response.status_code
-        self.reason = response.reason or ""
-        self.headers: urllib3.HTTPHeaderDict = response.raw.headers
-        self._response = response
+    def __init__(self, request: _Request, connection: AbortableSocket) -> None:
+        """Waits for the head. Raises OSError without one, ValueError for what is not HTTP."""
+        self._abort = request.abort
         self._connection = connection
-        self._abort = abort
+        self._parser = ReplyParser(str(request.method))
+        begins = b""
+        while not self._parser.has_head:
+            data = connection.read_reply(_READ_BYTES)
+            if not data:
+                raise ConnectionResetError("the connection ended in the headers")
+            begins = begins or data[:_SHOWN_CHARS]
+            self._parser.feed(data)
+            if self._parser.error is not None:
+                shown = begins.decode("latin-1")
+                raise ValueError(
+                    f"the reply is not HTTP: {self._parser.error}: it begins with {shown!r}"
+                )
+        self.status = self._parser.status
+        self.reason = self._parser.reason
+        self.headers = self._parser.headers
+
+    def header(self, name: str) -> str:
+        """The header's values, "" for none. `name`: in lower case."""
+        return self._parser.header(name)
 
     def read(self) -> bytes:
-        """The next of the body, as it comes; b"" at its end. Raises OSError where it breaks off."""
-        with _plain_errors(self._abort):
-            data: bytes = self._response.raw.read1(_READ_BYTES, decode_content=False)
-        if not data and self._abort.error is not None:
-            raise self._abort.error
-        return data
+        """The next of the body, as it comes; b"" at its end. Raises OSError where it breaks off,
+        ValueError where it is no longer HTTP."""
+        parser = self._parser
+        while not (body := parser.take()) and not parser.is_complete and parser.error is None:
+            if data := self._connection.read_reply(_READ_BYTES):
+                parser.feed(data)
+            elif self._abort.error is None and parser.ends_with_connection:
+                break
+            else:
+                raise self._abort.error or ConnectionResetError("the server closed it")
+        if not body and parser.error is not None:
+            raise ValueError(f"it is not HTTP any more: {parser.error}")
+        return body
 
     def failure(self) -> StreamFailure:
         """What an error status says in its body, as far as that comes soon."""
@@ -98,20 +120,13 @@ class HttpReply:
                 body += data
         return describe_http_error(self.status, body)
 
-    def take_over(self) -> tuple[AbortableSocket, bytes]:
-        """The connection, which no longer blocks, and what of the body was read with the headers:
-        from now on the caller reads it."""
-        self._connection.setblocking(False)
-        assert self._connection.reader is not None
-        try:
-            return self._connection, self._connection.reader.peek()
-        except ssl.SSLWantReadError:
-            return self._connection, b""
+    def take_over(self) -> tuple[AbortableSocket, ChatBody]:
+        """The connection and its body, of which some may have come along with the headers: from now
+        on the caller reads it."""
+        return self._connection, ChatBody(self._parser)
 
     def close(self) -> None:
-        self._abort.detach()
-        self._response.close()
-        self._connection.close()  # which a reply without a body leaves open, for another request
+        self._connection.close()
 
 
 def send(
@@ -132,16 +147,17 @@ def send(
     the time is up; ValueError for what is not an HTTP response.
     """
     abort.connected = False
-    request = _Request(abort, waiter, deadline)
+    server = _server_url(endpoint.base_url)
+    request = _Request(abort, server, waiter, deadline)
     request.prepare_method(method)
-    request.url = _prepared_url(endpoint.base_url) + target
+    request.url = server.url + target
     sent = {"Accept-Encoding": "identity", "Connection": "close", **(headers or {})}
     sent.update(endpoint.headers())
     request.headers = requests.structures.CaseInsensitiveDict(sent)
     if body is not None:
         request.headers["Content-Length"] = str(len(body))
         request.body = body
-    with _plain_errors(abort):
+    try:
         response = _session.send(
             request,
             stream=True,
@@ -149,14 +165,12 @@ def send(
             verify=endpoint.ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH,
             proxies={},
         )
-    assert request.connection is not None
-    reply = HttpReply(response, request.connection, abort)
-    if request.connection.has_ended:  # which http.client takes for the end of the headers
-        reply.close()
-        raise abort.error or ConnectionResetError("the connection ended in the headers")
-    if not reply.headers.get("Content-Length", "0").isdecimal():
-        reply.close()
-        raise ValueError("the reply is not HTTP: its length is not a number")
+    except HTTPException as error:  # of a request that cannot be sent
+        raise ValueError(str(error)) from None
+    except Exception as error:
+        raise abort.error or error from None
+    reply = response.raw
+    assert isinstance(reply, HttpReply)
     return reply
 
 
@@ -220,23 +234,28 @@ def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailur
 
 
 class _Request(requests.PreparedRequest):
-    """Carries what its connection needs to where that is made, and the connection back."""
+    """Carries what its connection needs to where that is made."""
 
-    def __init__(self, abort: Abort, waiter: Waiter | None, deadline: float | None) -> None:
+    def __init__(
+        self,
+        abort: Abort,
+        server: urllib3.util.Url,
+        waiter: Waiter | None,
+        deadline: float | None,
+    ) -> None:
         super().__init__()
         self.abort = abort
+        self.server = server
         self.waiter = waiter
         self.deadline = deadline
-        self.connection: AbortableSocket | None = None
 
 
 class _Session(requests.Session):
-    """No proxies, no .netrc, no cookies, no redirects."""
+    """No proxies, no .netrc, no redirects; cookies are read from no reply."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trust_env = False
-        self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         for scheme in ("http://", "https://"):
             self.mount(scheme, _Adapter())
 
@@ -246,11 +265,11 @@ class _Session(requests.Session):
 
 
 @functools.lru_cache
-def _prepared_url(url: str) -> str:
+def _server_url(base_url: str) -> urllib3.util.Url:
     """As `requests` writes it. Raises ValueError where it is not the URL of a server."""
     prepared = requests.PreparedRequest()
-    prepared.prepare_url(url, None)
-    return (prepared.url or "").rstrip("/")
+    prepared.prepare_url(base_url, None)
+    return urllib3.util.parse_url((prepared.url or "").rstrip("/"))
 
 
 class _Adapter(requests.adapters.BaseAdapter):
@@ -266,18 +285,18 @@ class _Adapter(requests.adapters.BaseAdapter):
         proxies: Any = None,
     ) -> requests.Response:
         """`timeout` is for connecting, and again for shaking hands; `verify` is a file. Raises
-        OSError, and HTTPException for a reply that is not HTTP."""
+        OSError, and ValueError for a reply that is not HTTP."""
         assert isinstance(request, _Request)
-        url = urllib3.util.parse_url(request.url or "")
-        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        http = kind((url.host or "").strip("[]"), url.port)
+        server = request.server
+        kind = HTTPSConnection if server.scheme == "https" else HTTPConnection
+        http = kind((server.host or "").strip("[]"), server.port)
         connection = connect(request.abort, http.host, http.port, left_s(request.deadline, timeout))
         if kind is HTTPSConnection:
             connection = secure(request.abort, connection, http.host, str(verify))
         request.abort.connected = True
         connection.abort, connection.waiter = request.abort, request.waiter
         connection.deadline, connection.body_follows = request.deadline, bool(request.body)
-        http.sock = request.connection = connection
+        http.sock = connection
         # From now on: a busy server may leave a long request unread for minutes.
         http.timeout = left_s(request.deadline, None)
         try:
@@ -291,48 +310,17 @@ class _Adapter(requests.adapters.BaseAdapter):
                     preload_content=False,
                     decode_content=False,
                 )
-            raw = http.getresponse()
+            reply = HttpReply(request, connection)
         except BaseException:
             http.close()
             raise
-        response = requests.Response()
-        response.request, response.raw = request, raw
-        response.status_code, response.reason = raw.status, raw.reason or ""
+        response = requests.Response()  # without headers and cookies: nobody reads them there
+        response.request, response.raw = request, reply
+        response.status_code, response.reason = reply.status, reply.reason
         return response
 
     def close(self) -> None:
         """Nothing is kept."""
-
-
-# ---------------------------------------------------------------- errors
-
-
-@contextlib.contextmanager
-def _plain_errors(abort: Abort) -> Iterator[None]:
-    """What `requests`, urllib3 and http.client raise becomes the error that they wrap. Where the
-    request was aborted, that is what went wrong, whatever it looked like."""
-    try:
-        yield
-    except Exception as error:
-        raise abort.error or _plain_error(error) from None
-
-
-def _plain_error(error: Exception) -> Exception:
-    while isinstance(error, urllib3.exceptions.HTTPError) and (inner := _wrapped_by(error)):
-        error = inner
-    match error:
-        case requests.RequestException() | urllib3.exceptions.HTTPError():
-            return ConnectionResetError(str(error))
-        case HTTPException() if not isinstance(error, OSError):  # a status line, or headers
-            begins = str(error)[:_SHOWN_CHARS]
-            return ValueError(f"the reply is not HTTP: it begins with {begins!r}")
-        case _:
-            return error
-
-
-def _wrapped_by(error: Exception) -> Exception | None:
-    wrapped = (*error.args, error.__cause__)
-    return next((each for each in wrapped if isinstance(each, Exception)), None)
 
 
 _session = _Session()

@@ -49,7 +49,7 @@ class StreamReader:
         self._abort = Abort()
         self._lock = threading.Lock()  # guards what follows
         self._connection: socket.socket | None = None  # while there is a body to read
-        self._body = ChatBody({})
+        self._body: ChatBody  # from then on
         self._events: list[StreamEvent] = []  # not told yet
         self._told_at = 0.0
         self._told_bytes = 0
@@ -125,13 +125,13 @@ class StreamReader:
         poll = select.poll()
         try:
             with self._lock:
-                self._connection, ahead = reply.take_over()
+                self._connection, self._body = reply.take_over()
+                self._connection.setblocking(False)
                 poll.register(self._connection, select.POLLIN)
-                self._body = ChatBody(reply.headers)
                 self._order.reply_to.tell(
                     StreamOpened(turn_id=self._order.turn_id, at=time.monotonic())
                 )
-                self._events += self._body.feed(ahead)
+                self._events += self._body.feed(b"")
             while True:
                 with self._lock:
                     self._take_in()
