@@ -22,7 +22,7 @@ from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
-from llama_worker.runtime.host.timers import HeapTimer, call_at, start_timers
+from llama_worker.runtime.host.timers import OneTimer, call_at, start_timers
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.http.token_count import TokenCounter
 from llama_worker.runtime.ports import Waitable
@@ -82,7 +82,7 @@ class HostClock(ActorThreads):
     def unix_now(self) -> float:
         return time.time()
 
-    def call_at(self, at: float, call: Callable[[], object]) -> HeapTimer:
+    def call_at(self, at: float, call: Callable[[], object]) -> OneTimer:
         return call_at(at, call)
 
 
