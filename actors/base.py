@@ -17,7 +17,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.ports import ActorRunner, Clock, Runtime, Timer
+from llama_worker.runtime.ports import Host, Runtime, Timer
 from llama_worker.server.roll_call import Member
 
 M = TypeVar("M")
@@ -97,7 +97,7 @@ class _StopRequested:
 class Alarm:
     """The one instant that an actor waits for: it then gets a Tick."""
 
-    def __init__(self, clock: Clock, mailbox: Mailbox[Tick]) -> None:
+    def __init__(self, clock: Host, mailbox: Mailbox[Tick]) -> None:
         self._clock = clock
         self._mailbox = mailbox
         self._at: float | None = None
@@ -132,7 +132,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     role = "actor"
     accepts: ClassVar[frozenset[type]] = frozenset()
 
-    def __init__(self, live_count: LiveCount, runner: ActorRunner) -> None:
+    def __init__(self, live_count: LiveCount, runner: Host) -> None:
         super().__init__()
         self._runner = runner
         self._live_count = live_count

@@ -16,7 +16,7 @@ from llama_worker.actors.messages import WorkerMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import CheckServer, ServerChecked
-from llama_worker.runtime.ports import Clock, ServerProcess, Timer
+from llama_worker.runtime.ports import Host, ServerProcess, Timer
 from llama_worker.server.messages import (
     EvidenceKept,
     Exited,
@@ -158,7 +158,7 @@ class _LastKill:
         epoch: int,
         pid: int | None,
         worker: Mailbox[WorkerMessage],
-        clock: Clock,
+        clock: Host,
         kill_timeout_s: float,
     ) -> None:
         self._server = server

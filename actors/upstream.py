@@ -19,7 +19,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, ProgressReported, ServerChecked
 from llama_worker.request.table import Admitted
-from llama_worker.runtime.ports import Abortable, Clock, UpstreamRuntime
+from llama_worker.runtime.ports import Abortable, Host, UpstreamRuntime
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import (
     AskForProgress,
@@ -151,7 +151,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
 class UpstreamLeases:
     """Grants the leases of one UpstreamActor, on the threads that ask. Thread-safe."""
 
-    def __init__(self, clock: Clock, api_key: str | None) -> None:
+    def __init__(self, clock: Host, api_key: str | None) -> None:
         self._clock = clock
         self._api_key = api_key
         self._request_ids = itertools.count(1)

@@ -32,7 +32,7 @@ from llama_worker.responses.messages import (
     StartListening,
     StopListening,
 )
-from llama_worker.runtime.real import ActorThreads
+from llama_worker.runtime.real import RealHost
 
 _logger = logging.getLogger("llama_worker.responses")
 MakeListener = Callable[[ResponsesProxyConfig, Ref[ProxyMessage]], Listener]
@@ -48,7 +48,7 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
     def __init__(
         self, live_count: LiveCount, config: ResponsesProxyConfig, make_listener: MakeListener
     ) -> None:
-        super().__init__(live_count, ActorThreads())
+        super().__init__(live_count, RealHost())
         self._config = config
         self._make_listener = make_listener
         self._store = ResponseStore(

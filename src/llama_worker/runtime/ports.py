@@ -22,6 +22,7 @@ from llama_worker.request.messages import (
     ToolThreadNews,
     WriteBios,
 )
+from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.server.messages import (
     EvidenceSeen,
     GpuFaulted,
@@ -40,8 +41,8 @@ class Timer(Protocol):
         """Forget it; a call that is being made at this moment may still arrive. Idempotent."""
 
 
-class Clock(Protocol):
-    """Time, and calls at an instant."""
+class Host(Protocol):
+    """Time, calls at an instant, and what lives an actor's life."""
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -56,6 +57,17 @@ class Clock(Protocol):
     def call_at(self, at: float, call: Callable[[], object]) -> Timer:
         """Make the call once `now()` has reached `at`, on a thread of the runtime's. It must only
         tell."""
+
+    def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
+        """Run an actor: on the thread that Pykka starts for it, or as whoever simulates one does.
+        Raises RuntimeError where the system has no thread left."""
+
+    def call_host(self, call: Callable[[], object], name: str) -> None:
+        """Make a call into the host's code, in order with the others, on a thread that may wait for
+        long. `name` is for the log, should it raise."""
+
+    def write_log(self, level: int, line: str) -> None:
+        """Give the line to the host's `logging`, whose handlers may block, and not here."""
 
 
 class ServerProcess(Protocol):
@@ -107,17 +119,6 @@ class ToolThread(Protocol):
         """
 
 
-class Log(Protocol):
-    """The last lines of the server's output, newest last, with secrets masked. Read by one actor
-    alone."""
-
-    def lines(self) -> list[str]:
-        """All that are kept, those of earlier launches among them."""
-
-    def tail(self, count: int) -> tuple[str, ...]:
-        """The newest `count` lines of the present launch."""
-
-
 class Waitable(Protocol):
     """Something that is done one day."""
 
@@ -128,22 +129,7 @@ class Waitable(Protocol):
         """Block the calling thread until it is; False: not in time."""
 
 
-class ActorRunner(Protocol):
-    """What lives an actor's life."""
-
-    def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
-        """Run an actor: on the thread that Pykka starts for it, or as whoever simulates one does.
-        Raises RuntimeError where the system has no thread left."""
-
-    def call_host(self, call: Callable[[], object], name: str) -> None:
-        """Make a call into the host's code, in order with the others, on a thread that may wait for
-        long. `name` is for the log, should it raise."""
-
-    def write_log(self, level: int, line: str) -> None:
-        """Give the line to the host's `logging`, whose handlers may block, and not here."""
-
-
-class UpstreamRuntime(Clock, ActorRunner, Protocol):
+class UpstreamRuntime(Host, Protocol):
     """Of a server that is nobody's here."""
 
     def probe(self, epoch: int, reply_to: Mailbox[Probed]) -> Abortable:
@@ -153,11 +139,11 @@ class UpstreamRuntime(Clock, ActorRunner, Protocol):
         """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
 
-class Runtime(Clock, ActorRunner, Protocol):
+class Runtime(Host, Protocol):
     """One worker's."""
 
     @property
-    def log(self) -> Log:
+    def log(self) -> LogRing:
         """Read by the actor of the process alone."""
 
     @property

@@ -43,27 +43,12 @@ from llama_worker.server.messages import (
 )
 
 _logger = logging.getLogger("llama_worker")
-
-
 _SUSPENDED_S = 1.0  # less is the time between the reads of two clocks
 
 
-class ActorThreads:
-    """Runs actors on daemon threads: a host that forgets `close()` can still exit."""
-
-    def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
-        start_thread()
-
-    def call_host(self, call: Callable[[], object], name: str) -> None:
-        call_host(call, name)
-
-    def write_log(self, level: int, line: str) -> None:
-        """Log it under `llama_worker`, on the thread that all share."""
-        write_log(_logger, level, line)
-
-
-class HostClock(ActorThreads):
-    """See `ports.Clock`. Thread-safe."""
+class RealHost:
+    """See `ports.Host`. Thread-safe. Actors run on daemon threads: a host that forgets `close()`
+    can still exit."""
 
     def __init__(self) -> None:
         self._suspended_s = _suspended_s()
@@ -85,9 +70,19 @@ class HostClock(ActorThreads):
     def call_at(self, at: float, call: Callable[[], object]) -> OneTimer:
         return call_at(at, call)
 
+    def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
+        start_thread()
 
-class UpstreamQuestions(HostClock):
-    """Those to a server that is nobody's here; see `ports.UpstreamRuntime`. Thread-safe."""
+    def call_host(self, call: Callable[[], object], name: str) -> None:
+        call_host(call, name)
+
+    def write_log(self, level: int, line: str) -> None:
+        """Log it under `llama_worker`, on the thread that all share."""
+        write_log(_logger, level, line)
+
+
+class UpstreamQuestions(RealHost):
+    """Those to a server that may be nobody's here; see `ports.UpstreamRuntime`. Thread-safe."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__()
@@ -100,14 +95,13 @@ class UpstreamQuestions(HostClock):
         return SlotsQuestion(self._endpoint, epoch=epoch, reply_to=reply_to)
 
 
-class RealRuntime(HostClock):
+class RealRuntime(UpstreamQuestions):
     """One worker's; see `ports.Runtime`. Thread-safe."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        super().__init__()
+        super().__init__(Endpoint.of(config))
         self._config = config
         self._name = f"llama_worker-{config.name}"
-        self._endpoint = Endpoint.of(config)
         probes = default_probes() if config.liveness_probes is None else config.liveness_probes
         self._probes = [host_code.OneAtATime(probe) for probe in probes]
         self.probes_count = len(self._probes)
@@ -153,9 +147,6 @@ class RealRuntime(HostClock):
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
-
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsQuestion:
-        return SlotsQuestion(self._endpoint, epoch=epoch, reply_to=reply_to)
 
     def write_bios(self, order: WriteBios, reply_to: Mailbox[BiosWritten]) -> None:
         def tell_bios() -> None:
