@@ -6,7 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from llama_worker.cli import models
+from llama_worker.cli import servers
 from llama_worker.cli.exits import Problem
 
 _MAKE = "run `make test` or `make demo`"
@@ -16,7 +16,7 @@ def find_server() -> str:
     """LLAMA_SERVER, else one on the PATH, else the one that `make` installed; FileNotFoundError
     without any."""
     try:
-        return os.path.realpath(models.find_server(None).path)
+        return os.path.realpath(servers.find_server(None).path)
     except Problem as problem:
         raise FileNotFoundError(f"{problem.what}: {_MAKE}, or set LLAMA_SERVER") from None
 

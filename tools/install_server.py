@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.models import find_server
+from llama_worker.cli.servers import find_server
 from llama_worker.runtime.process.server_program import IN_ENVIRONMENT, PROGRAM, FoundServer
 from tools.build_server import built_server, planned
 from tools.check_server import check

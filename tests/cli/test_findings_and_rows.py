@@ -12,8 +12,7 @@ import pytest
 
 from llama_worker.cli import doctor_facts, doctor_findings
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial, trial_of
-from llama_worker.cli.gguf import ContextNeeds
-from llama_worker.cli.models import Model
+from llama_worker.cli.gguf import ContextNeeds, Model
 from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, ServersHistory, plain_table
 from tests.conftest import shell_program
 

@@ -14,15 +14,16 @@ import pytest
 
 from llama_worker.cli.app import run_app
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.gguf import ContextNeeds, context_needs, read_context_needs
-from llama_worker.cli.models import (
+from llama_worker.cli.gguf import (
+    ContextNeeds,
     Model,
+    context_needs,
     find_model,
-    find_server,
     not_a_gguf,
     part_names,
-    worker_config,
+    read_context_needs,
 )
+from llama_worker.cli.servers import find_server, worker_config
 from llama_worker.cli.text import (
     AnswerFlow,
     ShownText,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llama_worker import LlamaWorker, WorkerConfig, llama_server_cmd
-from llama_worker.cli.models import find_server
+from llama_worker.cli.servers import find_server
 from tests.conftest import running, shell_program
 from tests.server.pace import HOST, SERVER_ARGS, measured, patience
 from tools.build_server import planned

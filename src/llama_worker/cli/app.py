@@ -16,8 +16,9 @@ from typer.core import TyperCommand
 from llama_worker.bios import default_bios
 from llama_worker.cli import exits, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
-from llama_worker.cli.models import Timeouts, find_model, find_server, timeouts_of, worker_config
+from llama_worker.cli.gguf import find_model
 from llama_worker.cli.text import plain_help, wrapped
+from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset
 from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.runtime.process.free_port import free_port
@@ -113,10 +114,8 @@ ServerArgOption = Annotated[
     typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated."),
 ]
 TimeoutsOption = Annotated[
-    Timeouts,
-    typer.Option(
-        metavar="PRESET", help="For which hardware: slow (slow_prefill), normal, fast or debug."
-    ),
+    TimeoutPreset,
+    typer.Option(metavar="PRESET", help="Time limits: slow_prefill, normal, fast or debug."),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")
@@ -180,6 +179,7 @@ def run_command(
     if chat and as_json:
         raise UsageProblem("--chat and --json exclude each other: --json tells of one answer")
     from llama_worker.cli.run import Talk, run
+    from llama_worker.cli.servers import find_server, worker_config
 
     talk = Talk(
         prompt=prompt if chat else _prompt(prompt),
@@ -336,7 +336,7 @@ def responses_proxy_command(
         ca_file=ca_file,
         max_concurrent=max_concurrent,
         allow_origins=tuple(allow_origin or ()),
-        timeouts=timeouts_of(timeouts),
+        timeouts=TIMEOUT_PRESETS[timeouts](),
     )
 
 

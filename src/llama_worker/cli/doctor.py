@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from rich.text import Text
 
-from llama_worker import ConfigError, WorkerConfig, WorkerStartError, load_config
-from llama_worker.cli import doctor_facts, doctor_findings, exits, run_report
-from llama_worker.cli.doctor_facts import Trial
+from llama_worker import ConfigError, WorkerConfig, load_config
+from llama_worker.cli import doctor_facts, doctor_findings, exits
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem
+from llama_worker.cli.gguf import find_model
 from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.models import find_model, find_server, worker_config
 from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
+from llama_worker.cli.servers import find_server, worker_config
 from llama_worker.cli.text import harmless
 from llama_worker.config.command import flag_values
 from llama_worker.config.command_flags import program_of
@@ -83,7 +83,9 @@ def _examine(
             findings += doctor_findings.of_command("command", config, known)
         findings += doctor_findings.of_batch("batches", config)
         findings += doctor_findings.of_caches({"it": config}, machine.memory_bytes)
-        trial = _found("start", findings, partial(_trial, config, interrupts))
+        trial = _found(
+            "start", findings, partial(doctor_facts.try_out, config, Screen(), interrupts)
+        )
         if trial is not None:
             findings += doctor_findings.of_trial(trial)
     if server is not None:
@@ -141,16 +143,6 @@ def _program(config: WorkerConfig) -> str | None:
     """The llama-server of a worker's command, as it would be started."""
     first = find_server(config.server_cmd[0], option="executable").path
     return program_of((first, *config.server_cmd[1:]))
-
-
-def _trial(config: WorkerConfig, interrupts: Interrupts) -> Trial:
-    screen = Screen()
-    try:
-        return doctor_facts.try_out(config, screen, interrupts)
-    except WorkerStartError as error:
-        raise run_report.start_problem(error) from error
-    finally:
-        screen.activity_over()
 
 
 def _tell(findings: list[Finding]) -> None:

@@ -19,8 +19,8 @@ import psutil
 
 from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.run import make_ready
 from llama_worker.cli.screen import Screen
+from llama_worker.cli.servers import make_ready
 from llama_worker.config.command_flags import KnownFlags, read_help
 from llama_worker.config.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
@@ -134,8 +134,7 @@ def look_at_machine() -> MachineFacts:
 
 
 def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Trial:
-    """Start a server, ask it, stop it. Raises WorkerStartError,
-    KeyboardInterrupt."""
+    """Start a server, ask it, stop it. Raises Problem, KeyboardInterrupt."""
     with contextlib.closing(LlamaWorker(config)) as worker:
         began_at = time.monotonic()
         make_ready(worker, screen, interrupts)

@@ -11,7 +11,7 @@ from typing import Literal
 from llama_worker import WorkerConfig
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.models import Model
+from llama_worker.cli.gguf import Model
 from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
 from llama_worker.config.command_flags import (
     KnownFlags,

@@ -17,18 +17,17 @@ from llama_worker import (
     LlamaWorker,
     TimeoutProfile,
     WorkerConfig,
-    WorkerStartError,
     free_port,
-    llama_server_cmd,
 )
-from llama_worker.cli import exits, run_report
+from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem, UsageProblem
+from llama_worker.cli.gguf import find_model
 from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.models import find_model, find_server
+from llama_worker.cli.screen import Screen
+from llama_worker.cli.servers import find_server, make_ready
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 
 _LOCALHOST = "127.0.0.1"
-_TICK_S = 0.05
 
 
 class ServerChoice(Struct, frozen=True, kw_only=True):
@@ -106,45 +105,33 @@ def _server(
         return
     config = _worker_config(upstream, api_key, timeouts)
     with contextlib.closing(LlamaWorker(config)) as worker:
-        starting = worker.start()
-        while not starting.wait(_TICK_S):
-            if interrupts.asked:
-                raise KeyboardInterrupt
-        try:
-            starting.get()
-        except WorkerStartError as error:
-            raise run_report.start_problem(error) from error
+        make_ready(worker, Screen(quiet=True), interrupts)
         yield worker
 
 
 def _worker_config(
     upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile
 ) -> WorkerConfig:
-    port, slots = free_port(), upstream.slots
+    port, name = free_port(), "responses-proxy"
+    fields: dict[str, Any] = {
+        "slots": upstream.slots,
+        "api_key": api_key,
+        "env": {"LLAMA_API_KEY": api_key} if api_key else {},
+        "timeouts": timeouts,
+    }
     if upstream.model:
         model, server = find_model(upstream.model), find_server(upstream.server)
-        command = llama_server_cmd(
-            model.path, host=_LOCALHOST, port=port, slots=slots, executable=server.path
+        return WorkerConfig.for_model(
+            model.path, name=name, port=port, executable=server.path, **fields
         )
-    else:
-        fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(slots)}
-        try:
-            words = shlex.split(upstream.command or "")
-        except ValueError as error:
-            raise UsageProblem(f"--server-cmd: {error}") from error
-        for name, value in fill.items():
-            words = [word.replace(name, value) for word in words]
-        command = tuple(words)
-    return WorkerConfig(
-        "responses-proxy",
-        _LOCALHOST,
-        port,
-        command,
-        slots=slots,
-        api_key=api_key,
-        env={"LLAMA_API_KEY": api_key} if api_key else {},
-        timeouts=timeouts,
-    )
+    try:
+        words = shlex.split(upstream.command or "")
+    except ValueError as error:
+        raise UsageProblem(f"--server-cmd: {error}") from error
+    fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(upstream.slots)}
+    for placeholder, value in fill.items():
+        words = [word.replace(placeholder, value) for word in words]
+    return WorkerConfig(name, _LOCALHOST, port, tuple(words), **fields)
 
 
 def _api_key(variable: str | None) -> str | None:

@@ -16,13 +16,12 @@ from llama_worker import (
     LlamaWorker,
     RequestResult,
     WorkerConfig,
-    WorkerStartError,
-    WorkerState,
 )
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
+from llama_worker.cli.servers import log_tail, make_ready
 from llama_worker.cli.text import AnswerFlow, harmless
 
 _TICK_S = 0.05
@@ -50,8 +49,6 @@ def run(config: WorkerConfig, talk: Talk) -> int:
         session = _ChatSession(worker, screen, interrupts, talk)
         try:
             return session.chat() if talk.chat else session.ask_once()
-        except WorkerStartError as error:
-            raise run_report.start_problem(error) from error
         finally:
             screen.activity_over()
 
@@ -108,8 +105,8 @@ class _ChatSession:
         return self._interrupts.exit_code
 
     def _make_ready(self) -> None:
-        """Start the server unless it is there, and pass on its warnings once. Raises
-        WorkerStartError, KeyboardInterrupt."""
+        """Start the server unless it is there, and pass on its warnings once. Raises Problem,
+        KeyboardInterrupt."""
         make_ready(self._worker, self._screen, self._interrupts)
         for line in self._worker.get_worker_status().get()["warnings"]:
             if line not in self._warned:
@@ -184,27 +181,3 @@ def _read_line(interrupts: Interrupts) -> str:
     if at_terminal:
         print()
     raise EOFError
-
-
-def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> None:
-    """Start the server unless it is there. Raises WorkerStartError, or
-    KeyboardInterrupt where somebody wants the command to end."""
-    state = worker.get_worker_status().get()["state"]
-    if state is WorkerState.READY:
-        return
-    if state is not WorkerState.STOPPED:
-        # a server that died: what is left of it goes first, or a start would share its failure
-        worker.stop().get()
-    starting = worker.start()
-    while not starting.wait(_TICK_S):
-        if interrupts.asked:
-            worker.stop().get()
-            raise KeyboardInterrupt
-        screen.activity(run_report.starting(log_tail(worker, 1)))
-    screen.activity_over()
-    starting.get()
-
-
-def log_tail(worker: LlamaWorker, count: int) -> list[str]:
-    """The last lines that the server wrote."""
-    return worker.get_debug_info().get()["recent_logs"][-count:]

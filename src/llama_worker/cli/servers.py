@@ -1,0 +1,75 @@
+"""The llama-server that a command starts: which program, with which config, and its start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llama_worker.cli import run_report
+from llama_worker.cli.exits import Problem
+from llama_worker.cli.gguf import Model
+from llama_worker.cli.interrupts import Interrupts
+from llama_worker.cli.screen import Screen
+from llama_worker.config.profiles import TIMEOUT_PRESETS, RestartPolicy, TimeoutPreset
+from llama_worker.config.settings import WorkerConfig
+from llama_worker.errors import WorkerStartError
+from llama_worker.runtime.process import server_program
+from llama_worker.runtime.process.server_program import FoundServer
+from llama_worker.types.worker import WorkerState
+from llama_worker.worker import LlamaWorker
+
+_STOP_GRACE_S = 2.0  # a person waits at the terminal
+_TICK_S = 0.05
+
+
+def find_server(named: str | None, *, option: str = "--server") -> FoundServer:
+    """`named`, by the option, else where the library looks. Raises Problem `no_server`."""
+    try:
+        return server_program.find_server(named, option=option)
+    except server_program.ServerNotFound as error:
+        raise Problem("no_server", error.what, error.todo) from error
+
+
+def worker_config(
+    model: Model, server: FoundServer, *, timeouts: TimeoutPreset = "slow_prefill", **config: Any
+) -> WorkerConfig:
+    """One worker that is never restarted by itself: who sits at the terminal is told.
+
+    `config`: further arguments of `WorkerConfig.for_model`. Raises ConfigError. Pure.
+    """
+    return WorkerConfig.for_model(
+        model.path,
+        name="run",
+        executable=server.path,
+        timeouts=replace(TIMEOUT_PRESETS[timeouts](), stop_grace_s=_STOP_GRACE_S),
+        restart=RestartPolicy.never(),
+        **config,
+    )
+
+
+def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> None:
+    """Start the server unless it is READY, and show what it says. Raises Problem, or
+    KeyboardInterrupt where somebody wants the command to end."""
+    state = worker.get_worker_status().get()["state"]
+    if state is WorkerState.READY:
+        return
+    if state is not WorkerState.STOPPED:
+        # a server that died: what is left of it goes first, or a start would share its failure
+        worker.stop().get()
+    starting = worker.start()
+    try:
+        while not starting.wait(_TICK_S):
+            if interrupts.asked:
+                worker.stop().get()
+                raise KeyboardInterrupt
+            screen.activity(run_report.starting(log_tail(worker, 1)))
+        starting.get()
+    except WorkerStartError as error:
+        raise run_report.start_problem(error) from error
+    finally:
+        screen.activity_over()
+
+
+def log_tail(worker: LlamaWorker, count: int) -> list[str]:
+    """The last lines that the server wrote."""
+    return worker.get_debug_info().get()["recent_logs"][-count:]
