@@ -57,6 +57,7 @@ from llama_worker.types.request import (
     NotFound as NotFound,
     NotReady as NotReady,
     OutputChunk as OutputChunk,
+    OutputLoop as OutputLoop,
     PromptProgress as PromptProgress,
     RequestFailReason as RequestFailReason,
     RequestFinishReason as RequestFinishReason,

@@ -15,6 +15,7 @@ from llama_worker.types.request import (
     NotFound,
     NotReady,
     OutputChunk,
+    OutputLoop,
     PromptProgress,
     RequestFinishReason,
     RequestPhase,
@@ -66,9 +67,10 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
         (
             RequestResult,
             "ok request_id job_name state finish_reason text reasoning signals tool_trace "
-            "fail_reason conversation usage? timings? fail_detail? context?",
+            "fail_reason conversation usage? timings? fail_detail? context? loop?",
         ),
         (Usage, "prompt_tokens completion_tokens cached_tokens"),
+        (OutputLoop, "repeats line? text?"),
         (Timings, "total_s ttft_s? tokens_per_second?"),
         (ExitSignal, "tool_name arguments emitted_at malformed?"),
         (

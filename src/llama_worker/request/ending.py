@@ -7,15 +7,19 @@ from msgspec.structs import replace
 
 from llama_worker.errors import masked
 from llama_worker.stream.calls import Partition
-from llama_worker.stream.events import ServerError
+from llama_worker.stream.events import ServerError, encodable
 from llama_worker.stream.failure import StreamFailure, exceeds_context, reports_malformed_call
 from llama_worker.stream.loops import LoopFound, TextLoopFound
 from llama_worker.types.request import (
     ContextUse,
+    OutputLoop,
     RequestFailReason,
     RequestFinishReason,
     RequestState,
 )
+
+MAX_DETAIL_CHARS = 2000  # a traceback may be long, and a model's context small
+_MAX_LOOP_CHARS = 200
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -27,11 +31,14 @@ class Outcome(Struct, frozen=True, kw_only=True):
     fail_detail: str | None = None  # may hold secrets
     http_status: int | None = None  # the server's own error code; for the worker, not for the host
     context: ContextUse | None = None
+    loop: OutputLoop | None = None
 
-    def masked(self, secret: str | None) -> Outcome:
-        """The same without the secret, for the host."""
-        detail = self.fail_detail
-        return self if detail is None else replace(self, fail_detail=masked(detail, secret))
+    def for_host(self, secret: str | None) -> Outcome:
+        """The same without the secret, its detail of bounded length and in valid Unicode."""
+        if self.fail_detail is None:
+            return self
+        detail = encodable(masked(self.fail_detail, secret))
+        return replace(self, fail_detail=detail[:MAX_DETAIL_CHARS])
 
 
 COMPLETED = Outcome(state=RequestState.COMPLETED, finish_reason=RequestFinishReason.STOP)
@@ -85,15 +92,21 @@ def after_turn(finish_reason: str | None, calls: Partition, iterations_left: int
 def after_loop(loop: LoopFound | TextLoopFound) -> Outcome:
     """How a loop in the output ends its request."""
     if isinstance(loop, TextLoopFound):
-        what = (
+        reason = RequestFailReason.REPEATED_TEXT_LOOP
+        detail = (
             f"the last {loop.chars} characters repeat {loop.period_chars} of them, which begin "
             f"with {loop.sample!r}"
         )
-        return failed(RequestFailReason.REPEATED_TEXT_LOOP, what)
-    what = f"the line {loop.line!r}"
-    if loop.period > 1:
-        what = f"a block of {loop.period} lines that ends in {loop.line!r}"
-    return failed(RequestFailReason.REPEATED_LINE_LOOP, f"{what} came {loop.count} times in a row")
+        shown: OutputLoop = {
+            "text": loop.sample[:_MAX_LOOP_CHARS],
+            "repeats": loop.chars // loop.period_chars,
+        }
+    else:
+        reason, line = RequestFailReason.REPEATED_LINE_LOOP, loop.line[:_MAX_LOOP_CHARS]
+        what = f"a block of {loop.period} lines that ends in" if loop.period > 1 else "the line"
+        detail = f"{what} {line!r} came {loop.count} times in a row"
+        shown = {"line": line, "repeats": loop.count}
+    return replace(failed(reason, detail), loop=shown)
 
 
 def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False) -> Outcome:

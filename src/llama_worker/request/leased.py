@@ -251,7 +251,7 @@ class LeasedRequest:
 
     def _record(self, outcome: Outcome, now: float) -> RequestRecord:
         self._ended = True
-        outcome = outcome.masked(self._api_key)
+        outcome = outcome.for_host(self._api_key)
         self._totals.add_turn(self._turn, None)
         record = build_record(self._totals, self._turn, self.progress(), outcome, [], now)
         self._as_seen(record.status)

@@ -193,6 +193,8 @@ def build_record(
         status["fail_detail"] = result["fail_detail"] = outcome.fail_detail
     if outcome.context is not None:
         result["context"] = outcome.context
+    if outcome.loop is not None:
+        result["loop"] = outcome.loop
     return RequestRecord(
         request_id=totals.request_id,
         job_name=totals.job_name,

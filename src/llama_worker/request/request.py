@@ -23,6 +23,7 @@ from llama_worker.mailbox import Tick
 from llama_worker.request import messages, states
 from llama_worker.request.ending import (
     CANCELED,
+    MAX_DETAIL_CHARS,
     SERVER_GONE,
     TOKEN_LIMIT,
     Outcome,
@@ -43,9 +44,6 @@ from llama_worker.stream.events import encodable
 from llama_worker.stream.failure import StreamFailure, refuses_tools
 from llama_worker.stream.turn_end import Finished, LastWord, Verdict
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
-
-# of a tool's error: a model's context is small, and a traceback may be long
-_MAX_ERROR_CHARS = 2000
 
 Effect = (
     messages.WriteBios
@@ -351,10 +349,10 @@ class Request:
         self, batch: ToolBatch, error: str, at: float, *, drop: bool = False
     ) -> Effects:
         """It fails the request, or the model is told."""
+        error = encodable(masked(error, self._config.api_key))[:MAX_DETAIL_CHARS]
         if self._config.tool_errors == "fail":
             return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, error), at)
-        text = encodable(masked(error, self._config.api_key))[:_MAX_ERROR_CHARS]
-        following = self._go_on(self._tools.record_result(batch, text, at, error=error), at)
+        following = self._go_on(self._tools.record_result(batch, error, at, error=error), at)
         return [messages.DropTool(turn_id=self._turn_id), *following] if drop else following
 
     def _go_on(self, batch: ToolBatch, at: float) -> Effects:
@@ -387,7 +385,7 @@ class Request:
                 effects.append(self._close_turn())
         self._tools.record_not_run(outcome.fail_reason or outcome.finish_reason, now)
         conversation = self._prompts.since_prompt(self._turn)
-        outcome = outcome.masked(self._config.api_key)
+        outcome = outcome.for_host(self._config.api_key)
         record = build_record(self._totals, self._turn, self.progress(), outcome, conversation, now)
         self.state = states.Ended()
         return [*effects, messages.RequestEnded(record=record)]

@@ -80,7 +80,8 @@ class _Fragments(Struct):
     taken: bool = False
 
     def raw(self) -> RawCall:
-        return RawCall(self.call_id, encodable(self.name), encodable("".join(self.arguments)))
+        call_id = None if self.call_id is None else encodable(self.call_id)
+        return RawCall(call_id, encodable(self.name), encodable("".join(self.arguments)))
 
 
 class ToolCallAssembler:

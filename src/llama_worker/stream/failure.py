@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from llama_worker.stream.events import encodable
 from llama_worker.types.request import ContextUse, RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000
@@ -53,7 +54,7 @@ def describe_http_error(status: int, body: bytes) -> StreamFailure:
         text = error
     return StreamFailure(
         reason=reason,
-        detail=f"HTTP {status}: {text[:_MAX_MESSAGE_CHARS] or 'no message'}",
+        detail=f"HTTP {status}: {encodable(text)[:_MAX_MESSAGE_CHARS] or 'no message'}",
         http_status=status,
         context=context,
     )

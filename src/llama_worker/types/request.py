@@ -213,6 +213,20 @@ class ContextUse(TypedDict):
     n_ctx: int
 
 
+class OutputLoop(TypedDict, total=False):
+    """Output that repeated itself without end: by lines, or without line ends.
+
+    Attributes:
+        line: the line that decided, up to 200 characters.
+        text: what came again and again, up to 200 characters of it.
+        repeats: in a row.
+    """
+
+    line: str
+    text: str
+    repeats: Required[int]
+
+
 class Timings(TypedDict, total=False):
     """`ttft_s` is absent where no token came, `tokens_per_second` where it is not known.
 
@@ -338,8 +352,9 @@ class RequestResult(TypedDict):
             it.
         usage: tokens, as the server counted them.
         timings: how long it took.
-        fail_detail: why, for a person.
+        fail_detail: why, for a person; 2,000 characters at most.
         context: with `context_exceeded`, where the server told the numbers.
+        loop: with `repeated_line_loop` and `repeated_text_loop`.
     """
 
     ok: Literal[True]
@@ -357,3 +372,4 @@ class RequestResult(TypedDict):
     timings: NotRequired[Timings]
     fail_detail: NotRequired[str]
     context: NotRequired[ContextUse]
+    loop: NotRequired[OutputLoop]

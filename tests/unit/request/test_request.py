@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llama_worker.bios import STATUS_OPEN
+from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.messages import (
     AskIfServerDied,
     CallTool,
@@ -219,6 +220,7 @@ def test_how_turns_end_requests(
     [
         (ServerError("boom", 500, "of_a_kind"), "boom (of_a_kind), code 500"),
         (ServerError("boom", None, None), "boom"),
+        (ServerError("\ud800" + "." * 3000, None, None), "\ufffd" + "." * 1999),
     ],
 )
 def test_an_error_record_fails_a_finished_turn(error: ServerError, detail: str) -> None:
@@ -498,14 +500,24 @@ def test_a_call_that_takes_too_long_fails_the_request() -> None:
     assert play >> returned("too late")
 
 
+RAISED = "tool 'add' raised ValueError: no s3cret \ud800" + "." * 3000
+SHOWN = f"tool 'add' raised ValueError: no *** \ufffd{'.' * 3000}"[:2000]
+
+
+def test_a_tools_error_is_shown_as_it_may_be() -> None:
+    play = in_tools(with_tools(api_key="s3cret"))
+    end = Ends("tool_execution_error", fail_detail=SHOWN)
+    assert play >> returned(RAISED, ok=False) << DROP << end
+    assert trace_of(play, "error") == [(SHOWN,)]
+
+
 def test_the_model_may_be_told_an_error() -> None:
     play = in_tools(with_tools(tool_errors="tell", api_key="s3cret"), calls_count=2)
-    raised = "tool 'add' raised ValueError: no s3cret \ud800" + "." * 3000
-    assert play >> 103.0 >> returned(raised, ok=False) << CallTool
+    assert play >> 103.0 >> returned(RAISED, ok=False) << CallTool
     assert play >> 113.0 << DROP << PostChat
     assert play >> returned("late")
     *_, one, two = play.body["messages"]
-    assert one["content"] == f"tool 'add' raised ValueError: no *** \ufffd{'.' * 3000}"[:2000]
+    assert one["content"] == SHOWN
     assert two["content"].startswith(f"{LATE}\n\n")
     assert play >> (TextDelta("No luck."), STOP, Done()) << CLOSE_SECOND << Ends("stop")
     assert trace_of(play, "ok", "result") == [(False, one["content"]), (False, LATE)]
@@ -787,8 +799,20 @@ def test_a_loop_ends_the_request(
     end = Ends(f"repeated_{loop}_loop", reasoning=output[0], text=output[1])
     assert play >> (*said, TextDelta("a")) << CLOSE << end
     assert play.record is not None
-    assert detail in play.record.result["fail_detail"]
+    result = play.record.result
+    assert detail in result["fail_detail"]
+    assert result["loop"].keys() == {loop, "repeats"}
     assert asked(with_tools(loop_detector=None)) >> (*said, TextDelta("a"))
+
+
+def test_of_a_loop_200_characters_are_shown() -> None:
+    play = asked(config(loop_detector=LoopDetector(long_line_repeats=2)))
+    line = " ".join(map(str, range(1000)))
+    assert play >> TextDelta(f"{line}\n" * 2) << CLOSE << Ends("repeated_line_loop")
+    assert play.record is not None
+    result = play.record.result
+    assert result["loop"] == {"line": line[:200], "repeats": 2}
+    assert result["fail_detail"] == f"the line {line[:200]!r} came 2 times in a row"
 
 
 OPEN_CALL = '<tool_call>{"name": "add", "arguments": {"a": "'

@@ -62,6 +62,11 @@ def test_arguments_are_appended_name_and_id_replaced() -> None:
     )
 
 
+def test_half_a_character_of_a_call_is_replaced() -> None:
+    whole = RawCall("\ufffd", "\ufffd", "\ufffd")
+    assert assembled(ToolCallDelta(0, *["\ud800"] * 3)) == (whole,)
+
+
 def test_calls_come_in_the_order_of_indices() -> None:
     indices = [7, 2, *range(20, 37)]
     heads = [ToolCallDelta(index, None, f"t{index}", None) for index in indices]

@@ -32,6 +32,7 @@ LONG_AGO = b'{"error":{"code":400,"message":"too long","type":"invalid_request_e
         (500, b"[" * 3000, "HTTP 500: " + "[" * 2000),
         (500, b'{"detail":"x"}', 'HTTP 500: {"detail":"x"}'),
         (500, b"caf\xe9", "HTTP 500: caf\ufffd"),
+        (500, b'{"error":"\\ud800"}', "HTTP 500: \ufffd"),
         (500, b'{"error":{"message":"' + b"x" * 100_000 + b'"}}', "HTTP 500: " + "x" * 2000),
     ],
 )
