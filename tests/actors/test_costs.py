@@ -20,7 +20,7 @@ from llama_worker.actors.base import SupervisedActor
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import FlushStream, HurryStream, StreamEvents
 from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.timers import OneTimer, TimerThread
+from llama_worker.runtime.host.timers import HeapTimer, TimerThread
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.stream_reader import TICK_S
 from llama_worker.server.messages import Probed
@@ -104,8 +104,8 @@ def test_a_health_probe_costs_two_messages_one_timer_and_no_thread(
 ) -> None:
     call_at = TimerThread.call_at
 
-    def calling_at(self: TimerThread, at: float, call: Any) -> OneTimer:
-        told[OneTimer] += 1
+    def calling_at(self: TimerThread, at: float, call: Any) -> HeapTimer:
+        told[HeapTimer] += 1
         return call_at(self, at, call)
 
     start_thread = threading.Thread.start
@@ -123,9 +123,9 @@ def test_a_health_probe_costs_two_messages_one_timer_and_no_thread(
     eventually(lambda: told[Probed] - before[Probed] >= 10, "health probes")
     counts, woken = told - before, _wakeups() - woken
     probes = counts[Probed]
-    assert set(counts) == {Tick, Probed, OneTimer}
+    assert set(counts) == {Tick, Probed, HeapTimer}
     assert counts[Tick] <= probes + 1  # one may be under way
-    assert counts[OneTimer] <= probes + 1  # when it is due
+    assert counts[HeapTimer] <= probes + 1  # when it is due
     assert woken / probes <= 20  # 6 to 7 on an idle machine; a busy one adds waits for the GIL
 
 

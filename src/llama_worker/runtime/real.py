@@ -22,7 +22,7 @@ from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
-from llama_worker.runtime.host.timers import OneTimer, call_at, start_timers
+from llama_worker.runtime.host.timers import HeapTimer, call_at, start_timers
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.http.token_count import TokenCounter
 from llama_worker.runtime.ports import Waitable
@@ -67,7 +67,7 @@ class RealHost:
     def unix_now(self) -> float:
         return time.time()
 
-    def call_at(self, at: float, call: Callable[[], object]) -> OneTimer:
+    def call_at(self, at: float, call: Callable[[], object]) -> HeapTimer:
         return call_at(at, call)
 
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:

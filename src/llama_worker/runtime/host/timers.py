@@ -5,80 +5,104 @@ It sleeps until the earliest deadline and for ever where there is none.
 
 from __future__ import annotations
 
-import contextlib
+import heapq
+import itertools
 import logging
-import math
 import os
-import sched
 import threading
 import time
 from collections.abc import Callable
 
 from llama_worker.runtime.host.futures import log_exception
 
+_SWEEP_MIN = 64
 _logger = logging.getLogger("llama_worker.timers")
 
 
-class OneTimer:
+class HeapTimer:
     """One deadline. `cancel` is idempotent and may be called from any thread."""
 
-    def __init__(self, scheduler: sched.scheduler, event: sched.Event) -> None:
-        self._scheduler = scheduler
-        self._event = event
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call: Callable[[], object] | None = call
 
     def cancel(self) -> None:
         """Forget the call; one that is being made at this moment may still arrive."""
-        with contextlib.suppress(ValueError):  # it was made, or cancelled
-            self._scheduler.cancel(self._event)
+        self._call = None
+
+    def _fire(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call()
 
 
 class TimerThread:
-    """The deadlines and the daemon thread that waits for the first of them."""
+    """A heap of deadlines and the daemon thread that waits for the first of them."""
 
     def __init__(self) -> None:
-        self._scheduler = sched.scheduler(time.monotonic, lambda seconds: None)
-        self._sleeps_until = math.inf  # anything earlier wakes it
-        self._wake = threading.Event()
-        self._starting = threading.Lock()
+        self._heap: list[tuple[float, int, HeapTimer]] = []
+        self._sweep_at = _SWEEP_MIN
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread, unless it runs. Early: from Python 3.12 on a host that exits can start
         none."""
-        with self._starting:
+        with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="llama_worker-timers", daemon=True)
                 thread.start()
                 self._thread = thread
 
-    def call_at(self, at: float, call: Callable[[], object]) -> OneTimer:
+    def call_at(self, at: float, call: Callable[[], object]) -> HeapTimer:
         """Make the call on the timer thread once `time.monotonic()` has reached `at`. It must not
         block."""
+        timer = HeapTimer(call)
         self.start()
-        event = self._scheduler.enterabs(at, 0, call)
-        if at < self._sleeps_until:
-            self._wake.set()
-        return OneTimer(self._scheduler, event)
+        with self._changed:
+            self._sweep()
+            heapq.heappush(self._heap, (at, next(self._numbers), timer))
+            if self._heap[0][2] is timer:
+                self._changed.notify()
+        return timer
 
     def _run(self) -> None:
         while True:
-            self._sleeps_until = math.inf  # until it is known: what is set meanwhile wakes it
-            self._wake.clear()
+            timer = self._wait_for_due()
             try:
-                wait_s = self._scheduler.run(blocking=False)
+                timer._fire()
             except Exception:
                 log_exception(_logger, "a timer's call failed")
-                continue
-            if wait_s is not None:
-                self._sleeps_until = time.monotonic() + wait_s
-                wait_s = min(wait_s, threading.TIMEOUT_MAX)
-            self._wake.wait(wait_s)
+
+    def _wait_for_due(self) -> HeapTimer:
+        with self._changed:
+            while True:
+                self._drop_cancelled()
+                wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
+                if wait_s is not None and wait_s <= 0:
+                    return heapq.heappop(self._heap)[2]
+                self._changed.wait(None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
+
+    def _sweep(self) -> None:
+        """Now and then forget all that were cancelled: far deadlines that change often would pile
+        up."""
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if entry[2]._call is not None]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(_SWEEP_MIN, 2 * len(self._heap))
+
+    def _drop_cancelled(self) -> None:
+        """Take cancelled timers off the top, so that none of them wakes the thread."""
+        while self._heap and self._heap[0][2]._call is None:
+            heapq.heappop(self._heap)
 
 
 _timers = TimerThread()
 
 
-def call_at(at: float, call: Callable[[], object]) -> OneTimer:
+def call_at(at: float, call: Callable[[], object]) -> HeapTimer:
     """See `TimerThread.call_at`; on the timer thread that all workers of this process share."""
     return _timers.call_at(at, call)
 
