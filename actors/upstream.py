@@ -1,9 +1,10 @@
 """UpstreamActor: watches the requests to a server that is nobody's here: it has no processes to be
 seen, and is never restarted.
 
-Receives Lease, granted before, and EndLease from the threads that serve a proxy's clients, and what
-its probes report. Sends nothing. Owns the leases, and what is being asked of
-the server; while nobody waits for the server, nothing is asked of it.
+Receives Lease, granted before, of each request that the server takes its time for, and EndLease
+from the threads that serve a proxy's clients, and what its probes report. Sends nothing. Owns the
+leases, and what is being asked of the server; while nobody waits for the server, nothing is asked
+of it.
 """
 
 from __future__ import annotations
@@ -156,15 +157,14 @@ class UpstreamLeases:
         self._api_key = api_key
         self._request_ids = itertools.count(1)
 
-    def grant(self, order: Lease) -> None:
-        """Begin the lease; the actor is to be told of it before the server is waited for."""
+    def grant(self, exchange: LeasedExchange, job_name: str) -> None:
+        """Begin the lease; the actor is to be told of it where the server is waited for."""
         request_id, now = next(self._request_ids), self._clock.now()
-        order.exchange.begin(
-            Admitted(request_id, 0, order.job_name, now, is_leased=True),
+        exchange.begin(
+            Admitted(request_id, 0, job_name, now, is_leased=True),
             api_key=self._api_key,
             unix_offset=self._clock.unix_offset(),
         )
-        order.reply.answer({"ok": True, "request_id": request_id})
 
 
 class _AskedDirectly:

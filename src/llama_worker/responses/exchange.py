@@ -36,13 +36,14 @@ _RESTARTING_S = 5  # until a server that was given up is there again, about
 class Upstream(Struct, frozen=True, kw_only=True):
     """The server behind the proxy. `watch` watches over what holds a lease.
 
-    `grant` gives a lease at once, of which `watch` may be told later. None: `watch` is a worker,
-    which gives or refuses it, and will have a server again where one is given up.
+    `grant` gives a lease at once; `watch` is told of it where the server takes its time. None:
+    `watch` is a worker, which gives or refuses it, and will have a server again where one is given
+    up.
     """
 
     endpoint: Endpoint
     watch: Mailbox[Lease | EndLease]
-    grant: Callable[[Lease], object] | None = None
+    grant: Callable[[LeasedExchange, str], object] | None = None
 
     @property
     def restarts(self) -> bool:
@@ -76,7 +77,7 @@ class Exchange:
         self._proxy = proxy
         self._has_entered = False
         self._is_counted = False  # by the proxy's actor
-        self._unannounced: list[Callable[[], object]] = []  # what the actors are not told yet
+        self._entering: Enter | None = None  # what its actor is not told yet
 
     def enter(self) -> None:
         """From now on a client that leaves takes the upstream's work along."""
@@ -91,42 +92,45 @@ class Exchange:
         self._is_counted = is_stored or self._is_bounded  # nobody asks for others
         if reply is None:  # nothing to wait for
             if is_stored:
-                self._unannounced.append(lambda: self._proxy.tell(entering))
+                self._entering = entering
         elif not ask(self._proxy, entering, reply):
             raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
 
     def lease(self, job_name: str, *, has_media: bool = False, in_one_piece: bool = False) -> None:
         """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
         where there is none."""
+        grant = self.upstream.grant
+
+        def order(reply: WorkerFuture[SubmitResult]) -> Lease:
+            return Lease(job_name=job_name, exchange=self.leased, reply=reply)
+
         self.leased = LeasedExchange(
             self.abort,
             lambda exchange: self._end_lease(),
+            tell_lease=None if grant is None else lambda: self._watch.tell(order(WorkerFuture())),
             has_media=has_media,
             in_one_piece=in_one_piece,
         )
         self._client.when_slow(self.leased.pauses)
         self._wants_lease = True
-        reply: WorkerFuture[SubmitResult] = WorkerFuture()
-        order = Lease(job_name=job_name, exchange=self.leased, reply=reply)
-        if self.upstream.grant is not None:
-            self.upstream.grant(order)
-            self._unannounced.append(lambda: self._watch.tell(order))
+        if grant is not None:
+            grant(self.leased, job_name)
             return
-        answer = ask(self._watch, order, reply)
+        reply: WorkerFuture[SubmitResult] = WorkerFuture()
+        answer = ask(self._watch, order(reply), reply)
         if not answer["ok"]:
             why, retry_after_s = _NO_LEASE[answer["error"]]
             raise ApiError(503, why, code="overloaded", retry_after_s=retry_after_s)
 
     def announce(self) -> None:
-        """Tell the actors what needed no answer: once the upstream has work, and this thread
+        """Tell the proxy's actor what needed no answer: once the upstream has work, and this thread
         none."""
-        if self._unannounced:
-            for tell in self._unannounced:
-                tell()
-            self._unannounced.clear()
+        if self._entering is not None:
+            self._proxy.tell(self._entering)
+            self._entering = None
 
     def _end_lease(self) -> bool:
-        self.announce()
+        self.leased.be_watched()  # else nobody could tell why the connection broke
         return self._watch.tell(EndLease(exchange=self.leased))
 
     def leave(self) -> None:
@@ -135,9 +139,9 @@ class Exchange:
             return
         self._has_entered = False
         self.abort.abort()
-        if self._wants_lease:
+        if self._wants_lease and self.leased.is_watched:
             self._end_lease()
-        if self._is_counted:
+        if self._is_counted and self._entering is None:
             self._proxy.tell(Leave(exchange_id=self._number))
 
 

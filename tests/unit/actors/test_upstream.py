@@ -127,12 +127,10 @@ class World:
 
     def begin(self, *clients: Client) -> None:
         for client in clients:
-            reply: WorkerFuture[SubmitResult] = WorkerFuture()
-            order = Lease(job_name="responses:r", exchange=client.exchange, reply=reply)
-            self.leases.grant(order)
-            assert reply.get(timeout=0)["ok"]
+            self.leases.grant(client.exchange, "responses:r")
             client.exchange.sends()
-            self.tell(order)
+            reply: WorkerFuture[SubmitResult] = WorkerFuture()
+            self.tell(Lease(job_name="responses:r", exchange=client.exchange, reply=reply))
 
     def tell(self, message: Any) -> None:
         """And let the actor handle all that follows at this instant."""

@@ -17,6 +17,7 @@ from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure, describe_http_error
 from llama_worker.types.request import RequestFailReason
 
+SOON_S = 0.01  # a server that replies within it is not waited for
 _NOBODYS = Admitted(0, 0, "", 0.0)
 _NEWS_S = DEATH_NEWS_S + 2 * LATE_NEWS_S + 1.0  # the request has ended by then
 
@@ -41,7 +42,8 @@ def _locked(
 
 class LeasedExchange:
     """Made by the thread that serves a client; `abort` is of its request to the server, `tell_end`
-    tells the worker `EndLease`, and is False where that has been closed.
+    tells the worker `EndLease`, and is False where that has been closed. `tell_lease` tells whoever
+    watches of a lease that was granted without them; None: they know.
 
     Without a lease (`begin` was never called) nobody asks for what the thread tells.
     """
@@ -51,6 +53,7 @@ class LeasedExchange:
         abort: Abort,
         tell_end: Callable[[LeasedExchange], bool] = lambda exchange: False,
         *,
+        tell_lease: Callable[[], object] | None = None,
         has_media: bool = False,
         in_one_piece: bool = False,
     ) -> None:
@@ -60,7 +63,10 @@ class LeasedExchange:
         self._over = threading.Condition(self._lock)
         self._new = partial(LeasedRequest, has_media=has_media, in_one_piece=in_one_piece)
         self._request = self._new(_NOBODYS, api_key=None, unix_offset=0.0)
-        self._is_paused = False  # for the exchange's thread
+        # for the exchange's thread
+        self._tell_lease = tell_lease
+        self._was_waited_for = False
+        self._is_paused = False
 
     @property
     def request_id(self) -> int:
@@ -79,11 +85,28 @@ class LeasedExchange:
             self._request.pauses()
 
     def waits(self) -> None:
-        """To be told before each wait for the server."""
+        """To be told before each wait for the server. Whoever watches is told of the lease with the
+        second one, or where the first takes its time: there is nothing to watch before, and to wake
+        an actor costs more than a short reply."""
+        if self._tell_lease is not None:
+            if self._was_waited_for or not self._abort.wait_readable(SOON_S):
+                self.be_watched()
+            self._was_waited_for = True
         # What lies ready since long must not look like a stall until it is read.
         if self._is_paused and not self._abort.wait_readable(0.0):
             self._is_paused = False
             self.sends()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether they know who watch."""
+        return self._tell_lease is None
+
+    def be_watched(self) -> None:
+        """From now on; idempotent."""
+        if self._tell_lease is not None:
+            self._tell_lease()
+            self._tell_lease = None
 
     def replied(self, status: int, at: float) -> None:
         """The headers have come, of a reply that is passed on as it is."""
