@@ -17,8 +17,8 @@ import pytest
 
 from llama_worker import RestartPolicy, RunningCall
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
+from llama_worker.request import messages
 from llama_worker.request.messages import ToolThreadStuck
-from llama_worker.runtime.host import host_code
 from llama_worker.testing.scripts import (
     DoneMarker,
     Finish,
@@ -190,7 +190,7 @@ def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Mock(wraps=ToolThreadStuck)
-    monkeypatch.setattr(host_code, "ToolThreadStuck", told)
+    monkeypatch.setattr(messages, "ToolThreadStuck", told)
     rig = make_rig(tool_timeout_s=60.0)
     for last in (call("add", 1, a=1, b=2), call("add", 1)):  # well, and with a failure
         rig.run(Turns([calling(call("echo"), last), plain_reply(Text("done"))]))

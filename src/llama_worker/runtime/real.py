@@ -24,7 +24,7 @@ from llama_worker.runtime.host.host_code import ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.host.timers import HeapTimer, call_at, start_timers
 from llama_worker.runtime.http.session import Endpoint
-from llama_worker.runtime.http.token_count import TokenCounter
+from llama_worker.runtime.http.token_count import count_tokens
 from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.probes.gpu_watch import watch_gpus
 from llama_worker.runtime.probes.liveness_probes import anon_bytes, default_probes, process_evidence
@@ -158,7 +158,7 @@ class RealRuntime(UpstreamQuestions):
             start_thread(f"{self._name}-bios", tell_bios)
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
-        TokenCounter(
+        count_tokens(
             order,
             self._config,
             self._endpoint,

@@ -18,15 +18,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import takes
 from llama_worker.errors import described_error, is_shortage
 from llama_worker.mailbox import Mailbox
-from llama_worker.request.messages import (
-    BiosWritten,
-    CallEnded,
-    RunTool,
-    ToolThreadNews,
-    ToolThreadReturned,
-    ToolThreadStuck,
-    WriteBios,
-)
+from llama_worker.request import messages
 from llama_worker.request.tools import ToolResultError, encode_result
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.threads import run_probe, start_thread
@@ -40,7 +32,7 @@ class ToolCallThread:
     """A tool call, on a thread of its own, which tells what came of it. Raises RuntimeError where
     the system has none left."""
 
-    def __init__(self, order: RunTool, config: WorkerConfig, name: str) -> None:
+    def __init__(self, order: messages.RunTool, config: WorkerConfig, name: str) -> None:
         assert config.tool_runner is not None
         self._order = order
         self._run_tool = config.tool_runner.run_tool
@@ -48,20 +40,20 @@ class ToolCallThread:
         self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
         self._cancel_task: Callable[[], object] | None = None  # of an async runner
         self._lock = threading.Lock()  # guards what follows
-        self._given_up_to: Mailbox[ToolThreadNews] | None = None
+        self._given_up_to: Mailbox[messages.ToolThreadNews] | None = None
         self._has_returned = False
         self._thread = start_thread(name, self._run)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def give_up(self, reply_to: Mailbox[ToolThreadNews]) -> None:
+    def give_up(self, reply_to: Mailbox[messages.ToolThreadNews]) -> None:
         """Tell the runner that nobody waits any more, unless it has returned."""
         with self._lock:
             if self._has_returned:
                 return
             self._given_up_to = reply_to
-            reply_to.tell(ToolThreadStuck(turn_id=self._order.turn_id))
+            reply_to.tell(messages.ToolThreadStuck(turn_id=self._order.turn_id))
         self._call.cancelled.set()
         if self._cancel_task is not None:
             self._cancel_task()
@@ -75,14 +67,14 @@ class ToolCallThread:
         except BaseException as raised:
             # SystemExit and KeyboardInterrupt in a tool are its failures, no more.
             text = f"tool {call.name!r} raised {described_error(raised)}"
-        ended = CallEnded(
+        ended = messages.CallEnded(
             turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=time.monotonic()
         )
         with self._lock:
             self._has_returned = True
         self._order.reply_to.tell(ended)
         if self._given_up_to is not None:
-            self._given_up_to.tell(ToolThreadReturned(turn_id=self._order.turn_id))
+            self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
 
     def _returned(self) -> Any:
         more = {"call": self._call} if takes(self._run_tool, "call") else {}
@@ -109,14 +101,16 @@ class ToolCallThread:
         return await coroutine
 
 
-def write_bios(order: WriteBios, config: WorkerConfig, unix_now: float) -> BiosWritten:
+def write_bios(
+    order: messages.WriteBios, config: WorkerConfig, unix_now: float
+) -> messages.BiosWritten:
     """Ask the provider, on the calling thread."""
     left, prompted = order.iterations_left, order.prompted
     try:
         bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
-        return BiosWritten(turn_id=order.turn_id, bios=bios, error=None)
+        return messages.BiosWritten(turn_id=order.turn_id, bios=bios, error=None)
     except PromptError as error:
-        return BiosWritten(turn_id=order.turn_id, bios="", error=str(error))
+        return messages.BiosWritten(turn_id=order.turn_id, bios="", error=str(error))
 
 
 def bios_text(

@@ -9,6 +9,7 @@ cannot be read is no news; nothing here raises because a process ended or may no
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -219,19 +220,14 @@ class _Tree:
     """The processes of a server that serve, looked up rarely."""
 
     def __init__(self) -> None:
-        self._pids: tuple[int, ...] = ()
-        self._refreshed_at: float | None = None
+        self._pids: tuple[int, ...] = ()  # the root first
+        self._refresh_at = -math.inf
 
     def serving_pids(self, root_pid: int, now: float) -> tuple[int, ...]:
         """The root first."""
-        is_known = self._refreshed_at is not None and self._pids[0] == root_pid
-        if (
-            not is_known
-            or self._refreshed_at is None
-            or now - self._refreshed_at >= CHILDREN_REFRESH_S
-        ):
+        if self._pids[:1] != (root_pid,) or now >= self._refresh_at:
             self._pids = serving_pids(tree_pids(root_pid))
-            self._refreshed_at = now
+            self._refresh_at = now + CHILDREN_REFRESH_S
         return self._pids
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 from msgspec import Struct
 
 from llama_worker.config.start_advice import lack_of_memory, not_executed
@@ -62,7 +63,7 @@ class GuardedServer:
     ) -> None:
         self._epoch = epoch
         self._command = command
-        self._mark = f"{_MARK}={os.getpid()}.{epoch}.{time.monotonic_ns()}"
+        self._mark = f"{os.getpid()}.{epoch}.{time.monotonic_ns()}"
         self._environment: Mapping[str, str] = environment  # until the launch
         self._address = address
         self._log = log
@@ -173,7 +174,7 @@ class GuardedServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**environment, _MARK: self._mark.partition("=")[2]},
+            env={**environment, _MARK: self._mark},
             pass_fds=(control_read.fileno(), report_write.fileno()),
             start_new_session=True,
         )
@@ -343,27 +344,17 @@ def _kill(server: _Server) -> None:
 def _sweep(mark: str) -> None:
     """SIGKILL to every process that was started with `mark` in its environment, until none is
     left."""
-    while marked := [
-        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has_mark(pid, mark)
-    ]:
-        for pid in marked:
-            try:
-                process = os.pidfd_open(pid)
-            except OSError:
-                continue
-            try:
-                if _has_mark(pid, mark):  # the number may be somebody else's by now
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-                    _has_ended(process, None)
-            finally:
-                os.close(process)
+    while marked := [each for each in psutil.process_iter() if _has_mark(each, mark)]:
+        for process in marked:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(marked)
 
 
-def _has_mark(pid: int, mark: str) -> bool:
+def _has_mark(process: psutil.Process, mark: str) -> bool:
     try:
-        with open(f"/proc/{pid}/environ", "rb") as environment:
-            return mark.encode() in environment.read().split(b"\0")
-    except OSError:
+        return process.environ().get(_MARK) == mark
+    except (psutil.Error, OSError):
         return False
 
 
