@@ -4,12 +4,27 @@ other. Pure; not thread-safe.
 Its sender reports what comes (`waits`, `pauses`, `opened`, `heard`, `closed`); the slot's actor
 asks for its progress and steps it like a `Request` of its own. The output goes to its client and is
 not kept.
+
+This is every arrow between its states; whatever else comes leaves the state as it is.
+
+    state         event                                                   next state
+    ------------  ------------------------------------------------------  ------------
+    Streaming     [DONE] | error record | HTTP error | the reply is whole  Over
+    Streaming     connection lost                                         Disconnected
+    Streaming     server died                                             ReadingRest
+    ReadingRest   [DONE] | error record | HTTP error                      Over
+    ReadingRest   connection lost                                         Disconnected
+    Disconnected  server is alive | deadline, after the server was asked  Ended
+    ReadingRest | Over  deadline                                          Ended
+    any but Ended and Disconnected  sender is done                        Ended
+    any but Ended  cancelled | abandoned                                  Ended
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.mailbox import Tick
@@ -44,6 +59,43 @@ LeaseEffects = list[RequestEnded | AskIfServerDied]
 _BREAKS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED)
 
 
+class _Streaming(Struct, frozen=True):
+    """The server works on it, or has given its finish reason."""
+
+    until: None = None
+
+
+class _ReadingRest(Struct, frozen=True):
+    """The server died; what it had sent before is read."""
+
+    until: float
+
+
+class _Over(Struct, frozen=True):
+    """Its stream came to an end; its sender is to say that it is done with it."""
+
+    outcome: Outcome
+    until: float | None
+
+
+class _Disconnected(Struct, frozen=True):
+    """The connection broke. The server's death may explain it: it may be told, is asked for, or is
+    known."""
+
+    outcome: Outcome  # as far as is known
+    until: float | None = None  # None: its sender is to say that it is done with it
+    is_asked: bool = False
+
+
+class _Ended(Struct, frozen=True):
+    """It has its record."""
+
+    until: None = None
+
+
+_State = _Streaming | _ReadingRest | _Over | _Disconnected | _Ended
+
+
 class LeasedRequest:
     """`in_one_piece`: its reply comes at once when it is complete, not as a stream."""
 
@@ -73,10 +125,7 @@ class LeasedRequest:
         self._turn_end = TurnEnd()
         self._text_chars = self._reasoning_chars = 0
         self._waits = False
-        self._stream_outcome: Outcome | None = None  # how its stream came to its end
-        self._until: float | None = None  # what a dead server had sent is read, or news awaited
-        self._is_asked = False  # whether the server died, which would explain a broken connection
-        self._ended = False
+        self._state: _State = _Streaming()
 
     # ------------------------------------------------------------ from who sends it
 
@@ -94,7 +143,7 @@ class LeasedRequest:
 
     def heard(self, events: Iterable[StreamEvent], at: float) -> None:
         """Something came; no events: keepalives only. No effect once the request has ended."""
-        if self._ended:
+        if self.has_ended:
             return
         self._turn.last_stream_byte_at = at
         for event in events:
@@ -110,10 +159,8 @@ class LeasedRequest:
     def closed(self, failure: StreamFailure | None) -> None:
         """The exchange with the server is over; None: in the regular way."""
         self._waits = False
-        if self._in_one_piece and failure is None:
-            self._stream_outcome = self._stream_outcome or COMPLETED
-        else:
-            self._conclude(self._turn_end.closed(failure))
+        in_one_piece = self._in_one_piece and failure is None
+        self._conclude(Finished(None) if in_one_piece else self._turn_end.closed(failure))
 
     def end(self, now: float) -> RequestRecord | None:
         """Who sent it is done with it: its record.
@@ -121,9 +168,9 @@ class LeasedRequest:
         None where it had ended before, or will once it is known why its connection broke. Without
         an end of the stream its client has left.
         """
-        if self._ended or self.is_broken:
+        if self.has_ended or self.is_broken:
             return None
-        outcome = self._stream_outcome or CANCELED
+        outcome = self._state.outcome if isinstance(self._state, _Over) else CANCELED
         if self.given_up is not None and outcome.fail_reason is not None:
             outcome = self.given_up
         return self._record(outcome, now)
@@ -137,26 +184,36 @@ class LeasedRequest:
                 return self._give_up(CANCELED, now)
             case Abandon(request_id=None | self.request_id):
                 outcome = failed(message.reason, message.detail)
-                is_first = self.given_up is None
-                if is_first and message.reason is RequestFailReason.SERVER_DIED and self._is_open:
-                    self.given_up, self._until = outcome, now + LAST_WORDS_S
+                if message.reason is RequestFailReason.SERVER_DIED and self._is_streaming:
+                    self.given_up, self._state = outcome, _ReadingRest(now + LAST_WORDS_S)
                     return []
                 return self._give_up(outcome if self.is_broken else self.given_up or outcome, now)
-            case ServerChecked(request_id=self.request_id) if self._is_unexplained:
-                if not message.is_gone:
-                    return self._give_up(self._last_outcome, now)
-                self.given_up, self._until = failed_by(SERVER_GONE), now + LATE_NEWS_S
+            case ServerChecked(request_id=self.request_id, is_gone=is_gone) if isinstance(
+                self._state, _Disconnected
+            ):
+                if not is_gone:
+                    return self._end(self._state.outcome, now)
+                self.given_up = gone = failed_by(SERVER_GONE)
+                self._state = _Disconnected(gone, now + LATE_NEWS_S, is_asked=True)
             case Tick() if self.deadline is not None and now >= self.deadline:
-                if not self._is_unexplained or self._is_asked:
-                    return self._give_up(self._last_outcome, now)
-                self._is_asked, self._until = True, now + LATE_NEWS_S
-                return [AskIfServerDied(request_id=self.request_id)]
+                return self._time_is_up(now)
         return []
+
+    def _time_is_up(self, now: float) -> LeaseEffects:
+        match self._state:
+            case _Disconnected(outcome=outcome, is_asked=False):
+                self._state = _Disconnected(outcome, now + LATE_NEWS_S, is_asked=True)
+                return [AskIfServerDied(request_id=self.request_id)]
+            case _Disconnected(outcome=outcome):
+                return self._end(outcome, now)
+            case _:
+                assert self.given_up is not None  # only then there is a deadline
+                return self._give_up(self.given_up, now)
 
     def hear_out(self, now: float) -> None:
         """The exchange is over. If its connection broke, wait for news of the reason."""
-        if self.is_broken and self._until is None:
-            self._until = now + DEATH_NEWS_S
+        if isinstance(self._state, _Disconnected) and self._state.until is None:
+            self._state = _Disconnected(self._state.outcome, now + DEATH_NEWS_S)
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
         """End it whatever it waits for."""
@@ -165,25 +222,23 @@ class LeasedRequest:
     @property
     def has_finished(self) -> bool:
         """The model came to its regular end."""
-        has_completed = (
-            self._stream_outcome is not None and self._stream_outcome.fail_reason is None
-        )
-        return has_completed or self._turn_end.finish_reason is not None
+        is_over = isinstance(self._state, _Over) and self._state.outcome.fail_reason is None
+        return is_over or self._turn_end.finish_reason is not None
 
     @property
     def has_ended(self) -> bool:
         """It has its record."""
-        return self._ended
+        return isinstance(self._state, _Ended)
 
     @property
     def deadline(self) -> float | None:
         """When a Tick is due; None: none is."""
-        return None if self._ended else self._until
+        return self._state.until
 
     @property
     def is_broken(self) -> bool:
         """The connection broke, and perhaps nobody knows why so far."""
-        return self._stream_outcome is not None and self._stream_outcome.fail_reason in _BREAKS
+        return isinstance(self._state, _Disconnected)
 
     def saw_liveness(self, at: float | None) -> None:
         """Evidence that the server works; for the status."""
@@ -191,11 +246,12 @@ class LeasedRequest:
 
     def progress(self) -> Progress:
         """`concluding` while a slow client is served: nobody waits for the server then."""
-        concluding = not self._waits or not self._is_open
+        reads = isinstance(self._state, _Streaming | _ReadingRest)
+        concluding = not (self._waits and reads and self._turn_end.finish_reason is None)
         return build_progress(
             self._totals,
             self._turn,
-            RequestPhase.DONE if self._ended else self._turn.phase,
+            RequestPhase.DONE if self.has_ended else self._turn.phase,
             concluding=concluding,
             in_one_piece=self._in_one_piece,
         )
@@ -210,47 +266,41 @@ class LeasedRequest:
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
         """Nothing: the output is the client's."""
-        return read_output("", "", text_offset, reasoning_offset, done=self._ended)
+        return read_output("", "", text_offset, reasoning_offset, done=self.has_ended)
 
     @property
-    def _is_unexplained(self) -> bool:
-        """The connection broke, and nobody knows yet if the server's process is gone."""
-        return self.is_broken and self.given_up is None and not self._ended
-
-    @property
-    def _last_outcome(self) -> Outcome:
-        """What is known, once nothing more is waited for."""
-        outcome = self.given_up or self._stream_outcome
-        assert outcome is not None
-        return outcome
-
-    @property
-    def _is_open(self) -> bool:
-        return self._stream_outcome is None and self._turn_end.finish_reason is None
+    def _is_streaming(self) -> bool:
+        return isinstance(self._state, _Streaming) and self._turn_end.finish_reason is None
 
     def _conclude(self, verdict: Verdict | None) -> None:
-        if verdict is None or self._stream_outcome is not None:
+        if not isinstance(self._state, _Streaming | _ReadingRest):
             return
         match verdict:
             case Finished(reason=reason):
-                self._stream_outcome = TOKEN_LIMIT if reason == "length" else COMPLETED
+                outcome = TOKEN_LIMIT if reason == "length" else COMPLETED
+                self._state = _Over(outcome, self._state.until)
+            case StreamFailure(reason=reason) if reason in _BREAKS:
+                until, known = self._state.until, self.given_up
+                self._state = _Disconnected(known or failed_by(verdict), until, known is not None)
             case ServerError() | StreamFailure():
-                self._stream_outcome = failed_by(verdict)
+                self._state = _Over(failed_by(verdict), self._state.until)
 
     def _give_up(self, outcome: Outcome, now: float) -> LeaseEffects:
         """End so, unless the model had finished before."""
-        if self._ended:
+        if self.has_ended:
             return []
         if self._turn_end.finish_reason is not None:
             self._conclude(self._turn_end.closed(None))
-        if self._stream_outcome is not None and self._stream_outcome.fail_reason is None:
-            outcome = self._stream_outcome
-        elif outcome is not self._stream_outcome:
-            self.given_up = outcome
+        if isinstance(self._state, _Over) and self._state.outcome.fail_reason is None:
+            return self._end(self._state.outcome, now)
+        self.given_up = outcome
+        return self._end(outcome, now)
+
+    def _end(self, outcome: Outcome, now: float) -> LeaseEffects:
         return [RequestEnded(record=self._record(outcome, now))]
 
     def _record(self, outcome: Outcome, now: float) -> RequestRecord:
-        self._ended = True
+        self._state = _Ended()
         outcome = outcome.for_host(self._api_key)
         self._totals.add_turn(self._turn, None)
         record = build_record(self._totals, self._turn, self.progress(), outcome, [], now)
