@@ -45,10 +45,8 @@ class TransportActor(Child[TransportMessage]):
             case OpenStream(turn_id=turn_id):
                 try:
                     self._streams[turn_id] = self._runtime.open_stream(message, self.me())
-                except (
-                    RuntimeError,
-                    OSError,
-                ) as error:  # the host's lack, and no news of the server
+                # The host's lack, and no news of the server.
+                except (RuntimeError, OSError) as error:
                     failure = StreamFailure(
                         reason=RequestFailReason.UNKNOWN_ERROR,
                         detail=f"no connection could be made: {described_error(error)}",

@@ -5,7 +5,6 @@ NVML may hang with a lost GPU: it runs on a thread that nobody waits for.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import psutil
 
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import log_exception
-from llama_worker.runtime.probes.liveness_probes import tree_pids
+from llama_worker.runtime.probes.liveness_probes import load_nvml, tree_pids
 from llama_worker.server.blame import (
     GpuFault,
     fault_of_xid,
@@ -35,12 +34,10 @@ def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None
     Returns at once where NVML cannot be loaded, or sees no process of the tree on any GPU: a server
     on the CPU, or a container with a pid namespace that the driver does not know.
     """
+    # A missing package or driver, or one that is broken: there is nothing to watch.
     try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except (
-        Exception
-    ):  # a missing package or driver, or one that is broken: there is nothing to watch
+        nvml = load_nvml()
+    except Exception:
         return
     try:
         _watch(nvml, psutil.Process(root_pid), epoch, reply_to)
@@ -54,13 +51,9 @@ def gpus_in_use(root_pid: int) -> tuple[str, ...] | None:
     """Where the driver sees the process tree; None: there is no NVML or no GPU. May hang with a
     lost GPU."""
     try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        return (
-            tuple(_gpus_of(nvml, frozenset(tree_pids(root_pid))))
-            if nvml.nvmlDeviceGetCount()
-            else None
-        )
+        nvml = load_nvml()
+        gpus = _gpus_of(nvml, frozenset(tree_pids(root_pid)))
+        return tuple(gpus) if nvml.nvmlDeviceGetCount() else None
     except Exception:  # as above
         return None
 

@@ -42,6 +42,13 @@ def default_probes() -> tuple[LivenessProbe, ...]:
     return tuple(probes)
 
 
+def load_nvml() -> Any:
+    """The module pynvml, initialised; raises what that raises."""
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    return nvml
+
+
 class ProcessProbe:
     """Evidence from CPU time, disk reads and major faults of the processes that serve, by rate."""
 
@@ -94,9 +101,8 @@ class NvidiaProbe:
     """
 
     def __init__(self, nvml: Any = None) -> None:
-        """Load and initialise NVML (`nvml`: a module like pynvml); raises what that raises."""
-        self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
-        self._nvml.nvmlInit()
+        """`nvml`: a module like pynvml, initialised. Raises as `load_nvml`."""
+        self._nvml = nvml or load_nvml()
         self.reset()
 
     def reset(self) -> None:
@@ -247,11 +253,15 @@ def serving_pids(pids: tuple[int, ...]) -> tuple[int, ...]:
 
 def _listens(pid: int) -> bool:
     try:
-        return any(
-            c.status == psutil.CONN_LISTEN for c in psutil.Process(pid).net_connections(kind="tcp")
-        )
+        return bool(listening_ports(psutil.Process(pid)))
     except (psutil.Error, OSError, ValueError):
         return False
+
+
+def listening_ports(process: psutil.Process) -> set[int]:
+    """Of TCP; raises psutil.Error."""
+    sockets = process.net_connections(kind="tcp")
+    return {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 def tree_pids(root_pid: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
-from llama_worker.runtime.probes.liveness_probes import tree_pids
+from llama_worker.runtime.probes.liveness_probes import listening_ports, tree_pids
 from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
@@ -234,15 +234,13 @@ def owns_port(root_pid: int, port: int) -> bool:
         try:
             process = psutil.Process(pid)
             try:
-                connections = process.net_connections(kind="tcp")
+                if port in listening_ports(process):
+                    return True
             except psutil.AccessDenied:
                 uids = process.uids()
                 hidden_uids |= {uids.effective, uids.saved}
-                continue
         except psutil.Error:
             continue
-        if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
-            return True
     return bool(hidden_uids) and not hidden_uids.isdisjoint(_listening_uids(port))
 
 

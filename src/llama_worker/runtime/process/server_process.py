@@ -121,9 +121,8 @@ class GuardedServer:
         try:
             with contextlib.ExitStack() as cleanup:
                 last_word = self._live(cleanup)
-        except (
-            Exception
-        ) as error:  # out of descriptors, processes or memory; what there was is cleaned up
+        # Out of descriptors, processes or memory; what there was is cleaned up.
+        except Exception as error:
             detail = f"no process could be started: {error}"
             last_word = (
                 self._gone()
@@ -207,8 +206,6 @@ class GuardedServer:
         """Drain output and reports until the guard has ended."""
         assert guardian.stdout is not None
         output, report = guardian.stdout.fileno(), reports_from.fileno()
-        os.set_blocking(output, False)
-        os.set_blocking(report, False)
         poll = select.poll()
         ended = os.pidfd_open(guardian.pid)
         try:
@@ -222,7 +219,7 @@ class GuardedServer:
                 if output in ready and not self._drain(output):
                     poll.unregister(output)
                 if report in ready:
-                    new = _read_available(report)
+                    new = os.read(report, _READ_BYTES)
                     if not new:
                         poll.unregister(report)
                     *lines, reports = (reports + new).split(b"\n")
@@ -305,10 +302,7 @@ class GuardedServer:
 
     def _drain(self, output: int) -> bool:
         """Put what the pipe holds into the ring, as much as a pipe can hold; False at its end."""
-        try:
-            data = os.read(output, _READ_BYTES)
-        except BlockingIOError:
-            return True
+        data = os.read(output, _READ_BYTES)
         self._log.feed(data)
         if self._oom is not None:
             self._oom.look(time.monotonic())
@@ -374,10 +368,3 @@ def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
         for end in low:
             os.close(end)
     return read, write
-
-
-def _read_available(fd: int) -> bytes:
-    try:
-        return os.read(fd, 4096)
-    except BlockingIOError:
-        return b""
