@@ -17,7 +17,6 @@ from llama_worker.request.messages import ToolMessage, TransportMessage
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.messages import LaunchFailed, ProcessMessage, WatchdogMessage
 from llama_worker.server.roll_call import Member
-from llama_worker.types.worker import StartFailReason
 
 M = TypeVar("M")
 
@@ -64,8 +63,7 @@ class Children:
             ]
         except RuntimeError as error:
             detail = f"no process could be started: {described_error(error)}"
-            reason = StartFailReason.SPAWN_FAILED
-            self._parent.tell(LaunchFailed(epoch=epoch, reason=reason, detail=detail))
+            self._parent.tell(LaunchFailed(epoch=epoch, detail=detail))
             self.end()
             return False
         return True

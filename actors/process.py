@@ -39,7 +39,6 @@ from llama_worker.server.termination import (
     describe_stuck,
     step,
 )
-from llama_worker.types.worker import StartFailReason
 
 _EVIDENCE_LINES = 50  # of the server's output, kept with the evidence of a kill
 
@@ -99,8 +98,7 @@ class ProcessActor(Child[ProcessMessage]):
         server, news, epoch = self._server, self._news, self.member.epoch
         if server is None:
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
-            reason = StartFailReason.SPAWN_FAILED
-            self._worker.tell(LaunchFailed(epoch=epoch, reason=reason, detail=detail))
+            self._worker.tell(LaunchFailed(epoch=epoch, detail=detail))
         elif news is not None and news.last_kill is None and not server.ended:
             news.last_kill = _LastKill(
                 server, epoch, self._pid, self._worker.parent, self._runtime, self._kill_timeout_s
@@ -114,7 +112,7 @@ class ProcessActor(Child[ProcessMessage]):
         except (RuntimeError, OSError) as error:
             # The system has no thread left for it, or the host exits.
             detail = f"no process could be started: {described_error(error)}"
-            news.tell(LaunchFailed(epoch=epoch, reason=StartFailReason.SPAWN_FAILED, detail=detail))
+            news.tell(LaunchFailed(epoch=epoch, detail=detail))
 
     def _keep_evidence(self, epoch: int) -> None:
         tail = self._runtime.log.tail(_EVIDENCE_LINES)

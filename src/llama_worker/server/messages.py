@@ -60,7 +60,7 @@ class LaunchFailed(Struct, frozen=True, kw_only=True):
     """No process came to be, or none will: the ProcessActor that was to start it has died."""
 
     epoch: int
-    reason: StartFailReason
+    reason: StartFailReason = StartFailReason.SPAWN_FAILED
     detail: str
 
 

@@ -124,11 +124,7 @@ class GuardedServer:
         # Out of descriptors, processes or memory; what there was is cleaned up.
         except Exception as error:
             detail = f"no process could be started: {error}"
-            last_word = (
-                self._gone()
-                if self._server
-                else self._not_started(StartFailReason.SPAWN_FAILED, detail)
-            )
+            last_word = self._gone() if self._server else self._not_started(detail)
         if self._oom is not None:
             self._oom.close()
         with self._lock:  # a closed descriptor may be somebody else's by the next `send`
@@ -145,11 +141,11 @@ class GuardedServer:
                 f"{self._address[0]}:{self._address[1]} is taken by another process: end it, or "
                 "take another port"
             )
-            return self._not_started(StartFailReason.PORT_IN_USE, taken)
+            return self._not_started(taken, StartFailReason.PORT_IN_USE)
         try:
             guardian, reports_from = self._start_guard(cleanup)
         except ServerNotFound as error:
-            return self._not_started(StartFailReason.SPAWN_FAILED, str(error))
+            return self._not_started(str(error))
         return self._watch(guardian, reports_from)
 
     def _start_guard(
@@ -268,7 +264,7 @@ class GuardedServer:
     def _last_word(self) -> LaunchFailed | Exited:
         if self._server is None:
             detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
-            return self._not_started(StartFailReason.SPAWN_FAILED, detail)
+            return self._not_started(detail)
         # somebody killed the guard, and the kernel the server with it: wait for its end
         if not self._reaped:
             _kill(self._server)
@@ -297,7 +293,9 @@ class GuardedServer:
             log_tail=self._log.tail(5),
         )
 
-    def _not_started(self, reason: StartFailReason, detail: str) -> LaunchFailed:
+    def _not_started(
+        self, detail: str, reason: StartFailReason = StartFailReason.SPAWN_FAILED
+    ) -> LaunchFailed:
         return LaunchFailed(epoch=self._epoch, reason=reason, detail=detail)
 
     def _drain(self, output: int) -> bool:
