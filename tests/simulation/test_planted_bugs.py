@@ -251,7 +251,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "who holds a lease never waits for the server",
-        "request.leased:LeasedRequest.waits",
+        "runtime.streams.leased_exchange:LeasedExchange.sends",
         returns(None),
         "request lost",
     ),
@@ -263,7 +263,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "nobody says why a leased connection broke",
-        "request.leased:LeasedRequest.step",
+        "runtime.streams.leased_exchange:LeasedExchange.step",
         given(_server_seems_alive),
         "crash",
     ),
