@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
-from llama_worker.cli.top_rows import HEADINGS
+from llama_worker.cli import top_rows
 from llama_worker.metrics import WorkerCollector
 from llama_worker.testing.scripts import Exit, HttpError, Script, Text, WaitClose, plain_reply
 from tests.actors.conftest import HOST, MakeWorker, eventually, running
@@ -215,7 +215,7 @@ def test_a_hosts_metrics_fit_in_80_columns(terminal: OpenTerminal, metrics_url: 
     screen.send("\x03")
     assert screen.wait() == 0
     heading, row = screen.shown.splitlines()[:2]
-    assert heading.split() == " ".join(HEADINGS).split()
+    assert heading.split() == " ".join(column.heading for column in top_rows.COLUMNS).split()
     assert row.split() == ["planner", "ready", "1/2", "-", "1", "1", "0", "0", "http_error"]
 
 

@@ -245,8 +245,8 @@ def test_a_program_that_does_not_tell_its_version(returncode: int, said: str, to
 def test_a_cuda_server_must_be_on_a_gpu(
     gpus: tuple[str, ...] | None, server: ServerFacts, expected: list[tuple[str, str]]
 ) -> None:
-    found = doctor_findings.of_server_on_gpus(replace(trial(), gpus=gpus), server)
-    assert [(finding.subject, finding.level) for finding in found] == expected
+    found = doctor_findings.of_trial(replace(trial(), gpus=gpus), server)
+    assert [(one.subject, one.level) for one in found if one.subject == "GPUs"] == expected
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_cuda_server_must_be_on_a_gpu(
 def test_what_the_template_can_do(
     props: dict[str, Any], tools: str, expected: list[tuple[str, str]]
 ) -> None:
-    findings = list(doctor_findings.of_trial(trial(**props)))
+    findings = list(doctor_findings.of_trial(trial(**props), SERVER))
     assert levels(findings) == expected
     assert next(finding.text for finding in findings if finding.subject == "tools").startswith(
         tools

@@ -129,20 +129,25 @@ def run_command(
         str, typer.Argument(metavar="MODEL", help="The model: a GGUF file.", show_default=False)
     ],
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="What to ask; - or none: stdin.")
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", help="What to ask; read from stdin where it is - or left out."
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="A conversation; Ctrl-D ends it.")] = False,
     system: Annotated[
         str, typer.Option("--system", metavar="TEXT", help="The system prompt.", show_default=False)
     ] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of the answer [4096].")
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of the answer, at most [4096].")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="0: the likeliest token.")
+        float | None,
+        typer.Option(min=0, metavar="X", help="Of the sampling; 0: always the likeliest token."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", help="The same answer again, at the same load.")
+        int | None,
+        typer.Option(metavar="N", help="Of the sampling: the same answer again, at the same load."),
     ] = None,
     exit_tools: Annotated[
         bool,
@@ -158,10 +163,13 @@ def run_command(
     gpu_layers: Annotated[
         str | None, typer.Option(metavar="N|auto|all", help="Layers on GPUs [auto].")
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, metavar="N", help="Slots of the server.")] = 1,
+    slots: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Requests that the server takes side by side.")
+    ] = 1,
     server_arg: ServerArgOption = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="N", help="[one that is free]")
+        int | None,
+        typer.Option(min=1, max=65535, metavar="N", help="Where the server listens [a free port]."),
     ] = None,
     timeouts: TimeoutsOption = "slow_prefill",
     as_json: JsonOption = False,
@@ -195,7 +203,7 @@ def run_command(
         try:
             config = worker_config(
                 find_model(model),
-                find_server(server),
+                find_server(server).path,
                 port=port or _free_port(),
                 slots=slots,
                 extra_args=(*words, *(server_arg or ())),
@@ -222,8 +230,8 @@ def doctor_command(
         typer.Argument(
             metavar="MODEL|FLEET.toml",
             help=(
-                "A GGUF file: a server is started with it, shortly. A fleet file: its commands "
-                "are checked."
+                "A GGUF file: a server is started with it for a moment. A fleet file: its commands "
+                "are checked, and nothing is started."
             ),
         ),
     ] = None,
@@ -251,9 +259,9 @@ def top_command(
         str | None,
         typer.Option("--metrics", metavar="URL", help="Ask a running host's metrics endpoint."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
     interval: Annotated[
-        float, typer.Option(min=2, metavar="SECONDS", help="Between two looks.")
+        float, typer.Option(min=2, metavar="SECONDS", help="Time between two looks.")
     ] = 3,
 ) -> int:
     """Watch workers in a live table; q or Ctrl-C ends.
@@ -273,15 +281,19 @@ def top_command(
 @_ends
 def responses_proxy_command(
     upstream: Annotated[
-        str | None, typer.Option(metavar="URL", help="The llama-server; also LLAMA_CPP_URL.")
+        str | None, typer.Option(metavar="URL", help="A llama-server that runs [LLAMA_CPP_URL].")
     ] = None,
     host: Annotated[
-        str, typer.Option(metavar="HOST", envvar="PROXY_HOST", help="Where to listen.")
+        str, typer.Option(metavar="HOST", envvar="PROXY_HOST", help="Address to listen on.")
     ] = "127.0.0.1",
     port: Annotated[
         int,
         typer.Option(
-            metavar="N", envvar="PROXY_PORT", min=0, max=65535, help="0: one that is free."
+            metavar="N",
+            envvar="PROXY_PORT",
+            min=0,
+            max=65535,
+            help="Where to listen; 0: a free port.",
         ),
     ] = 9998,
     api_key_env: Annotated[
@@ -291,7 +303,8 @@ def responses_proxy_command(
     ca_file: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Whom to trust for an https upstream [public authorities]."
+            metavar="FILE",
+            help="Certificates to trust for an https upstream (PEM) [public authorities].",
         ),
     ] = None,
     max_concurrent: Annotated[
@@ -302,7 +315,10 @@ def responses_proxy_command(
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="A web page that may use the proxy, or a name for it; may come again.",
+            help=(
+                "An origin of web pages that may use the proxy, or a further name of it; "
+                "may be repeated."
+            ),
         ),
     ] = None,
     model: Annotated[
@@ -310,7 +326,10 @@ def responses_proxy_command(
     ] = None,
     server: ServerOption = None,
     slots: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Of the server that is started.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Requests that the started server takes side by side."
+        ),
     ] = 1,
     server_cmd: Annotated[
         str | None,

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from llama_worker import ConfigError, WorkerConfig, load_config
 from llama_worker.cli import doctor_facts, doctor_findings, exits
+from llama_worker.cli.doctor_facts import ServerFacts
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import find_model
@@ -58,8 +59,7 @@ def _examine(
 ) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
     with interrupts.raising():  # a program that does not end is ended, too
-        program = _found("llama-server", findings, partial(find_server, server_named))
-        server = doctor_facts.look_at_server(program) if program is not None else None
+        server = _found("llama-server", findings, partial(_server, server_named))
     if server is not None:
         findings += doctor_findings.of_server(server)
     machine = doctor_facts.look_at_machine()
@@ -73,13 +73,13 @@ def _examine(
         model = _found("model", findings, partial(find_model, model_named))
     if model is not None:
         findings += doctor_findings.of_model(model, machine, server)
-    is_startable = server is not None and server.version is not None
-    if model is not None and program is not None and is_startable and machine.free_port is not None:
-        config = worker_config(model, program, port=machine.free_port, extra_args=server_args)
+    port = machine.free_port
+    if model is not None and server is not None and server.version is not None and port is not None:
+        config = worker_config(model, server.path, port=port, extra_args=server_args)
         command = config.server_cmd
         if server_args:
             with interrupts.raising():
-                known = doctor_facts.known_flags(program.path)
+                known = doctor_facts.known_flags(server.path)
             findings += doctor_findings.of_command("command", config, known)
         findings += doctor_findings.of_batch("batches", config)
         findings += doctor_findings.of_caches({"it": config}, machine.memory_bytes)
@@ -87,11 +87,9 @@ def _examine(
             "start", findings, partial(doctor_facts.try_out, config, Screen(), interrupts)
         )
         if trial is not None:
-            findings += doctor_findings.of_trial(trial)
+            findings += doctor_findings.of_trial(trial, server)
     if server is not None:
         findings += doctor_findings.of_build("build", server.build, command)
-        if trial is not None:
-            findings += doctor_findings.of_server_on_gpus(trial, server)
     findings += doctor_findings.of_machine(machine, trial)
     looked_at = {"server": server, "model": model, "machine": machine, "trial": trial}
     return findings, {
@@ -137,6 +135,10 @@ def _found(subject: str, findings: list[Finding], look: Callable[[], T]) -> T | 
     except Problem as problem:
         findings.append(doctor_findings.of_problem(subject, problem))
         return None
+
+
+def _server(named: str | None) -> ServerFacts:
+    return doctor_facts.look_at_server(find_server(named))
 
 
 def _program(config: WorkerConfig) -> str | None:

@@ -47,6 +47,15 @@ class Finding:
     more: tuple[str, ...] = ()
 
 
+def _checked(
+    subject: str, is_well: bool, *, text: str, problem: str | None = None, todo: str
+) -> Finding:
+    """`text` where it is well, else `problem` (None: the same words) and what to do."""
+    if is_well:
+        return Finding("ok", subject, text)
+    return Finding("problem", subject, text if problem is None else problem, todo)
+
+
 def of_problem(subject: str, problem: Problem) -> Finding:
     """What another part of the command would stop at."""
     return Finding("problem", subject, harmless(problem.what), problem.todo, problem.more)
@@ -91,23 +100,6 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
     if not machine.nvml:
         text = "the library cannot see their work, and may take a busy server for a hung one"
         yield Finding("problem", "GPUs", text, "pip install 'llama-worker[nvidia]'")
-
-
-def of_server_on_gpus(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
-    """Whether what a server does on NVIDIA GPUs is seen."""
-    if trial.gpus:
-        yield Finding("ok", "GPUs", f"the server is seen on {', '.join(trial.gpus)}")
-        return
-    uses_cuda = any(device.startswith("CUDA") for device in server.devices or ())
-    if trial.gpus is not None and uses_cuda:
-        text = (
-            "the server is seen on none of them: its work and errors there would not be seen either"
-        )
-        todo = (
-            "start a container with --pid=host; outside of one, see whether the server computes on "
-            "a GPU at all"
-        )
-        yield Finding("problem", "GPUs", text, todo)
 
 
 def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
@@ -175,8 +167,8 @@ def _smaller_context(model: Model, available_bytes: int) -> str:
     return f"a --ctx-size of at most {tokens}, for all slots together"
 
 
-def of_trial(trial: Trial) -> Iterator[Finding]:
-    """What the server said with the model loaded."""
+def of_trial(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
+    """What the server said with the model loaded, and whether its work on NVIDIA GPUs is seen."""
     context = f", {trial.n_ctx} tokens of context" if trial.n_ctx is not None else ""
     yield Finding("ok", "start", f"ready after {seconds(trial.started_in_s)}{context}")
     if trial.slots not in (None, 1):
@@ -201,15 +193,29 @@ def of_trial(trial: Trial) -> Iterator[Finding]:
     if trial.system_role is False:
         text = "it has no system role: system prompts go elsewhere, or are lost"
         yield Finding("note", "template", text)
+    uses_cuda = any(device.startswith("CUDA") for device in server.devices or ())
+    if trial.gpus:
+        yield Finding("ok", "GPUs", f"the server is seen on {', '.join(trial.gpus)}")
+    elif trial.gpus is not None and uses_cuda:
+        text = (
+            "the server is seen on none of them: its work and errors there would not be seen either"
+        )
+        todo = (
+            "start a container with --pid=host; outside of one, see whether the server computes on "
+            "a GPU at all"
+        )
+        yield Finding("problem", "GPUs", text, todo)
 
 
 def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
     """What the library needs of the system."""
-    if machine.free_port is None:
-        todo = "end programs that listen; see `ss -ltn`"
-        yield Finding("problem", "ports", "no free port was found", todo)
-    else:
-        yield Finding("ok", "ports", f"{machine.free_port} is free")
+    yield _checked(
+        "ports",
+        machine.free_port is not None,
+        text=f"{machine.free_port} is free",
+        problem="no free port was found",
+        todo="end programs that listen; see `ss -ltn`",
+    )
     stat, io = (trial.proc_stat, trial.proc_io) if trial else (machine.proc_stat, machine.proc_io)
     hidden = f" (/proc is mounted with {machine.hidepid})" if machine.hidepid else ""
     if not stat:
@@ -227,28 +233,26 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
         yield Finding("note", "/proc", text, todo)
     else:
         yield Finding("ok", "/proc", f"CPU time and disk reads can be seen{hidden}")
-    yield from _limits(machine)
-    if machine.pidfd:
-        yield Finding("ok", "pidfd", "supported")
-    else:
-        todo = "a Linux kernel from 5.3 on, not emulated"
-        yield Finding("problem", "pidfd", "not supported here", todo)
-
-
-def _limits(machine: MachineFacts) -> Iterator[Finding]:
-    """What processes and threads need; None: no limit."""
-    files, threads = machine.open_files, machine.threads_left
-    if files is not None and files < MIN_OPEN_FILES:
-        todo = f"ulimit -n {4 * MIN_OPEN_FILES}"
-        yield Finding("problem", "open files", f"the limit is {files}", todo)
-    else:
-        yield Finding("ok", "open files", "no limit" if files is None else f"the limit is {files}")
-    text = "no limit" if threads is None else f"{threads} more can be started"
-    if threads is not None and threads < MIN_THREADS:
-        todo = "raise `ulimit -u`, or the container's limit of pids; or end other programs"
-        yield Finding("problem", "threads", text, todo)
-    else:
-        yield Finding("ok", "threads", text)
+    files, threads = machine.open_files, machine.threads_left  # None: no limit
+    yield _checked(
+        "open files",
+        files is None or files >= MIN_OPEN_FILES,
+        text="no limit" if files is None else f"the limit is {files}",
+        todo=f"ulimit -n {4 * MIN_OPEN_FILES}",
+    )
+    yield _checked(
+        "threads",
+        threads is None or threads >= MIN_THREADS,
+        text="no limit" if threads is None else f"{threads} more can be started",
+        todo="raise `ulimit -u`, or the container's limit of pids; or end other programs",
+    )
+    yield _checked(
+        "pidfd",
+        machine.pidfd,
+        text="supported",
+        problem="not supported here",
+        todo="a Linux kernel from 5.3 on, not emulated",
+    )
 
 
 # ---------------------------------------------------------------- servers' commands

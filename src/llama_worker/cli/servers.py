@@ -31,7 +31,7 @@ def find_server(named: str | None, *, option: str = "--server") -> FoundServer:
 
 
 def worker_config(
-    model: Model, server: FoundServer, *, timeouts: TimeoutPreset = "slow_prefill", **config: Any
+    model: Model, executable: str, *, timeouts: TimeoutPreset = "slow_prefill", **config: Any
 ) -> WorkerConfig:
     """One worker that is never restarted by itself: who sits at the terminal is told.
 
@@ -40,7 +40,7 @@ def worker_config(
     return WorkerConfig.for_model(
         model.path,
         name="run",
-        executable=server.path,
+        executable=executable,
         timeouts=replace(TIMEOUT_PRESETS[timeouts](), stop_grace_s=_STOP_GRACE_S),
         restart=RestartPolicy.never(),
         **config,

@@ -26,7 +26,7 @@ from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import console_for
 from llama_worker.cli.text import harmless
 from llama_worker.cli.top_rows import (
-    HEADINGS,
+    COLUMNS,
     UNKNOWN,
     Answers,
     MetricsHistory,
@@ -44,14 +44,6 @@ _STATE_STYLES = {
     "failed": "red",
     "down": "red",
 }
-_ALWAYS = (
-    "worker",
-    "state",
-    "slots",
-    "tok/s",
-    "last reason",
-)  # other columns only where somebody knows
-_TEXT_COLUMNS = ("worker", "state", "last reason")
 _ANSWER_S = 2.0  # a server answers within 10 ms, also in the midst of a long batch (b11434)
 _METRICS_S = 10.0  # a host asks its workers first
 _MAX_ASKED = 16  # side by side
@@ -119,27 +111,26 @@ def _single_keys() -> Iterator[None]:
 def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
     below = Text(caption) if caption else None
     table = Table(box=None, padding=(0, 1, 0, 0), caption=below, caption_justify="left")
-    cells = [row.cells() for row in rows]
-    known = {
-        heading
-        for texts in cells
-        for heading, text in zip(HEADINGS, texts, strict=True)
-        if heading in _ALWAYS or text != UNKNOWN
-    }
-    for heading in (heading for heading in HEADINGS if heading in known):
-        is_reason = heading == "last reason"
+    columns = [
+        column
+        for column in COLUMNS
+        if column.is_kept or any(column.cell(row) != UNKNOWN for row in rows)
+    ]
+    for column in columns:
+        is_reason = column.heading == "last reason"
         table.add_column(
-            heading,
-            justify="left" if heading in _TEXT_COLUMNS else "right",
+            column.heading,
+            justify="left" if column.is_text else "right",
             no_wrap=not is_reason,
             # a long name is cut, so that all columns fit
-            max_width=width // 4 if heading == "worker" else None,
+            max_width=width // 4 if column.heading == "worker" else None,
             overflow="fold" if is_reason else "ellipsis",
         )
-    for row, texts in zip(rows, cells, strict=True):
+    for row in rows:
         styles = {"state": _STATE_STYLES.get(row.state, "")}
-        shown = [each for each in zip(HEADINGS, texts, strict=True) if each[0] in known]
-        table.add_row(*(Text(text, style=styles.get(heading, "")) for heading, text in shown))
+        table.add_row(
+            *(Text(column.cell(row), styles.get(column.heading, "")) for column in columns)
+        )
     return table
 
 

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
 
 from llama_worker.cli.text import harmless, one_line
 
-HEADINGS = (
-    "worker",
-    "state",
-    "slots",
-    "tok/s",
-    "done",
-    "failed",
-    "cancel",
-    "restart",
-    "last reason",
-)
 # a worker counts a request's tokens when it ends: a shorter window would flicker
 _RATE_WINDOW_S = 60.0
 UNKNOWN = "-"
@@ -44,28 +33,50 @@ class Row(Struct, frozen=True, kw_only=True):
     restarts: int | None = None
     last_reason: str = ""
 
-    def cells(self) -> tuple[str, ...]:
-        """Under HEADINGS."""
-        speed = UNKNOWN if self.tokens_per_s is None else f"{self.tokens_per_s:.1f}"
-        counts = (self.completed, self.failed, self.canceled, self.restarts)
-        return (
-            one_line(self.worker, 60) or UNKNOWN,
-            harmless(self.state),
-            f"{_shown(self.slots_used)}/{_shown(self.slots_total)}",
-            speed,
-            *map(_shown, counts),
-            one_line(self.last_reason, 60) or UNKNOWN,
-        )
+
+class Column(Struct, frozen=True):
+    """What stands in the table. `is_text`: aligned at the left; `is_kept`: shown also where no row
+    has a value."""
+
+    heading: str
+    cell: Callable[[Row], str]
+    is_text: bool = False
+    is_kept: bool = False
+
+
+COLUMNS = (
+    Column("worker", lambda row: one_line(row.worker, 60) or UNKNOWN, is_text=True, is_kept=True),
+    Column("state", lambda row: harmless(row.state), is_text=True, is_kept=True),
+    Column(
+        "slots", lambda row: f"{_count(row.slots_used)}/{_count(row.slots_total)}", is_kept=True
+    ),
+    Column("tok/s", lambda row: _speed(row.tokens_per_s), is_kept=True),
+    Column("done", lambda row: _count(row.completed)),
+    Column("failed", lambda row: _count(row.failed)),
+    Column("cancel", lambda row: _count(row.canceled)),
+    Column("restart", lambda row: _count(row.restarts)),
+    Column(
+        "last reason",
+        lambda row: one_line(row.last_reason, 60) or UNKNOWN,
+        is_text=True,
+        is_kept=True,
+    ),
+)
 
 
 def plain_table(rows: Sequence[Row]) -> str:
-    """Columns of text, for pipes."""
-    table = [HEADINGS, *(row.cells() for row in rows)]
-    widths = [max(len(cells[column]) for cells in table) for column in range(len(HEADINGS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in table
-    )
+    """All columns as text, for pipes."""
+    columns = [[column.heading, *map(column.cell, rows)] for column in COLUMNS]
+    padded = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in columns]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
+
+
+def _count(count: int | None) -> str:
+    return UNKNOWN if count is None else str(count)
+
+
+def _speed(tokens_per_s: float | None) -> str:
+    return UNKNOWN if tokens_per_s is None else f"{tokens_per_s:.1f}"
 
 
 # ---------------------------------------------------------------- a host's metrics endpoint
@@ -256,7 +267,3 @@ def _decoded(slot: Mapping[str, Any]) -> float:
         token = token[0] if token else None
     count = token.get("n_decoded") if isinstance(token, dict) else None
     return float(count) if isinstance(count, int) else 0.0
-
-
-def _shown(count: int | None) -> str:
-    return UNKNOWN if count is None else str(count)
