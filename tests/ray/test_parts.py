@@ -153,6 +153,19 @@ def test_a_lost_copy_keeps_everything_that_came() -> None:
     assert after == {**after, "phase": "done", "completed_at": 200.0, **lost}
 
 
+def test_who_waits_for_a_copy_is_answered_at_its_end() -> None:
+    request = RequestCopy(7, progress("one "))
+    early, late = [WorkerFuture[Any]() for _ in range(2)], WorkerFuture[Any]()
+    for waiter in early:
+        request.answer_at_end(waiter)
+    assert not early[0].done()
+    request.update(finished("two"))
+    request.answer_at_end(late)
+    results = [waiter.get(timeout=0) for waiter in (*early, late)]
+    assert results == [request.result()] * 3
+    assert len(set(map(id, results))) == 3  # no two hosts get the same dict
+
+
 def test_differing_clocks_end_no_request_before_it_began() -> None:
     request = RequestCopy(7, progress(""))
     request.lose("gone", 99.0)

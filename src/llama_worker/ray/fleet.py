@@ -12,7 +12,6 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from msgspec import Struct, field
 from ray import cloudpickle
 
 from llama_worker.config.validation import checked_int, checked_seconds, checked_str
@@ -30,7 +29,7 @@ from llama_worker.ray.types import (
 )
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission, validate_submit
-from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture
+from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WorkerFuture
 from llama_worker.startable import Startable
 from llama_worker.types.chat import ChatMessage, ContentPart
 from llama_worker.types.request import (
@@ -51,15 +50,6 @@ _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
-_Waiter = WorkerFuture[RequestResult | NotFound]
-
-
-class _AdmittedRequest(Struct):
-    """An admitted request, until its result was taken."""
-
-    copy: RequestCopy
-    replica: Replica
-    waiters: WeakList[_Waiter] = field(default_factory=WeakList)
 
 
 def _in_loop(
@@ -137,7 +127,7 @@ class Fleet(Startable):
             for number in range(replicas)
         ]
         self._ids = itertools.count(1)
-        self._requests: dict[int, _AdmittedRequest] = {}
+        self._requests: dict[int, RequestCopy] = {}  # until the result was taken
         self._futures = OpenFutures()
         self._closing = threading.Lock()
         self._is_closing = False
@@ -244,7 +234,7 @@ class Fleet(Startable):
     async def get_status(self, request_id: int) -> RequestStatus | NotFound:
         """How far the request is, as far as its replica has told."""
         request = self._find(request_id)
-        return request.copy.status() if request is not None else _NOT_FOUND
+        return request.status() if request is not None else _NOT_FOUND
 
     @_in_loop
     async def get_result(self, request_id: int) -> RequestResult | NotReady | NotFound:
@@ -252,7 +242,7 @@ class Fleet(Startable):
         request = self._find(request_id)
         if request is None:
             return _NOT_FOUND
-        result = request.copy.result()
+        result = request.result()
         if result is not None:
             del self._requests[request_id]
         return result or _NOT_READY
@@ -278,17 +268,18 @@ class Fleet(Startable):
         request = self._find(request_id)
         if request is None:
             return _NOT_FOUND
-        return request.copy.read_output(text_offset, reasoning_offset)
+        return request.read_output(text_offset, reasoning_offset)
 
     @_in_loop
     async def cancel(self, request_id: int) -> bool:
         """Cancel a running request. True once it is cancelled; False where it was not running, or
         was lost."""
         request = self._find(request_id)
-        if request is None or not await request.replica.cancel(request.copy):
+        replica = next((each for each in self._replicas if request_id in each.requests), None)
+        if request is None or replica is None or not await replica.cancel(request):
             return False
-        ended = _Waiter()
-        self._answer_at_end(request_id, ended)
+        ended: WorkerFuture[RequestResult | NotFound] = WorkerFuture()
+        request.answer_at_end(ended)
         await ended
         return True
 
@@ -344,24 +335,25 @@ class Fleet(Startable):
             if replica.state is not ReplicaState.READY:
                 continue
             try:
-                answer = await replica.admit(submission, self._ids, self._ended)
+                answer = await replica.admit(submission, self._ids)
             except ReplicaLost as error:
                 lost = error
                 continue
             if isinstance(answer, RequestCopy):
-                self._requests[answer.request_id] = _AdmittedRequest(answer, replica)
+                self._requests[answer.request_id] = answer
                 return {"ok": True, "request_id": answer.request_id}
             refusals.append(answer)
         if not refusals:
             raise NoLiveReplica(self._name, [each.describe() for each in self._replicas]) from lost
         return min(refusals, key=lambda refusal: refusal["error"] != "NO_SLOT_AVAILABLE")
 
-    def _find(self, request_id: int) -> _AdmittedRequest | None:
+    def _find(self, request_id: int) -> RequestCopy | None:
         checked_int("request_id", request_id, at_least=0)
         return self._requests.get(request_id)
 
-    def _answer_at_end(self, request_id: int, waiter: _Waiter) -> None:
-        """Answer now, or once the request is over. A waiter that nobody holds is forgotten."""
+    def _answer_at_end(
+        self, request_id: int, waiter: WorkerFuture[RequestResult | NotFound]
+    ) -> None:
         try:
             request = self._find(request_id)
         except (TypeError, ValueError) as error:
@@ -369,14 +361,8 @@ class Fleet(Startable):
             return
         if request is None:
             waiter.answer(_NOT_FOUND)
-        elif (result := request.copy.result()) is not None:
-            waiter.answer(result)
         else:
-            request.waiters.add(waiter)
-
-    def _ended(self, copy: RequestCopy) -> None:
-        for waiter in self._requests[copy.request_id].waiters.alive():
-            self._answer_at_end(copy.request_id, waiter)
+            request.answer_at_end(waiter)
 
 
 def _check_picklable(config_for: object) -> None:

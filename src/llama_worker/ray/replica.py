@@ -41,6 +41,15 @@ class Replica:
     """Belongs to the fleet's event loop. One actor after the other stands for it, each on the node
     that Ray chooses.
 
+    | state | what happens | next |
+    | --- | --- | --- |
+    | STARTING | the actor's server is READY | READY |
+    | READY | no answer for 3 s | SILENT |
+    | SILENT | an answer | READY |
+    | READY | `replace` | DRAINING, and LOST once its requests have ended |
+    | any | the actor dies, its worker fails, or its lease is over | LOST |
+    | LOST | at once, or after `retry_s` where it was STARTING | STARTING |
+
     An actor that died is not restarted by Ray (`max_restarts` is 0): a new one is created, so that
     a call meant for the old one can never reach the new one, where the same request id is another
     request.
@@ -71,9 +80,8 @@ class Replica:
         self._actor: Any = None  # mypy knows no actor's methods
         self._launches = 0
         self._place: Place | None = None
-        self._node = ""  # the place, for a person
         self._last_error: str | None = None
-        self._why_killed: str | None = None  # what Ray could not tell
+        self._why_killed: str | None = None  # Ray cannot tell
         self._admitting = 0
         self._silent = asyncio.Event()
         self._follows: set[asyncio.Task[None]] = set()
@@ -87,6 +95,11 @@ class Replica:
     def load(self) -> float:
         """How full it is; 1.0 or more where no slot should be free."""
         return (len(self.requests) + self._admitting) / max(1, self.slots)
+
+    @property
+    def _node(self) -> str:
+        """The place, for a person; "" where Ray has found none yet."""
+        return f"{self._place['node_id']} ({self._place['node_ip']})" if self._place else ""
 
     def status(self) -> ReplicaStatus:
         status: ReplicaStatus = {
@@ -151,13 +164,11 @@ class Replica:
     async def _live(self) -> None:
         """Raises when the actor's life is over: WorkerStartError, or ReplicaLost."""
         self._state, self._place, self._why_killed = ReplicaState.STARTING, None, None
-        self._node = ""
         self._launches += 1
         self._silent.clear()
         try:
             self._actor = actor = self._create()
-            place: Place = await actor.get_place.remote()
-            self._place, self._node = place, f"{place['node_id']} ({place['node_ip']})"
+            self._place = await actor.get_place.remote()
             _logger.info("replica placed %s node=%s", self._name, self._node)
             try:
                 async with asyncio.TaskGroup() as life:
@@ -246,10 +257,8 @@ class Replica:
 
     # ------------------------------------------------------------ requests
 
-    async def admit(
-        self, submission: Submission, ids: Iterator[int], on_end: Callable[[RequestCopy], object]
-    ) -> RequestCopy | SubmitErr:
-        """Give it a request; the copy grows from now on, and `on_end` is called once it is over.
+    async def admit(self, submission: Submission, ids: Iterator[int]) -> RequestCopy | SubmitErr:
+        """Give it a request; the copy grows from now on until it is over.
 
         An admitted request gets the next of `ids`. Raises ReplicaLost where the replica dies
         meanwhile, or does not answer: what it then admits all the same is cancelled as soon as it
@@ -276,7 +285,7 @@ class Replica:
             return answer
         copy = RequestCopy(next(ids), first)
         self.requests[copy.request_id] = copy
-        self._in_background(self._follow(copy, pieces, on_end))
+        self._in_background(self._follow(copy, pieces))
         return copy
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -299,9 +308,7 @@ class Replica:
         except RayError as error:
             raise lost(one_line(error)) from error
 
-    async def _follow(
-        self, copy: RequestCopy, pieces: Any, on_end: Callable[[RequestCopy], object]
-    ) -> None:
+    async def _follow(self, copy: RequestCopy, pieces: Any) -> None:
         """Ends the copy in any case, in the same step in which it is over, and before there is
         another actor."""
         why = "its actor sent no result"
@@ -317,7 +324,6 @@ class Replica:
         finally:
             copy.lose(str(self._lost(self._why_killed or why, copy.request_id)), time.time())
             del self.requests[copy.request_id]
-            on_end(copy)
 
     def _living(self) -> Any:
         """The actor. Raises ReplicaLost where there is none."""

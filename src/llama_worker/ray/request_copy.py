@@ -1,5 +1,5 @@
-"""What a fleet holds of one request: everything that came, so that nothing dies with a node. Pure;
-not thread-safe."""
+"""What a fleet holds of one request: everything that came, so that nothing dies with a node, and
+who waits for its end. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import copy
 
 from llama_worker.ray.types import RequestUpdate
 from llama_worker.request.output import Output, read_output
+from llama_worker.runtime.host.futures import WeakList, WorkerFuture
 from llama_worker.types.request import (
+    NotFound,
     OutputChunk,
     RequestFailReason,
     RequestFinishReason,
@@ -28,6 +30,7 @@ class RequestCopy:
         self._output = Output(None)
         self._status = first["status"]
         self._result: RequestResult | None = None
+        self._waiters: WeakList[WorkerFuture[RequestResult | NotFound]] = WeakList()
         self.update(first)
 
     @property
@@ -39,7 +42,7 @@ class RequestCopy:
         self._output.add(output["reasoning"], output["text"])
         self._status = {**progress["status"], "request_id": self.request_id}
         if "result" in progress:
-            self._result = {**progress["result"], "request_id": self.request_id}
+            self._end({**progress["result"], "request_id": self.request_id})
 
     def lose(self, detail: str, now: float) -> None:
         """The replica is gone: the request fails with what was received. No effect on one that is
@@ -58,27 +61,42 @@ class RequestCopy:
             "fail_reason": RequestFailReason.SERVER_DIED,
             "fail_detail": detail,
         }
-        self._result = {
-            "ok": True,
-            "request_id": self.request_id,
-            "job_name": self._status["job_name"],
-            "state": RequestState.FAILED,
-            "finish_reason": RequestFinishReason.FAILED,
-            "text": self._output.text,
-            "reasoning": self._output.reasoning,
-            "signals": self._status["signals"],
-            "tool_trace": [],
-            "fail_reason": RequestFailReason.SERVER_DIED,
-            "fail_detail": detail,
-            "conversation": [],
-        }
+        self._end(
+            {
+                "ok": True,
+                "request_id": self.request_id,
+                "job_name": self._status["job_name"],
+                "state": RequestState.FAILED,
+                "finish_reason": RequestFinishReason.FAILED,
+                "text": self._output.text,
+                "reasoning": self._output.reasoning,
+                "signals": self._status["signals"],
+                "tool_trace": [],
+                "fail_reason": RequestFailReason.SERVER_DIED,
+                "fail_detail": detail,
+                "conversation": [],
+            }
+        )
+
+    def _end(self, result: RequestResult) -> None:
+        self._result = result
+        for waiter in self._waiters.alive():
+            waiter.answer(copy.deepcopy(result))
+
+    def answer_at_end(self, waiter: WorkerFuture[RequestResult | NotFound]) -> None:
+        """Answer now, or once the request is over. A waiter that nobody holds is forgotten."""
+        result = self.result()
+        if result is None:
+            self._waiters.add(waiter)
+        else:
+            waiter.answer(result)
 
     def status(self) -> RequestStatus:
         """For one host to keep: no two get the same dicts."""
         return copy.deepcopy(self._status)
 
     def result(self) -> RequestResult | None:
-        """Likewise; None while the request runs."""
+        """Also for one host to keep; None while the request runs."""
         return copy.deepcopy(self._result)
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:

@@ -34,7 +34,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _Event = dict[str, Any]
 _CLOSED: _Event = {"event": "closed"}  # for listeners alone
-_STATE_EVENTS = ("state", "events_dropped", "closed")
 
 
 def _of_handle(
@@ -183,12 +182,11 @@ class RayWorker:
         """Returns when the worker is FAILED: it is locked out, and no request runs on it any
         more."""
         with self._listening() as heard:
-            while (status := await self._worker.get_worker_status())[
-                "state"
-            ] is not WorkerState.FAILED:
-                while (await heard.get())["event"] not in _STATE_EVENTS:
-                    pass
-            return status
+            while True:
+                status = await self._worker.get_worker_status()
+                if status["state"] is WorkerState.FAILED:
+                    return status
+                await heard.get()
 
     @contextmanager
     def _listening(self) -> Iterator[asyncio.Queue[_Event]]:
