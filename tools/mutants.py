@@ -2,9 +2,9 @@
 
 A mutant is tried against the unit tests that are nearest to its module, then the simulator (fixed
 runs, an adversary, a campaign of HOURS worker-hours), the nearest tests in real time, and last all
-other tests of its room; the first that fails has killed it. Nearest is what bears the module's name,
-first at its place in the tree, then what imports it. A test in real time has to pass without the mutant,
-run again by itself, or its failure does not count.
+other tests of its room; the first that fails has killed it. Nearest is what bears the module's
+name, first at its place in the tree, then what imports it. A test in real time has to pass without
+the mutant, run again by itself, or its failure does not count.
 
 Everything is read from a copy of the tree, made at the start, and happens in further ones, in a
 process namespace of its own, with limits of CPU and wall time; who exceeds one is killed as "timed

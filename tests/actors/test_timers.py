@@ -28,9 +28,7 @@ def alarm_for(ring: Callable[[], object]) -> Alarm:
     return Alarm(runtime, Mock(**{"tell.side_effect": lambda tick: ring()}))
 
 
-def test_calls_are_made_in_the_order_of_their_deadlines_and_not_before_on_the_one_timer_thread() -> (
-    None
-):
+def test_calls_come_in_the_order_of_deadlines() -> None:
     called: SimpleQueue[tuple[float, float, str]] = SimpleQueue()
     now = time.monotonic()
 

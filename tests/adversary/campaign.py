@@ -125,7 +125,8 @@ def table(figures: CaseFigures) -> list[str]:
         "",
         f"{'wedge':28}{'found':>10}{'median s':>10}{'95 % s':>10}{'worst s':>10}",
         *(
-            f"{name:28}{len(each):10}{statistics.median(each):10.1f}{each[int(0.95 * len(each))]:10.1f}{each[-1]:10.1f}"
+            f"{name:28}{len(each):10}{statistics.median(each):10.1f}"
+            f"{each[int(0.95 * len(each))]:10.1f}{each[-1]:10.1f}"
             for name, each in times.items()
         ),
         "",

@@ -275,8 +275,8 @@ class Case(Bench):
             self.later(late_s + self.dice.between(0.5, 8.0), again)
 
     def _lose_cores(self, server: LlamaServer) -> None:
-        """Others compute on the machine for a while: prompts are read up to eight times more slowly,
-        as far as their batches stay within what the profile allows."""
+        """Others compute on the machine for a while: prompts are read up to eight times more
+        slowly, as far as their batches stay within what the profile allows."""
         factor = min(self.dice.log_between(1.0, 8.0), self.longest_batch_s / self.batch_s)
         if factor > 1.0 and self.build.reports_progress and server.slowness == 1.0:
             server.slow_down(factor)

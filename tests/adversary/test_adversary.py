@@ -19,9 +19,7 @@ def test_no_honest_server_is_given_up_and_every_wedge_is_found_in_time() -> None
     assert {name for name, _ in figures.found} == set(WEDGES)
 
 
-def test_a_pause_behind_a_strangers_request_that_once_cost_an_honest_server_its_life_is_spared() -> (
-    None
-):
+def test_a_pause_behind_a_strangers_request_is_spared() -> None:
     assert Case(777094124).run().given_up_after_s is None
 
 

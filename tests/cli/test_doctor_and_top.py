@@ -86,7 +86,8 @@ def test_the_doctor_examines_a_fleet(
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("the llama-server knows every flag of its command") == 2
     fleet.write_text(
-        f'{workers}extra_args = ["--tools", "all", "-b", "2048"]\nmodel = "none.gguf"\ncache_ram_mib = -1\n'
+        f'{workers}extra_args = ["--tools", "all", "-b", "2048"]\n'
+        'model = "none.gguf"\ncache_ram_mib = -1\n'
     )
     done = run("doctor", str(fleet), "--json")
     report = json.loads(done.stdout)

@@ -156,7 +156,8 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
 def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    said = r'(?:_?(?:restart|trouble)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason=)\s*"(\w+)"'
+    calls = r"_?(?:restart|trouble)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason="
+    said = rf'(?:{calls})\s*"(\w+)"'
     sources = [
         Path(str(module.__file__)).read_text()
         for module in (lifecycle, lifecycle_endings, server_life, worker_actor, blame)

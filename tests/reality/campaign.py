@@ -192,8 +192,9 @@ def run_campaign(matrix: Matrix, seed: int, *, minutes: float, burners: int, ser
             )
             mistakes = matrix.add(episode, facts)
             print(
-                f"seed {seed}: {shape.slots} slots, -b {shape.batch_tokens}, {shape.layers} layers, "
-                f"{len(episode.jobs)} requests{', a hang' if episode.hang else ''}: "
+                f"seed {seed}: {shape.slots} slots, -b {shape.batch_tokens}, "
+                f"{shape.layers} layers, {len(episode.jobs)} requests"
+                f"{', a hang' if episode.hang else ''}: "
                 f"{'; '.join(mistakes) or 'held'}, in {time.monotonic() - began_at:.0f} s",
                 flush=True,
             )

@@ -47,7 +47,7 @@ Json = dict[str, Any]
 
 @pytest.fixture(scope="session", autouse=True)
 def open_responses_faults() -> Iterator[list[str]]:
-    """What the proxies of this process sent against the schemas of Open Responses, whoever asked."""
+    """What the proxies of this process sent, against the schemas of Open Responses."""
     faults: list[str] = []
     sent, replied = events.sse, ProxyClient.reply
 

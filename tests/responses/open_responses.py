@@ -1,8 +1,8 @@
 """Open Responses 2026-04-24: what a response, a compaction, an event and an error must be.
 
 The specification's members, types and values as JSON schemas of our own. OpenAI's API has kinds of
-items, events, tools and choices that it lacks; clients of OpenAI's need them, so they are named here
-and held to nothing but `openai`'s models.
+items, events, tools and choices that it lacks; clients of OpenAI's need them, so they are named
+here and held to nothing but `openai`'s models.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ _REFUSAL = Draft202012Validator(record({"error": ERROR}))
 
 
 def check_event(event: Mapping[str, Any]) -> None:
-    """Raises jsonschema.ValidationError; AssertionError for a kind of event that neither API has."""
+    """Raises jsonschema.ValidationError; AssertionError for an event that neither API has."""
     kind = event["type"]
     if kind not in OPENAI_EVENTS:
         assert kind in EVENTS, kind

@@ -33,7 +33,8 @@ from tests.responses.open_responses import SOCKET_ERROR
 from tests.responses.oracle import TERMINAL, Event
 
 _UPGRADE = (
-    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n"
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
 )
 

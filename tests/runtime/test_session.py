@@ -1,5 +1,6 @@
-"""Requests that can be aborted: in every phase, plain and TLS, what bounds each phase, every framing
-a server may choose, and what a failure says to a person: no classes, no addresses of objects.
+"""Requests that can be aborted: in every phase, plain and TLS, what bounds each phase, every
+framing a server may choose, and what a failure says to a person: no classes, no addresses of
+objects.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Ends once: slots are those of requests that have not ended; each has one record; a refusal is true
   when it is given.
-Keeps output: it only grows, and after any ending it is what had come up to the instant that decided.
+Keeps output: it only grows, and after any ending it is what had come up to the instant that
+  decided.
 Hung or slow: nothing is given up, and no server ended, without a fault that excuses it; what is
   wedged is found within its kind's bound.
 Answers at once: every future resolves within its bound.
@@ -731,7 +732,8 @@ class Invariants:
         ):
             raise Violation(
                 Promise.KILLS_AND_RESTARTS,
-                f"launch {epoch} begins {self._backoff.resume_at - self._scheduler.now:.3f} s early",
+                f"launch {epoch} begins "
+                f"{self._backoff.resume_at - self._scheduler.now:.3f} s early",
             )
 
     def check_gone(self, processes: Sequence[Any], what: str) -> None:

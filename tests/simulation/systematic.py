@@ -302,7 +302,8 @@ def main() -> None:
         except Failure as failure:
             sys.exit("\n".join([*failure.story, "", f"{story.name}: {failure}"]))
         print(
-            f"{story.name:50}{found.played:10,}{found.known:10,}{'' if found.complete else '   (limit)'}",
+            f"{story.name:50}{found.played:10,}{found.known:10,}"
+            f"{'' if found.complete else '   (limit)'}",
             flush=True,
         )
 

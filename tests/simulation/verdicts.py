@@ -22,8 +22,8 @@ _MULTIPLE = 4  # of `idle_stream_timeout_s`, beside those who get data
 def check_words(
     detail: str, profile: TimeoutProfile, *, in_time: bool, heard_at: Iterable[float], now: float
 ) -> None:
-    """`in_time`: the host ran all the time, so that no verdict is late; `heard_at`: when bytes came,
-    of late."""
+    """`in_time`: the host ran all the time, so that no verdict is late; `heard_at`: when bytes
+    came, of late."""
     waited = _WAITED.search(detail)
     if waited is not None:
         waited_s, times, setting, limit_s = waited.groups()

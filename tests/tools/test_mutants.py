@@ -15,7 +15,9 @@ from tools.mutations import Mutation
 MODULE = "src/llama_worker/runtime/host/clock.py"
 ITS_TEST = "tests/runtime/test_clock.py"
 FILES = {
-    MODULE: "def is_late(now, limit):\n    while now < 0:\n        now += 1\n    return now > limit\n",
+    MODULE: (
+        "def is_late(now, limit):\n    while now < 0:\n        now += 1\n    return now > limit\n"
+    ),
     "src/llama_worker/runtime/host/timers.py": "from llama_worker.runtime.host import clock\n",
     ITS_TEST: (
         "from llama_worker.runtime.host.clock import is_late\n"

@@ -67,8 +67,8 @@ def real(server: str, model: str, port: int) -> WorkerConfig:
 
 
 class Stage:
-    """A fleet of three scripted replicas, one of them still without a place, with a hundred requests
-    in flight, and a fleet of one real server, with one."""
+    """A fleet of three scripted replicas, one of them still without a place, with a hundred
+    requests in flight, and a fleet of one real server, with one."""
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines

@@ -1,7 +1,8 @@
 """A request's test as a conversation: `assert play >> event << effect`.
 
 An event goes in (`>>`), and each effect that follows is named (`<<`), in order; an effect that is
-not named fails the test. A number is an instant: the clock moves there, and the request gets a Tick.
+not named fails the test. A number is an instant: the clock moves there, and the request gets a
+Tick.
 """
 
 from __future__ import annotations

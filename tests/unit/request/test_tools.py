@@ -54,8 +54,9 @@ class Broken(dict[str, int]):
 @pytest.mark.parametrize(
     "value",
     [
-        float("nan"), float("inf"), {1, 2}, b"x", object(), {1: "a"}, {None: 1}, [{"a": {2.5: 1}}], "\ud800",
-        {"a": ["\udfff"]}, {"\ud800": 1}, ENDLESS, DEEP, 10**5000, Broken(a=1),
+        float("nan"), float("inf"), {1, 2}, b"x", object(), {1: "a"}, {None: 1},
+        [{"a": {2.5: 1}}], "\ud800", {"a": ["\udfff"]}, {"\ud800": 1},
+        ENDLESS, DEEP, 10**5000, Broken(a=1),
     ],
     ids=itertools.count(),
 )  # fmt: skip

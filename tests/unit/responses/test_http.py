@@ -276,8 +276,10 @@ def test_continue_is_sent_once() -> None:
 
 @pytest.mark.parametrize(
     ("status", "headers"),
-    [(200, [("X-A", "a\r\nX-B: b")]), (101, []), (200, [("Content-Length", "1"), ("Content-Length", "2")]),
-     (200, [("Content-Length", "-1")]), (200, [("Content-Length", "0" * 5000)]), (200, [("X-A : b\r\nX-B", "c")]),
+    [(200, [("X-A", "a\r\nX-B: b")]), (101, []),
+     (200, [("Content-Length", "1"), ("Content-Length", "2")]),
+     (200, [("Content-Length", "-1")]), (200, [("Content-Length", "0" * 5000)]),
+     (200, [("X-A : b\r\nX-B", "c")]),
      *((200, [(name, "chunked")]) for name in ("Transfer-Encoding ", "A B", "", "X\u00e9"))],
 )  # fmt: skip
 def test_an_ambiguous_reply_is_not_begun(status: int, headers: list[tuple[str, str]]) -> None:

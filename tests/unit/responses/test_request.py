@@ -370,9 +370,24 @@ def test_what_neither_api_knows_passes_through() -> None:
 
 
 def test_every_null_field_is_as_if_absent() -> None:
-    names = ["instructions", "tools", "tool_choice", "text", "reasoning", "metadata", "include", "store", "stream",
-             "previous_response_id", "max_output_tokens", "parallel_tool_calls", "temperature", "user", "top_k",
-             "grammar"]  # fmt: skip
+    names = [
+        "instructions",
+        "tools",
+        "tool_choice",
+        "text",
+        "reasoning",
+        "metadata",
+        "include",
+        "store",
+        "stream",
+        "previous_response_id",
+        "max_output_tokens",
+        "parallel_tool_calls",
+        "temperature",
+        "user",
+        "top_k",
+        "grammar",
+    ]
     assert normalise({"input": "a", **dict.fromkeys(names)}) == normalise({"input": "a"})
 
 

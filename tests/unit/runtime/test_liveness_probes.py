@@ -313,9 +313,7 @@ def test_new_use_of_a_gpu_is_evidence_and_an_error_is_no_news_and_spares_the_oth
         assert saw_work(probe.probe(ME, float(now))) == alive
 
 
-def test_evidence_names_the_device_and_the_most_that_was_used_and_a_reset_forgets_what_was_seen() -> (
-    None
-):
+def test_evidence_names_the_device_and_the_peak() -> None:
     nvml = NvmlOfSamples()
     probe = NvidiaProbe(nvml)
     nvml.devices = [[], [mine(10, smUtil=99)]]

@@ -165,9 +165,7 @@ def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections(
         assert (ended.state, effects) == (Stopped(), (Resolve(Stop),))
 
 
-def test_start_during_a_stop_launches_anew_when_the_old_server_is_gone_unless_that_is_stopped_too() -> (
-    None
-):
+def test_start_during_a_stop_launches_anew_afterwards() -> None:
     joined, effects = start(stop(ready(), 2.0)[0], 2.1)
     assert effects == ()
     life, effects = exited(joined, 2.5, returncode=0)
@@ -230,7 +228,7 @@ def timed_out(life: Lifecycle) -> Step:
         pytest.param(timed_out, TIMEOUT, None, ("oops",), id="it takes too long"),
     ],
 )
-def test_neither_the_first_launch_nor_the_last_restart_is_retried_and_who_waits_is_told_how_it_failed(
+def test_the_first_launch_and_last_restart_are_final(
     fail: Fail, reason: StartFailReason, returncode: int | None, log_tail: tuple[str, ...]
 ) -> None:
     last, joins = start(relaunched(ONE_RESTART), 16.0)
@@ -274,9 +272,7 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
         assert (launched.state, effects) == (Launching(epoch=2, first=False), (Launch(epoch=2),))
 
 
-def test_the_death_after_the_last_restart_is_failed_once_the_tree_is_gone_until_a_start_by_hand() -> (
-    None
-):
+def test_a_death_after_the_last_restart_is_failed() -> None:
     life, effects = died(became_ready(relaunched(ONE_RESTART), 16.0)[0], 40.0, returncode=1)
     assert isinstance(effects[0], RecordRestart)
     assert (effects[0].reason, effects[0].delay_s) == ("server_died", None)
@@ -319,9 +315,7 @@ def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing
     assert step(life, error, 2.1) == (life, ())
 
 
-def test_news_of_an_older_launch_of_an_expected_death_or_of_a_kill_that_nobody_ordered_change_nothing() -> (
-    None
-):
+def test_stale_and_expected_news_change_nothing() -> None:
     life = relaunched()
     for older in (became_ready, exited, died, streams_closed):
         assert older(life, 16.0, epoch=1) == (life, ())
@@ -337,9 +331,7 @@ def test_news_of_an_older_launch_of_an_expected_death_or_of_a_kill_that_nobody_o
         assert unkillable(life, 11.0) == (life, ())
 
 
-def test_a_worn_server_that_is_ready_ends_in_peace_its_successor_comes_at_once_and_none_is_locked_out() -> (
-    None
-):
+def test_a_recycled_server_is_followed_at_once() -> None:
     assert step(launching(), RecycleDue("old"), 1.0) == (launching(), ())
     life = ready(ONE_RESTART)
     for epoch in range(1, 20):

@@ -358,9 +358,7 @@ def test_slots_that_are_others_than_before_tell_nothing() -> None:
     assert judge(seen, IN_PREFILL) is None
 
 
-def test_a_prefill_that_reported_no_batch_may_stand_still_for_ever_unless_its_stream_only_repeats_itself() -> (
-    None
-):
+def test_a_prefill_without_reports_may_stand_still() -> None:
     assert judge(looks(IN_A_BATCH), REPORTED, still_s=1e6) is None
     for repeated_at in ((), (100.5, 101.5), (99.0, 101.5, 103.0)):  # the last: behind a batch
         suspect = replace(REPORTED, repeated_at=repeated_at)
@@ -501,7 +499,7 @@ def test_slots_are_asked_once_at_ready_and_while_somebody_is_suspected() -> None
 
 
 def reads_at(now: float, *, began_at: float, stuck_at: float) -> tuple[Progress, Slot]:
-    """A request, and its slot: batches of 2 s and 512 tokens each, every 8 s, until it is stuck in one."""
+    """A request and its slot: batches of 2 s and 512 tokens, every 8 s, until one is stuck."""
     done = max(0, int((min(now, stuck_at) - began_at) // 8))
     batches = tuple(
         Batch(began_at + 8 * n + 6, began_at + 8 * n + 8, 512, 512 * n + 512) for n in range(done)

@@ -106,9 +106,7 @@ def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
     assert step(state, message, 20.0) == (after, None)
 
 
-def test_a_process_that_outlives_sigkill_is_killed_past_the_guard_then_given_up_and_waited_for() -> (
-    None
-):
+def test_a_process_that_outlives_sigkill_is_given_up() -> None:
     state, _ = terminate(Present(1), 5.0, grace_s=0.0)
     assert tick(state, 5.9) == (state, None)
     told = []

@@ -161,7 +161,8 @@ def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
 
 
 FRAGMENTS = st.sampled_from(
-    [ADD, ISSUE, *MALFORMED[:8], "<tool_call>", "</tool_call>", "<", "{", "}", '"', "\\", "text ", "\n",
+    [ADD, ISSUE, *MALFORMED[:8], "<tool_call>", "</tool_call>",
+     "<", "{", "}", '"', "\\", "text ", "\n",
      '{"a": ', '<tool_call>{"name": "add", "arguments": {"x": "', "<tool_"]
 )  # fmt: skip
 
