@@ -21,6 +21,7 @@ from llama_worker.actors.request import RequestActor
 from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.server import request_watch, slots
+from llama_worker.stream import turn_end
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
 from tests.responses.conftest import HELLO, HOST, Client, Json, MakeClient
@@ -222,6 +223,48 @@ def test_a_slow_upstream_is_left_alone(make_client: MakeClient) -> None:
     client = make_client(timeouts=TIMEOUTS)
     steps = [fs.Headers(), fs.Role(), fs.Prefill(12, 1, 0.3), *fs.plain_reply()[2:]]
     assert ended(client.stream(*steps))["status"] == "completed"
+
+
+FINISHED = [*HALF, fs.Finish()]
+
+
+FLOOD = fs.Repeat(None, [fs.Role()] * 50)
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("target", "reply", "outcome"),
+    [
+        pytest.param(RESPONSES, [*FINISHED, FLOOD], ("completed", "stop"), id="a flood"),
+        pytest.param(CHAT, [*FINISHED, fs.WaitClose()], ("completed", "stop"), id="silence"),
+        pytest.param(
+            CHAT, [*HALF, fs.ErrorData(), fs.WaitClose()], ("failed", "server_error"), id="an error"
+        ),
+    ],
+)
+def test_behind_the_end_nothing_is_awaited_long(
+    make_stage: MakeStage,
+    monkeypatch: pytest.MonkeyPatch,
+    reply: Steps,
+    outcome: tuple[str, str],
+    target: str,
+) -> None:
+    """A server that never ends the reply keeps neither the client nor the slot."""
+    monkeypatch.setattr(turn_end, "SETTLE_S", 0.2)  # of 2 s
+    stage = make_stage(slots=1)
+    assert stage.client.create(*reply, stream=True, target=target, messages=WHOLE).status == 200
+    stage.wait_jobs(0)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"][outcome[0]] == {outcome[1]: 1}
+
+
+def test_of_several_answers_every_one_is_awaited(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_end, "SETTLE_S", 0.0)
+    stage, second = make_stage(slots=1), "data: the second, which is slower\n\n"
+    reply = stage.say(*FINISHED, fs.Sleep(0.2), fs.Raw(second), fs.DoneMarker(), n=2)
+    assert reply.data.endswith(f"{second}data: [DONE]\n\n".encode())
 
 
 # ---------------------------------------------------------------- slots

@@ -156,6 +156,11 @@ class LeasedRequest:
                 case _ if isinstance(event, LastWord):
                     self._conclude(self._turn_end.feed(event, at))
 
+    @property
+    def settled_at(self) -> float | None:
+        """When nothing more is to be waited for; None: the server has not come to an end."""
+        return self._turn_end.settled_at
+
     def closed(self, failure: StreamFailure | None) -> None:
         """The exchange with the server is over; None: in the regular way."""
         self._waits = False
@@ -170,6 +175,7 @@ class LeasedRequest:
         """
         if self.has_ended or self.is_broken:
             return None
+        self._conclude_finished()
         outcome = self._state.outcome if isinstance(self._state, _Over) else CANCELED
         if self.given_up is not None and outcome.fail_reason is not None:
             outcome = self.given_up
@@ -285,12 +291,16 @@ class LeasedRequest:
             case ServerError() | StreamFailure():
                 self._state = _Over(failed_by(verdict), self._state.until)
 
+    def _conclude_finished(self) -> None:
+        """Nothing more follows what the model has finished."""
+        if self._turn_end.finish_reason is not None:
+            self._conclude(self._turn_end.closed(None))
+
     def _give_up(self, outcome: Outcome, now: float) -> LeaseEffects:
         """End so, unless the model had finished before."""
         if self.has_ended:
             return []
-        if self._turn_end.finish_reason is not None:
-            self._conclude(self._turn_end.closed(None))
+        self._conclude_finished()
         if isinstance(self._state, _Over) and self._state.outcome.fail_reason is None:
             return self._end(self._state.outcome, now)
         self.given_up = outcome

@@ -227,7 +227,8 @@ class ResponseRun:
                 if read is None:
                     self._send(self._events.closed(chat.failure))
                 else:
-                    self._send([event for each in read for event in self._events.feed(each, now)])
+                    events = [event for each in read for event in self._events.feed(each, now)]
+                    self._send([*events, *self._events.tick(now)])
         finally:
             chat.close()
             self.abandon()

@@ -61,10 +61,12 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     """Send it on, and what comes back. Raises ApiError where nothing did, OSError where the
     client's connection is broken, or is to be."""
     exchange.enter()
+    has_one_end = False  # where several answers come at once, others follow the first one's end
     is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
     if is_chat:
         chat = session.json_of(request.body)
         chat = chat if isinstance(chat, Mapping) else {}
+        has_one_end = chat.get("n") in (None, 1)
         exchange.lease(
             f"responses:chat_{uuid.uuid4().hex}",
             has_media=has_media(chat.get("messages")),
@@ -92,11 +94,16 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     with contextlib.closing(reply):
         if leased.request_id:
             leased.replied(reply.status, time.monotonic())
-        _pass_back(reply, leased, request, client)
+        _pass_back(reply, leased, request, client, has_one_end=has_one_end)
 
 
 def _pass_back(
-    reply: HttpReply, leased: LeasedExchange, request: HttpRequest, client: Client
+    reply: HttpReply,
+    leased: LeasedExchange,
+    request: HttpRequest,
+    client: Client,
+    *,
+    has_one_end: bool,
 ) -> None:
     try:
         client.begin(
@@ -113,7 +120,7 @@ def _pass_back(
     decoder = StreamDecoder() if is_stream and leased.request_id else None
     while True:
         try:
-            piece = _next_piece(reply)
+            piece = _next_piece(reply, leased.settled_at if has_one_end else None)
         except OSError as error:
             failure = leased.closed(disconnected("in mid-stream", str(error)))
             if not (leased.is_given_up and failure is not None and decoder is not None):
@@ -143,10 +150,13 @@ class _Waiter(Struct):
         self.exchange.leased.waits()
 
 
-def _next_piece(reply: HttpReply) -> bytes:
-    """The next of the body, not decoded. What it raises ends the client's connection before the
+def _next_piece(reply: HttpReply, settled_at: float | None) -> bytes:
+    """The next of the body, not decoded; b"" at its end, and where nothing comes until
+    `settled_at`: nothing has to follow. What it raises ends the client's connection before the
     body's end."""
     try:
-        return reply.read()
+        return reply.read(until=settled_at)
+    except TimeoutError:
+        return b""
     except ValueError as error:
         raise ConnectionAbortedError(disconnected("in mid-stream", str(error)).detail) from error

@@ -33,16 +33,16 @@ class TurnEnd:
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        # monotonic; when `tick` ends a turn that has finished; it may be put off
+        # monotonic; when nothing more is waited for behind a last word; it may be put off
         self.settled_at: float | None = None
 
     def feed(self, event: LastWord, now: float) -> Verdict | None:
         """An event that may be the last."""
+        if self.settled_at is None:  # said again, it gives no more time
+            self.settled_at = now + SETTLE_S
         match event:
             case Finish(reason=reason):
                 self.finish_reason = reason
-                if self.settled_at is None:  # said again, it gives no more time
-                    self.settled_at = now + SETTLE_S
                 return None
             case ServerError():
                 return event

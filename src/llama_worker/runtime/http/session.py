@@ -96,10 +96,13 @@ class HttpReply:
         """The header's values, "" for none. `name`: in lower case."""
         return self._parser.header(name)
 
-    def read(self) -> bytes:
+    def read(self, *, until: float | None = None) -> bytes:
         """The next of the body, as it comes; b"" at its end. Raises OSError where it breaks off,
-        ValueError where it is no longer HTTP."""
+        TimeoutError where nothing comes `until` (monotonic seconds), ValueError where it is no
+        longer HTTP."""
         parser = self._parser
+        if until is not None:
+            self._connection.deadline = until
         while not (body := parser.take()) and not parser.is_complete and parser.error is None:
             if data := self._connection.read_reply(_READ_BYTES):
                 parser.feed(data)
@@ -113,10 +116,9 @@ class HttpReply:
 
     def failure(self) -> StreamFailure:
         """What an error status says in its body, as far as that comes soon."""
-        body = b""
-        self._connection.deadline = time.monotonic() + _ERROR_BODY_S
+        body, until = b"", time.monotonic() + _ERROR_BODY_S
         with contextlib.suppress(OSError, ValueError):
-            while len(body) < _MAX_ERROR_BODY_BYTES and (data := self.read()):
+            while len(body) < _MAX_ERROR_BODY_BYTES and (data := self.read(until=until)):
                 body += data
         return describe_http_error(self.status, body)
 

@@ -120,6 +120,12 @@ class LeasedExchange:
         with self._lock:
             self._request.heard(events, at)
 
+    @property
+    def settled_at(self) -> float | None:
+        """When nothing more is to be waited for; None: the server has not come to an end, or nobody
+        watches."""
+        return None if self._request is None else self._request.settled_at
+
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:
         """The exchange with the server is over. What to tell the client of it: the worker's own
         reason where it gave the request up, or does so now that the connection broke."""
