@@ -8,6 +8,7 @@ import queue
 import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -124,6 +125,13 @@ def test_a_hidden_process_owns_what_its_user_listens_on(
     monkeypatch.setattr(psutil.Process, "uids", lambda process: uids)
     assert owns_port(os.getpid(), listener) is is_ours
     assert not owns_port(os.getpid(), 1)
+
+
+def test_without_proc_a_launched_server_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "PROC", str(tmp_path))
+    assert owns_port(os.getpid(), 1)
 
 
 # ---------------------------------------------------------------- canary

@@ -4,6 +4,7 @@ do its slots do?"""
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
-from llama_worker.runtime.probes.liveness_probes import listening_ports, tree_pids
+from llama_worker.runtime.probes.liveness_probes import PROC, listening_ports, tree_pids
 from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
@@ -227,8 +228,11 @@ def owns_port(root_pid: int, port: int) -> bool:
     """Whether a process of the tree listens on the port.
 
     A process that may not be looked into (its program has file capabilities, or is another user's)
-    is believed to, where a socket of its user does: nobody listened there before the launch.
+    is believed to, where a socket of its user does: nobody listened there before the launch. So is
+    every process where /proc is not there to tell.
     """
+    if not os.path.exists(f"{PROC}/self"):
+        return True
     hidden_uids: set[int] = set()
     for pid in tree_pids(root_pid):
         try:
