@@ -191,6 +191,14 @@ def test_what_came_with_the_headers_is_told(rig: Rig) -> None:
     eventually(lambda: rig.told.events() == [TextDelta("a"), TextDelta("b")], "the second")
 
 
+def test_text_between_headers_and_garbage_is_told(rig: Rig) -> None:
+    rig.server.sendall(HEAD + text("a") + b"not a chunk\r\n")  # in one segment
+    failure = rig.told.wait_closed().failure
+    assert rig.told.events() == [TextDelta("a")]
+    assert failure is not None
+    assert "in mid-stream: it is not HTTP any more" in failure.detail
+
+
 def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.batches()

@@ -83,7 +83,7 @@ class HttpReply:
                 raise ConnectionResetError("the connection ended in the headers")
             begins = begins or data[:_SHOWN_CHARS]
             self._parser.feed(data)
-            if self._parser.error is not None:
+            if self._parser.error is not None and not self._parser.has_head:
                 shown = begins.decode("latin-1")
                 raise ValueError(
                     f"the reply is not HTTP: {self._parser.error}: it begins with {shown!r}"
