@@ -316,6 +316,13 @@ def test_the_last_reason_is_what_grew_last() -> None:
     assert MetricsHistory().rows(samples(stalled=1, restarts=1), 0.0)[0].last_reason == ""
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_sample_is_what_is_no_number(value: float) -> None:
+    slots = ("llama_worker_slots", {"worker": "planner"}, value)
+    (row,) = MetricsHistory().rows([*samples(), slots], 0.0)
+    assert row.slots_total is None
+
+
 # ---------------------------------------------------------------- rows from servers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,7 +161,8 @@ class _Rate:
 def _counted(samples: Iterable[Sample]) -> dict[str, _Counted]:
     found: dict[str, _Counted] = {}
     for name, labels, value in samples:
-        if not name.startswith("llama_worker_") or "worker" not in labels:
+        is_ours = name.startswith("llama_worker_") and "worker" in labels
+        if not is_ours or not math.isfinite(value):
             continue
         worker = found.setdefault(labels["worker"], _Counted())
         match name.removeprefix("llama_worker_"):
