@@ -140,7 +140,7 @@ class ResponseEvents:
                 )
             case chat.ToolCallDelta():
                 self._finish_splitter()  # no text that came before may come after the call
-                self._take_delta(Delta("call", call=event))
+                self._take_delta(Delta("call", call=event, index=event.index))
             case chat.Finish() | chat.ServerError() | chat.Done():
                 return self._conclude(self._turn_end.feed(event, now))
             case chat.UsageReport():
@@ -257,9 +257,7 @@ class ResponseEvents:
 
     def _for_open_item(self, delta: Delta) -> bool:
         item = self._open
-        if isinstance(item, Call):
-            return delta.kind == "call" and delta.index == item.index
-        return item is not None and delta.kind == item.kind
+        return item is not None and item.kind == delta.kind and item.index == delta.index
 
     def _begin_item_for(self, delta: Delta) -> bool:
         """Open the item that the delta begins; False where it cannot be opened yet."""

@@ -17,16 +17,12 @@ Emitted = list[tuple[str, dict[str, Any]]]  # kinds of events, and the fields th
 
 
 class Delta(Struct, frozen=True):
-    """A piece of an item."""
+    """A piece of the item of this kind and index, which only calls have."""
 
     kind: Literal["reasoning", "text", "call"]
     text: str = ""
     call: ToolCallDelta | None = None
-
-    @property
-    def index(self) -> int:
-        """The call's index; -1 if it is not a call."""
-        return self.call.index if self.call is not None else -1
+    index: int = -1
 
 
 class Message(Struct):
@@ -34,6 +30,7 @@ class Message(Struct):
 
     id: str
     kind: Literal["text"] = "text"
+    index: int = -1
     _pieces: list[str] = field(default_factory=list)
 
     def begun(self) -> dict[str, Any]:
@@ -77,6 +74,7 @@ class Reasoning(Struct):
     id: str
     seal: bool
     kind: Literal["reasoning"] = "reasoning"
+    index: int = -1
     _pieces: list[str] = field(default_factory=list)
 
     def begun(self) -> dict[str, Any]:
