@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from llama_worker.actors.base import Ref
-from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.request.table import Admitted
 from llama_worker.responses.api.events import ResponseEvents, sse
 from llama_worker.responses.generation import ChatExchange, EventSink, ResponseRun
@@ -144,29 +143,29 @@ def test_a_request_tells_its_actors_little(
     assert fake.create(target=target, **asked).status == 200
     fake.proxy.close()
     del counts[StopListening], counts[ListenerEnded]
-    # what does not come all at once is watched
-    assert counts.pop(Lease, 0) == counts.pop(EndLease, 0) <= 1
     assert counts == Counter(told)
 
 
-@pytest.mark.parametrize("silences", [["first"], ["second"], []])
-def test_a_lease_is_told_to_who_watches_when_the_server_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, silences: list[str]
+@pytest.mark.parametrize(
+    ("soon_s", "replies", "is_watched"),
+    [(WAIT_S, True, False), (1e-9, False, True), (-1.0, True, True)],
+    ids=["in time", "silent", "later"],
+)
+def test_a_lease_is_told_when_the_server_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch, soon_s: float, replies: bool, is_watched: bool
 ) -> None:
+    monkeypatch.setattr(leased_exchange, "SOON_S", soon_s)
     abort, told = Abort(), list[str]()
     leased = LeasedExchange(abort, tell_lease=lambda: told.append("lease"))
     ours, server = socket.socketpair()
     with ours, server:
         abort.attach(ours)
-        if "first" in silences:
-            monkeypatch.setattr(leased_exchange, "SOON_S", 0.0)
-        else:
+        if replies:
             server.send(b"reply")
-        leased.waits()
-        assert leased.is_watched is ("first" in silences)
-        if silences:
+        for _ in range(2):
             leased.waits()
-    assert told == ["lease"] * len(silences)
+            assert leased.is_watched is is_watched
+    assert told == ["lease"] * is_watched
 
 
 def test_an_event_costs_one_read_and_one_send(stream: Stream) -> None:

@@ -4,6 +4,7 @@ ask. Locked; any thread."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -65,7 +66,7 @@ class LeasedExchange:
         self._request = self._new(_NOBODYS, api_key=None, unix_offset=0.0)
         # for the exchange's thread
         self._tell_lease = tell_lease
-        self._was_waited_for = False
+        self._soon_until: float | None = None  # None: nothing was waited for
         self._is_paused = False
 
     @property
@@ -85,13 +86,15 @@ class LeasedExchange:
             self._request.pauses()
 
     def waits(self) -> None:
-        """To be told before each wait for the server. Whoever watches is told of the lease with the
-        second one, or where the first takes its time: there is nothing to watch before, and to wake
-        an actor costs more than a short reply."""
+        """To be told before each wait for the server. Whoever watches is told of the lease where it
+        takes longer than `SOON_S` in all: there is nothing to watch before, and to wake an actor
+        costs more than a short reply."""
         if self._tell_lease is not None:
-            if self._was_waited_for or not self._abort.wait_readable(SOON_S):
+            now = time.monotonic()
+            self._soon_until = self._soon_until or now + SOON_S
+            left_s = self._soon_until - now
+            if left_s <= 0.0 or not self._abort.wait_readable(left_s):
                 self.be_watched()
-            self._was_waited_for = True
         # What lies ready since long must not look like a stall until it is read.
         if self._is_paused and not self._abort.wait_readable(0.0):
             self._is_paused = False
