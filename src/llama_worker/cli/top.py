@@ -114,7 +114,7 @@ def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
     columns = [
         column
         for column in COLUMNS
-        if column.is_kept or any(column.cell(row) != UNKNOWN for row in rows)
+        if not column.is_optional or any(column.cell(row) != UNKNOWN for row in rows)
     ]
     for column in columns:
         is_reason = column.heading == "last reason"

@@ -36,32 +36,25 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Column(Struct, frozen=True):
-    """What stands in the table. `is_text`: aligned at the left; `is_kept`: shown also where no row
-    has a value."""
+    """What stands in the table. `is_text`: aligned at the left; `is_optional`: left out of a live
+    table where no row has a value."""
 
     heading: str
     cell: Callable[[Row], str]
     is_text: bool = False
-    is_kept: bool = False
+    is_optional: bool = False
 
 
 COLUMNS = (
-    Column("worker", lambda row: one_line(row.worker, 60) or UNKNOWN, is_text=True, is_kept=True),
-    Column("state", lambda row: harmless(row.state), is_text=True, is_kept=True),
-    Column(
-        "slots", lambda row: f"{_count(row.slots_used)}/{_count(row.slots_total)}", is_kept=True
-    ),
-    Column("tok/s", lambda row: _speed(row.tokens_per_s), is_kept=True),
-    Column("done", lambda row: _count(row.completed)),
-    Column("failed", lambda row: _count(row.failed)),
-    Column("cancel", lambda row: _count(row.canceled)),
-    Column("restart", lambda row: _count(row.restarts)),
-    Column(
-        "last reason",
-        lambda row: one_line(row.last_reason, 60) or UNKNOWN,
-        is_text=True,
-        is_kept=True,
-    ),
+    Column("worker", lambda row: one_line(row.worker, 60) or UNKNOWN, is_text=True),
+    Column("state", lambda row: harmless(row.state), is_text=True),
+    Column("slots", lambda row: f"{_count(row.slots_used)}/{_count(row.slots_total)}"),
+    Column("tok/s", lambda row: _speed(row.tokens_per_s)),
+    Column("done", lambda row: _count(row.completed), is_optional=True),
+    Column("failed", lambda row: _count(row.failed), is_optional=True),
+    Column("cancel", lambda row: _count(row.canceled), is_optional=True),
+    Column("restart", lambda row: _count(row.restarts), is_optional=True),
+    Column("last reason", lambda row: one_line(row.last_reason, 60) or UNKNOWN, is_text=True),
 )
 
 
