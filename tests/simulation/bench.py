@@ -21,6 +21,10 @@ from tests.simulation.scheduler import Choices, Scheduler
 from tests.simulation.server import Build, LlamaServer
 from tests.simulation.trace import Trace
 
+IMAGE: list[dict[str, Any]] = [
+    {"type": "text", "text": "what is it?"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+]
 COMMAND = ("llama-server", "--model", "small.gguf")
 
 

@@ -50,6 +50,8 @@ class Kind:
     weight: float = 1.0
     # where others of the server receive data, the bound counts from the last of it
     neighbours_spare: bool = False
+    # behind a halt of the host it gets its whole time again, once
+    halts_spare: bool = False
     most_records: int | None = None  # of nonsense, before the request is over
 
 
@@ -117,6 +119,7 @@ _KINDS = (
         Scope.REPLY,
         found_within=lambda profile, stage: 10.0 + SLACK_S,
         kills=False,
+        halts_spare=True,
     ),
     Kind("frozen progress", Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
     Kind("empty frames", Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
@@ -133,11 +136,13 @@ _KINDS = (
     Kind("SIGSTOP", Scope.SERVER, found_within=_silence),
     Kind("dead altogether", Scope.SERVER, found_within=_silence),
     Kind("HTTP thread dead", Scope.SERVER, found_within=_health),
+    Kind("connections cut, HTTP dead", Scope.SERVER, found_within=_health, weight=0.5),
     Kind("GPU lost", Scope.SERVER, found_within=_soon),
     Kind("another process's GPU error", Scope.SERVER, honest=True),
     Kind("crash", Scope.SERVER, found_within=_soon),
     Kind("killed by the system", Scope.SERVER, found_within=_soon),
     Kind("guard killed", Scope.SERVER, found_within=_soon),
+    Kind("guard stopped", Scope.SERVER, weight=0.5),
     Kind("pause", Scope.SERVER, honest=True, weight=2.0),
     Kind("short SIGSTOP", Scope.SERVER, honest=True),
     Kind("sidecar's CPU", Scope.SERVER, found_within=_silence),
@@ -152,6 +157,7 @@ _KINDS = (
     Kind("load spins", Scope.LOAD, found_within=_load),
     Kind("slow load", Scope.LOAD, honest=True, weight=2.0),
     Kind("canary fails", Scope.LOAD, found_within=_soon, weight=0.5),
+    Kind("a stranger has the port", Scope.LOAD, found_within=_soon, weight=0.5),
     Kind("spawn fails", Scope.LOAD, found_within=_soon),
     Kind("port taken", Scope.LOAD, found_within=_soon),
     # ---- a process that is to end

@@ -23,7 +23,8 @@ from llama_worker.errors import (
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.token_count import COUNT_S
 from llama_worker.types.request import RequestState
-from llama_worker.types.worker import WorkerState
+from llama_worker.types.worker import StartFailReason, WorkerState
+from tests.simulation.bench import IMAGE
 from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S
 from tests.simulation.leases import ProxiedClient
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 LONGEST_LOAD_S = 1500.0  # of Nature's slow loads
+# a start that failed leaves the worker FAILED, but for these; None: whatever was asked for instead
+_STATE_BEHIND = {StartFailReason.PORT_IN_USE: WorkerState.STOPPED, StartFailReason.STOPPED: None}
+_IMAGES = 0x27D4EB2F165667C5
 Plan = Generator[float | WorkerFuture[Any], Any, None]
 
 
@@ -46,6 +50,9 @@ class Host:
         # by `ask()`; all are resolved once the worker is at rest
         self.asked: list[WorkerFuture[Any]] = []
         self._world, self._dice = world, dice
+        self._for_images = Dice(
+            world.setting.seed ^ _IMAGES
+        )  # so that other draws stay as they are
         self._scheduler, self._invariants = world.scheduler, world.invariants
         self._result_ttl_s = world.config.result_ttl_s
         profile, policy = world.config.timeouts, world.config.restart
@@ -84,6 +91,25 @@ class Host:
         self._invariants.called_at = self._scheduler.now
         future = self._world.worker.start()
         self._invariants.expect_answer(future, self.start_bound_s, "start()")
+        return self._told_of_launch(future)
+
+    def _told_of_launch(self, future: WorkerFuture[Any]) -> WorkerFuture[Any]:
+        """READY, or an error that says in which state the worker is now."""
+
+        def resolved() -> None:
+            expected: WorkerState | None = WorkerState.READY
+            try:
+                future.get(timeout=0)
+            except WorkerClosed:
+                return
+            except WorkerStartError as error:
+                expected = _STATE_BEHIND.get(error.reason, WorkerState.FAILED)
+            state = self._invariants.lifecycle.public_state
+            if expected not in (state, None):
+                what = f"start() resolved, and the worker is {state}, not {expected}"
+                raise Violation(Promise.KILLS_AND_RESTARTS, what)
+
+        future._on_resolved(resolved)
         return future
 
     def stop(self) -> WorkerFuture[Any]:
@@ -111,7 +137,7 @@ class Host:
         self._invariants.called_at = self._scheduler.now
         future = self._world.worker.restart("a new model")
         self._invariants.expect_answer(future, self.start_bound_s, "restart()")
-        return future
+        return self._told_of_launch(future)
 
     def wait_slot(self) -> WorkerFuture[Any]:
         """`wait_slot()`; its answer must be true at the instant it is given."""
@@ -149,7 +175,8 @@ class Host:
 
     def submit(self, job_name: str) -> WorkerFuture[Any]:
         """`submit()`; a refusal must be true at the instant it is given."""
-        future = self.quick(self._world.worker.submit(job_name, "", "hello"), "submit()")
+        prompt = IMAGE if self._for_images.chance(0.1) else "hello"
+        future = self.quick(self._world.worker.submit(job_name, "", prompt), "submit()")
         return self._checked(
             future, lambda answer: self._invariants.admission_answered(answer.get("error"))
         )
@@ -313,7 +340,7 @@ class Host:
             if self.is_leaving:
                 return
             number += 1
-            client = ProxiedClient(self._world, number)
+            client = ProxiedClient(self._world, number, self._for_images.chance(0.1))
             answer = yield self._checked(
                 self.quick(client.ask(), "a lease"),
                 lambda answer: self._invariants.admission_answered(answer.get("error")),

@@ -43,12 +43,13 @@ from llama_worker.server.lifecycle_states import (
     Lifecycle,
     Ready,
 )
-from llama_worker.server.messages import Died, Drain, Unkillable
+from llama_worker.server.messages import Died, Drain, Stalled, Unkillable
 from llama_worker.server.termination import Signal
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import Bench
+from tests.simulation.costs import Costs
 from tests.simulation.faults import Kind, Scope
 from tests.simulation.instants import LATEST_TIMER_S, Backoff, Signals
 from tests.simulation.promises import Promise
@@ -92,6 +93,7 @@ class Truth:
     text: list[str] = field(default_factory=list)  # handed to the request's actor so far
     reasoning: list[str] = field(default_factory=list)
     heard_at: deque[float] = field(default_factory=lambda: deque(maxlen=200))  # bytes, of late
+    text_at: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     decided: tuple[str, str] | None = None  # (text, reasoning) when its end was decided
     epoch: int = 0
     canceled: bool = False
@@ -142,6 +144,7 @@ class Invariants:
         self._decisions: list[tuple[int, str, str]] = []  # on restarts, by this message
         self.restarts_count = 0  # as seen
         self.killed_with_evidence: list[tuple[float, int | None]] = []  # when, which process
+        self._costs = Costs(self, bench.config.restart, bench.config.timeouts)
         self.told = Told(self, bench.build, bench.config.slots)
         self._termed_at: dict[int, float] = {}  # by launch, when SIGTERM was first ordered
         self._stale_before: Lifecycle | None = None
@@ -164,6 +167,9 @@ class Invariants:
             completed = record.result["state"] is RequestState.COMPLETED
             if has_ended and serves and completed and speaks_well:
                 self._backoff.completed()
+            if has_ended and record.request_id in self.requests:
+                truth = self.requests[record.request_id]
+                self._costs.ended(truth, record, counts=serves and speaks_well)
             return has_ended
 
         requests.end = ended  # type: ignore[method-assign,assignment]
@@ -213,6 +219,8 @@ class Invariants:
             truth = self.requests.get(message.turn_id[0])
             if truth is not None:
                 truth.heard_at.append(message.at)
+                if any(type(event) in (TextDelta, ReasoningDelta) for event in message.events):
+                    truth.text_at.append(message.at)
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
                 truth.reasoning += [
                     event.text for event in message.events if type(event) is ReasoningDelta
@@ -225,6 +233,8 @@ class Invariants:
     def on_told(self, message: Any) -> None:
         if type(message) is Unkillable:
             self._signals.called_unkillable(message.epoch)
+        elif type(message) is Stalled and self._scheduler.serving is not None:
+            self._costs.given_up(message)
         elif type(message) is RequestEnded:
             truth = self.requests.get(message.record.request_id)
             if truth is not None and truth.decided is None:
@@ -328,19 +338,37 @@ class Invariants:
         self._expect_recycling()
 
     def _expect_recycling(self) -> None:
-        """An idle server that is as old as it may get is replaced; the host's calls come first."""
+        """An idle server that is as old as it may get, has served as many as it may, or is as large,
+        is replaced; the host's calls come first."""
         policy, life = self._policy.recycle, self.lifecycle
-        if policy is None or policy.max_age_s is None or self._active:
+        if policy is None or self._active:
             return
         if life.public_state is not WorkerState.READY or life.is_draining:
             return
-        left_s = max(0.0, self.ready_at + policy.max_age_s - self._scheduler.now)
-        self.expect(
-            Promise.KILLS_AND_RESTARTS,
-            left_s + LATEST_TIMER_S,
-            f"launch {life.epoch} is recycled for its age",
-            lambda: self.lifecycle.state is not life.state or bool(self._active),
-        )
+        left_s = math.inf if policy.max_age_s is None else self._left_s(policy.max_age_s)
+        has_served = any(each.epoch == life.epoch for each in self.requests.values())
+        if has_served and (self._has_served_enough(life.epoch) or self._is_too_large()):
+            left_s = 0.0
+        if left_s < math.inf:
+            self.expect(
+                Promise.KILLS_AND_RESTARTS,
+                left_s + LATEST_TIMER_S,
+                f"launch {life.epoch} is recycled",
+                lambda: self.lifecycle.state is not life.state or bool(self._active),
+            )
+
+    def _left_s(self, max_age_s: float) -> float:
+        return max(0.0, self.ready_at + max_age_s - self._scheduler.now)
+
+    def _has_served_enough(self, epoch: int) -> bool:
+        most = self._policy.recycle.max_requests if self._policy.recycle else None
+        ended = (each for each in self.requests.values() if each.epoch == epoch and each.ended_at)
+        return most is not None and sum(1 for _ in ended) >= most
+
+    def _is_too_large(self) -> bool:
+        most = self._policy.recycle.max_anon_mib if self._policy.recycle else None
+        server = self.living_server
+        return most is not None and server is not None and server.anon_bytes >> 20 >= most
 
     def _check_arrow(self, state: WorkerState) -> None:
         if state not in ARROWS[self.state]:
@@ -367,6 +395,14 @@ class Invariants:
                 self._check_requested(epoch)
             case "degenerate_outputs":
                 self._check_degenerate(epoch, detail)
+            case "server_died" | "out_of_memory":
+                server = self._machine.launched[-1].server
+                lacked = server is not None and server.lack_of_memory is not None
+                if lacked is not (reason == "out_of_memory"):
+                    what = f"launch {epoch} is restarted for {reason}; it lacked memory: {lacked}"
+                    raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
+            case _:
+                self._costs.restarted(epoch, reason, detail)
 
     def _check_requested(self, epoch: int) -> None:
         if self.restarts_ordered == 0:
@@ -376,7 +412,6 @@ class Invariants:
 
     def _check_recycled(self, epoch: int, detail: str) -> None:
         policy = self._policy.recycle
-        ended = [each for each in self.requests.values() if each.epoch == epoch]
         if self.active or policy is None:
             raise Violation(
                 Promise.KILLS_AND_RESTARTS,
@@ -386,10 +421,9 @@ class Invariants:
             policy.max_age_s is not None
             and self._scheduler.now - self.ready_at >= policy.max_age_s - 1e-6
         )
-        if not is_old and (policy.max_requests is None or len(ended) < policy.max_requests):
+        if not (is_old or self._has_served_enough(epoch) or self._is_too_large()):
             raise Violation(
-                Promise.KILLS_AND_RESTARTS,
-                f"launch {epoch} is recycled too early, after {len(ended)} requests: {detail}",
+                Promise.KILLS_AND_RESTARTS, f"launch {epoch} is recycled too early: {detail}"
             )
         self._replaced.add(epoch)
 
@@ -422,7 +456,7 @@ class Invariants:
             check_words(
                 result.get("fail_detail") or "",
                 self._profile,
-                in_time=self._ran_since(self._scheduler.now - 2 * OLD_EXCUSE_S),
+                in_time=self.ran_since(self._scheduler.now - 2 * OLD_EXCUSE_S),
                 heard_at=truth.heard_at,
                 now=self._scheduler.now,
             )
@@ -437,12 +471,17 @@ class Invariants:
                 fault.ended_at = self._scheduler.host_time
         self._check_output(truth, record)
 
-    def _ran_since(self, at: float) -> bool:
+    def ran_since(self, at: float) -> bool:
         """Whether nothing has held up the host."""
         return self._scheduler.halted_until < at and not any(
             fault.kind.scope is Scope.HOST and (fault.ended_at is None or fault.began_at > at)
             for fault in reversed(self.faults)
         )
+
+    @property
+    def ran_s(self) -> float:
+        """For how long the host has run, since it was held up last."""
+        return self._scheduler.now - self._scheduler.halted_until
 
     def _check_excuse(
         self, truth: Truth, state: RequestState, reason: RequestFailReason | None
@@ -602,6 +641,11 @@ class Invariants:
             if not hurried and waited_s < self._grace_s - LATE_S:
                 what = f"launch {epoch} is killed {waited_s:.1f} s after SIGTERM"
                 raise Violation(Promise.KILLS_AND_RESTARTS, what)
+        elif signal is Signal.KILL and self._grace_s > 0.0:
+            kept_at = self.killed_with_evidence[-1][0] if self.killed_with_evidence else -math.inf
+            if kept_at < launched_at and not self._has_excuse(epoch, None):
+                what = f"launch {epoch} is killed without SIGTERM before, and without evidence"
+                raise Violation(Promise.KILLS_AND_RESTARTS, what)
         self.server_killed(epoch, launched_at)
 
     def server_killed(self, epoch: int, launched_at: float) -> None:
@@ -688,6 +732,8 @@ class Invariants:
             return truth.ended_at is not None or fault.ended_at is not None
 
         def spared_s() -> float:
+            if fault.kind.halts_spare:
+                return bound_s - self.ran_s
             if not fault.kind.neighbours_spare:
                 return 0.0
             others = [

@@ -12,6 +12,7 @@ from llama_worker.runtime.http.abortable_socket import Aborted
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import Finish
 from llama_worker.types.request import SubmitResult
+from tests.simulation.bench import IMAGE
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -36,10 +37,11 @@ class SimAbort:
 class ProxiedClient:
     """One response: `ask`, `open` once a slot was granted, `end` in any case."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: World, number: int, has_image: bool) -> None:
         self.closed: WorkerFuture[StreamClosed] = WorkerFuture()
         self.abort = SimAbort()
-        self.exchange = LeasedExchange(self.abort)  # type: ignore[arg-type]
+        self.exchange = LeasedExchange(self.abort, has_media=has_image)  # type: ignore[arg-type]
+        self._content = IMAGE if has_image else "hello"
         self.has_finish = False  # what breaks behind it is no failure to the client
         self._world = world
         self._number = number
@@ -56,7 +58,10 @@ class ProxiedClient:
         """Post the request; what comes is told to the exchange, as its thread does."""
         order = OpenStream(
             turn_id=(self.exchange.request_id, 1),
-            body={"messages": [], "return_progress": True},
+            body={
+                "messages": [{"role": "user", "content": self._content}],
+                "return_progress": True,
+            },
             reply_to=self,
         )
         self.exchange.sends()

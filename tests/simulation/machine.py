@@ -47,6 +47,7 @@ class Machine:
         self.on_signal: Callable[[SimServerProcess, Signal], object] = lambda process, signal: None
         self.on_launch: Callable[[int], object] = lambda epoch: None
         self.on_death: Callable[[LlamaServer], object] = lambda server: None
+        self.on_exit: Callable[[SimServerProcess], object] = lambda process: None
         self.on_exchange: Callable[[Exchange], object] = lambda exchange: None
         self._scheduler = scheduler
         self._dice = dice

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llama_worker.server.blame import fault_of_xid, gpu_lost, uncorrectable_memory_error
+from llama_worker.server.messages import ProbeOutcome
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.server.termination import Signal
 from llama_worker.types.worker import StartFailReason
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 HOUR_S = 3600.0
 _GIVEN_UP_S = EVERY_S + ANSWER_S + 10.0  # timers are late, threads sleep
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
+# Five looks at it, a second apart, each as late as timers are; and what it has to reap.
+_GUARD_SILENT_S = 5 * 1.8 + 3.0
 _EMPTY = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":null}]}\n\n'
 # what goes out before the connection ends, and whether the body ends in the regular way
 _LAST_BYTES = {
@@ -45,6 +48,7 @@ _ARGUMENTS = (
 # NVIDIA's numbers: nothing computes on the GPU any more; a process is gone, which may be another;
 # to be ignored
 _FATAL_XIDS, _PROCESS_XIDS, _HARMLESS_XIDS = (48, 79, 95, 119), (8, 13, 31, 94, 999), (43, 45, 63)
+_HTTP_DEAD = ("HTTP thread dead", "connections cut, HTTP dead")
 _OWN_DICE = 0xD6E8FEB86659FD93
 _LAUNCH_FAILURES = {
     "spawn fails": (StartFailReason.SPAWN_FAILED, "no such file"),
@@ -63,7 +67,7 @@ class Nature:
             world.invariants,
         )
         self._dice, self._profile = dice, world.profile
-        self._for_gpus = Dice(setting.seed ^ _OWN_DICE)  # apart, so that other draws stay
+        self._apart = Dice(setting.seed ^ _OWN_DICE)  # so that other draws stay as they are
         kinds = {KINDS[name]: weight for name, weight in setting.kinds.items()}
         kinds = kinds or {kind: kind.weight for kind in KINDS.values()}
         self.is_calm = False
@@ -94,6 +98,7 @@ class Nature:
         machine.bios_call = self._bios_call
         machine.on_signal = self._on_signal
         machine.on_death = lambda server: self._on_server.pop(server.epoch, None)
+        machine.on_exit = self._on_exit
         world.invariants.on_admitted = self._admitted
 
     def begin(self) -> None:
@@ -154,21 +159,17 @@ class Nature:
     # ------------------------------------------------------------ the server at work
 
     def _to_server(self, kind: Kind, server: LlamaServer) -> None:
-        name, dice, profile = kind.name, self._dice, self._profile
-        limits = (
-            profile.headers_timeout_s,
-            profile.idle_stream_timeout_s,
-            profile.prefill_liveness_timeout_s,
-        )
-        within_s = 0.4 * min(limit or 1e9 for limit in limits)
+        name, dice, within_s = kind.name, self._dice, self._shortest_s()
         match name:
             case "crash":
                 self._crash(server, name, dice.choice((1, 134, 139, -6, -11)))
             case "killed by the system":
+                if self._apart.chance(0.5):
+                    server.lack_of_memory = "the kernel killed it for lack of memory"
                 self._crash(server, name, -9)
             case "guard killed":
                 self._fault(name, epoch=server.epoch)
-                next(each for each in self._machine.launched if each.server is server).kill_guard()
+                self._process_of(server).kill_guard()
             case "pause":
                 self._fault(name, epoch=server.epoch)
                 server.freeze(spins=dice.chance(0.5))
@@ -179,6 +180,14 @@ class Nature:
                 self._later(
                     dice.between(0.1, within_s), partial(self._machine.resume, server), "SIGCONT"
                 )
+            case "guard stopped":
+                self._fault(name, epoch=server.epoch)
+                self._process_of(server).stop_guard(for_ever=dice.chance(0.5))
+            case "connections cut, HTTP dead":
+                self._hurt(name, server)
+                server.http_dead = True
+                for exchange in list(server.exchanges):
+                    server.hang_up(exchange, regular=False)
             case "GPU lost" | "another process's GPU error":
                 self._gpu_error(name, server)
             case "sidecar's CPU":
@@ -188,13 +197,26 @@ class Nature:
             case _:
                 self._wedge(name, server)
 
+    def _shortest_s(self) -> float:
+        """Of pauses that no limit minds."""
+        profile = self._profile
+        limits = (
+            profile.headers_timeout_s,
+            profile.idle_stream_timeout_s,
+            profile.prefill_liveness_timeout_s,
+        )
+        return 0.4 * min(limit or 1e9 for limit in limits)
+
+    def _process_of(self, server: LlamaServer) -> SimServerProcess:
+        return next(each for each in self._machine.launched if each.server is server)
+
     def _gpu_error(self, name: str, server: LlamaServer) -> None:
         """It is told only of a launch that is watched: one that became READY while there was a
         thread for that."""
         epoch, tell = self._machine.gpu_watch
         if epoch != server.epoch:
             return
-        dice = self._for_gpus
+        dice = self._apart
         if name == "GPU lost":
             server.freeze(spins=True)
             self._hurt(name, server)
@@ -237,6 +259,7 @@ class Nature:
         for each in (fault, *self._on_server.get(server.epoch, ())):
             each.ended_at = self._scheduler.host_time
         server.http_dead = server.ignores_term = server.slots_silent = False
+        server.back_at = self._scheduler.now
         server.thaw()
         self._machine.resume(server)
 
@@ -250,7 +273,7 @@ class Nature:
         (`_admitted`)."""
         self._on_server.setdefault(server.epoch, []).append(fault)
         self._bound_active(fault)
-        if fault.kind.name in ("HTTP thread dead", "SIGSTOP", "dead altogether"):
+        if fault.kind.name in (*_HTTP_DEAD, "SIGSTOP", "dead altogether"):
             bound_s = KINDS["HTTP thread dead"].found_within(self._profile, Stage.UNKNOWN)
             if bound_s is not None:
                 self._invariants.expect(
@@ -273,7 +296,7 @@ class Nature:
                 self._expect(fault, truth)
 
     def _expect(self, fault: Fault, truth: Truth) -> None:
-        if fault.kind.name != "HTTP thread dead":  # its requests go on
+        if fault.kind.name not in _HTTP_DEAD:  # its requests go on
             bound_s = fault.kind.found_within(self._profile, self._stage(truth, fault.epoch))
             self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
 
@@ -374,9 +397,13 @@ class Nature:
         fault = self._fault(kind.name, epoch=server.epoch)
         match kind.name:
             case "load crashes" | "crash loop":
+                server.port_taken = self._apart.chance(0.2)
                 server.begin_load(load_s * self._dice.random(), returncode=1)
             case "canary fails":
-                server.is_unfit = True
+                server.first_outcome = ProbeOutcome.UNFIT
+                server.begin_load(load_s)
+            case "a stranger has the port":
+                server.first_outcome = ProbeOutcome.STRANGER
                 server.begin_load(load_s)
             case "load hangs":
                 server.begin_load(None, works=False)
@@ -416,6 +443,12 @@ class Nature:
             seconds = self._dice.log_between(20.0, 900.0)
             self._later(seconds, process.server.become_killable, "what held it up is over")
 
+    def _on_exit(self, process: SimServerProcess) -> None:
+        what = f"the end of launch {process.epoch}, whatever its guard does"
+        self._invariants.expect(
+            Promise.KILLS_AND_RESTARTS, _GUARD_SILENT_S, what, lambda: process.ended
+        )
+
     # ------------------------------------------------------------ the host program
 
     def _to_host(self, kind: Kind) -> None:
@@ -443,7 +476,8 @@ class Nature:
                 server = machine.listening()
                 if name == "host and server stalled" and server is not None and not server.stopped:
                     server.stop_signal()
-                    self._later(seconds, partial(machine.resume, server), "all go on")
+                    later_s = seconds + self._apart.log_between(0.01, self._shortest_s())
+                    self._later(later_s, partial(machine.resume, server), "all go on")
             case "host lacks threads":
                 machine.lacks_threads = True
                 seconds = dice.log_between(0.1, 30.0)

@@ -6,10 +6,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from signal import Signals
+from typing import Any, Literal
 
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError
+from llama_worker.gaps import gap_s
 from llama_worker.mailbox import Mailbox, Reply
 from llama_worker.request.messages import (
     BiosWritten,
@@ -28,6 +30,7 @@ from llama_worker.request.messages import (
 )
 from llama_worker.runtime.http.token_count import COUNT_S
 from llama_worker.runtime.ports import Waitable
+from llama_worker.runtime.probes.readiness import models_outcome
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
@@ -44,7 +47,7 @@ from llama_worker.server.messages import (
     SlotsSeen,
 )
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
-from llama_worker.server.termination import Signal
+from llama_worker.server.termination import GuardSilence, Signal
 from llama_worker.server.traits import server_traits
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure
@@ -112,7 +115,8 @@ class SimRuntime:
         return self.server
 
     def anon_bytes(self, pid: int) -> int | None:
-        return None
+        server = self.machine.find(pid)
+        return None if server is None else server.anon_bytes
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
         return {"root_pid": pid, "processes_count": 1, "processes": []}
@@ -128,26 +132,27 @@ class SimRuntime:
     ) -> SimQuestion:
         self.machine.need_thread()
 
-        def probed(outcome: ProbeOutcome) -> Probed:
+        limit_s = probe_timeout_s(self._config.timeouts)
+        due_at = self.now() + limit_s
+
+        def probed(reply: tuple[int, bytes] | Exception) -> Probed:
             server = self.machine.listening()
+            outcome, detail = models_outcome(reply, lost_s=gap_s(due_at, self.now()))
+            if server is not None and first and outcome is ProbeOutcome.READY:
+                outcome = server.first_outcome
             props = server.props() if server is not None else {}
             traits = server_traits(props, {"prompt": "<|user|>-<|assistant|>"})
-            return Probed(
-                epoch=epoch, outcome=outcome, detail=f"GET /v1/models: {outcome}", traits=traits
-            )
+            return Probed(epoch=epoch, outcome=outcome, detail=detail, traits=traits)
 
         def answer(server: LlamaServer | None) -> Probed | None:
             if server is None:
-                return probed(ProbeOutcome.FAILED)
+                return probed(ConnectionRefusedError())
             if not server.answers:
                 return None
-            if not server.loaded:
-                return probed(ProbeOutcome.LOADING)
-            return probed(ProbeOutcome.UNFIT if server.is_unfit else ProbeOutcome.READY)
+            return probed((200, b"{}") if server.loaded else (503, b""))
 
-        limit_s = probe_timeout_s(self._config.timeouts)
         return SimQuestion(
-            self, "probe", limit_s, reply_to, answer, otherwise=probed(ProbeOutcome.FAILED)
+            self, "probe", limit_s, reply_to, answer, otherwise=lambda: probed(TimeoutError())
         )
 
     def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
@@ -200,7 +205,7 @@ class SimRuntime:
 
         silence = SlotsSeen(epoch=epoch, look=SlotsSilence())
         return SimQuestion(
-            self, "look at the slots", LOOK_TIMEOUT_S, reply_to, answer, otherwise=silence
+            self, "look at the slots", LOOK_TIMEOUT_S, reply_to, answer, otherwise=lambda: silence
         )
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
@@ -214,7 +219,7 @@ class SimRuntime:
             return count if server.answers else None
 
         asker = _Asker(order.reply)
-        SimQuestion(self, "count tokens", COUNT_S, asker, answer, otherwise=no_answer)
+        SimQuestion(self, "count tokens", COUNT_S, asker, answer, otherwise=lambda: no_answer)
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
         self.machine.need_thread()
@@ -275,7 +280,11 @@ class SimServerProcess:
         self._scheduler, self._machine, self._log = runtime.scheduler, runtime.machine, runtime.log
         self._reply_to = reply_to
         self._orders: list[Signal] = []  # given before the process was there
+        self._returncode = 0
         self._guard_killed = False
+        self._guard_stops: Literal["not", "until SIGCONT", "for ever"] = "not"
+        self._held: list[Callable[[], object]] = []  # what the guard does once it goes on
+        self._silence = GuardSilence()
         self._machine.on_launch(epoch)
         self._machine.launched.append(self)
         self._later(0.005, 0.3, self._start, "spawn")
@@ -293,13 +302,41 @@ class SimServerProcess:
 
     def _deliver(self, server: LlamaServer, signal: Signal) -> None:
         act = server.terminate if signal is Signal.TERMINATE else server.kill
+        if signal is not Signal.FORCE:
+            act = partial(self._by_guard, act)
         self._later(0.0002, 0.02, act, f"{signal.name} arrives", of_host=False)
+
+    # ------------------------------------------------------------ the guard
 
     def kill_guard(self) -> None:
         """From outside: the kernel kills the server with it."""
         self._guard_killed = True
         if self.server is not None:
             self.server.kill()
+
+    def stop_guard(self, *, for_ever: bool) -> None:
+        """SIGSTOP, or (`for_ever`) its control group is frozen."""
+        self._guard_stops = "for ever" if for_ever else "until SIGCONT"
+
+    def _by_guard(self, act: Callable[[], object]) -> None:
+        if self._guard_stops == "not":
+            act()
+        else:
+            self._held.append(act)
+
+    def _look_at_guard(self) -> None:
+        """The server has ended, and the guard is to tell so, and that its tree is gone."""
+        number = self._silence.step(self._scheduler.now, owes=not self.ended)
+        if number is Signals.SIGKILL:
+            self._guard_stops, self._held = "not", []
+            self._exited()
+        elif number is Signals.SIGCONT and self._guard_stops == "until SIGCONT":
+            self._guard_stops = "not"
+            for act in self._held:
+                act()
+        wait_ms = self._silence.wait_ms(self._scheduler.now)
+        if wait_ms is not None:
+            self._scheduler.after(wait_ms / 1000, self._look_at_guard, "a look at the guard")
 
     def _later(
         self,
@@ -331,23 +368,44 @@ class SimServerProcess:
     def _server_died(self, returncode: int) -> None:
         """The guard's report comes by a thread of the host's; the rest of the tree is reaped after
         it."""
+        self._returncode = returncode
         if self.server is not None:
             self._machine.answer_waiting(self.server)
             self._machine.on_death(self.server)
+        self._machine.on_exit(self)
+        self._later(0.0005, 1.0, partial(self._by_guard, self._died), "the server has ended")
+        self._look_at_guard()
 
-        def died() -> None:
-            if not self._guard_killed:
-                self._reply_to.tell(Died(epoch=self.epoch, returncode=returncode))
-            self._later(0.0005, 0.2, gone, "the tree is gone")
-
-        def gone() -> None:
-            self.ended = True
-            tail = self._log.tail(40)
+    def _died(self) -> None:
+        if self.ended:
+            return
+        if not self._guard_killed:
             self._reply_to.tell(
-                Exited(epoch=self.epoch, returncode=returncode, log_tail=tail, port_taken=False)
+                Died(
+                    epoch=self.epoch,
+                    returncode=self._returncode,
+                    lack_of_memory=self._lack_of_memory,
+                )
             )
+        self._later(0.0005, 0.2, self._exited, "the tree is gone")
 
-        self._later(0.0005, 1.0, died, "the server has ended")
+    def _exited(self) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self._reply_to.tell(
+            Exited(
+                epoch=self.epoch,
+                returncode=self._returncode,
+                log_tail=self._log.tail(40),
+                port_taken=self.server is not None and self.server.port_taken,
+                lack_of_memory=self._lack_of_memory,
+            )
+        )
+
+    @property
+    def _lack_of_memory(self) -> str | None:
+        return None if self.server is None else self.server.lack_of_memory
 
 
 class SimStream:
@@ -502,7 +560,7 @@ class SimQuestion:
         limit_s: float,
         reply_to: Mailbox[Any],
         answer: Callable[[LlamaServer | None], Any],
-        otherwise: Any,
+        otherwise: Callable[[], Any],
     ) -> None:
         self._scheduler, self._machine = runtime.scheduler, runtime.machine
         self._what, self._limit_s, self._reply_to = what, limit_s, reply_to
@@ -522,8 +580,11 @@ class SimQuestion:
 
     def _fail_after(self, seconds: float) -> None:
         self._event.cancel()
-        tell = partial(self._tell, self._otherwise)
-        self._event = self._scheduler.after(seconds, tell, f"{self._what} ends without an answer")
+
+        def fail() -> None:
+            self._tell(self._otherwise())
+
+        self._event = self._scheduler.after(seconds, fail, f"{self._what} ends without an answer")
 
     def _tell(self, message: Any) -> None:
         self._event.cancel()

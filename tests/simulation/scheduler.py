@@ -119,7 +119,7 @@ class Scheduler:
         self._heap: list[tuple[float, int, Event]] = []
         self._due: list[Event] = []
         self._ready: list[SimulatedActor] = []
-        self._serving: SimulatedActor | None = None
+        self.serving: SimulatedActor | None = None  # whose handler runs
         self._sends_left = math.inf
         self._events_count = 0
         self._starts: dict[str, int] = {}
@@ -215,8 +215,8 @@ class Scheduler:
 
     def _hold(self, act: Callable[[], object]) -> None:
         """Until the actor that does it, and is preempted, is resumed."""
-        assert self._serving is not None
-        self._serving.held.append(act)
+        assert self.serving is not None
+        self.serving.held.append(act)
 
     def _put(self, receiver: SimulatedActor, envelope: Any) -> None:
         receiver.inbox.append(envelope)
@@ -323,7 +323,7 @@ class Scheduler:
         actor, message = simulated.actor, simulated.inbox.popleft().message
         self.messages_count += 1
         self.trace.message(self.now, simulated.name, message)
-        before, self._serving = self._serving, simulated
+        before, self.serving = self.serving, simulated
         self._sends_left = self._choices.preempt_after()
         try:
             if simulated.name in self._breaks:
@@ -336,7 +336,7 @@ class Scheduler:
         except Exception:
             actor.on_failure(*sys.exc_info())
         finally:
-            self._serving, self._sends_left = before, math.inf
+            self.serving, self._sends_left = before, math.inf
         self._requeue(simulated)
         self.after_message(simulated, message)
 

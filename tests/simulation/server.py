@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from llama_worker.server.messages import ProbeOutcome
 from tests.simulation.scheduler import Event, Scheduler
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # CPU ticks per second of a process that waits, and of one thread that computes (b11434)
 IDLE, BUSY = 0.6, 95.0
 PING_S = 30.0
+_START_MIB = 500
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 # The records that are sent most, by far.
@@ -77,6 +79,8 @@ class Build:
     number: int | None = 11434  # as `--version` tells it
     answers_in_batches: bool = True  # `/slots`; builds before b10453 do between two only
     deep_tokens: float = math.inf  # so deep in the context a token takes twice as long
+    leak_mib: int = 0  # with each request
+    drafts: bool = False  # by another model
     idle: Use = IDLE_USE  # under memory pressure the health probe brings back some code
     reading: Use = FROM_DISK  # of a model that comes from disk
     busy: Use = BUSY_USE
@@ -100,6 +104,8 @@ class Reply:
     finish: str = "stop"
     status: int = 200
     cached_tokens: int = 0  # of the prompt: they are not read again
+    encode_s: float = 0.0  # of its image, where it has one
+    draft_s: float = 0.0  # of another model's first reading of the prompt, behind the first token
     twist: str | None = None  # a misbehaviour of faults.py
     twist_at: int = 0  # tokens of the answer before it
 
@@ -124,6 +130,7 @@ class Exchange:
     slot: int | None = None
     is_begun: bool = False  # its slot had a turn in a batch
     processed: int = 0
+    has_image: bool = False
     in_batch: int = 0  # tokens of the prompt in the batch under way
     decoded: int = 0
     has_headers: bool = False
@@ -135,6 +142,7 @@ class Exchange:
     died: bool = False  # its server did
     said: list[str] = field(default_factory=list)  # text sent so far
     advanced_at: float = 0.0
+    sent_at: float = 0.0  # more than headers and keepalives
     began_at: float = 0.0  # its slot's first turn
     read_at: float = 0.0
     ping: Event | None = None
@@ -164,8 +172,12 @@ class LlamaServer:
         self.loaded = self.gone = self.http_dead = self.ignores_term = self.unkillable = False
         self.frozen = False  # the main loop
         self.stopped = False  # SIGSTOP
-        self.is_unfit = False  # it loads, and what it answers is nonsense
+        # of the first probe that it answers; else its canary fails, or a stranger has its port
+        self.first_outcome = ProbeOutcome.READY
         self.killed = False  # SIGKILL was sent
+        self.back_at = -math.inf  # when it last answered again
+        self.port_taken = False  # it ends for this
+        self.lack_of_memory: str | None = None  # the same
         self.advanced_at = scheduler.now
         self.exchanges: list[Exchange] = []
         self.slots: list[Exchange | None] = [None] * build.slots
@@ -186,6 +198,7 @@ class LlamaServer:
         self._terms = 0
         self._used: dict[int, Exchange] = {}  # by slot: who had it last
         self._used_at = [-1.0] * build.slots  # until when
+        self._served_count = 0
 
     # ------------------------------------------------------------ life and signals
 
@@ -262,7 +275,7 @@ class LlamaServer:
     def continue_signal(self) -> None:
         if not self.stopped:
             return
-        self.stopped = False
+        self.stopped, self.back_at = False, self._scheduler.now
         if not self.loaded:
             self._show_load()
         self._go_on()
@@ -348,6 +361,11 @@ class LlamaServer:
     # ------------------------------------------------------------ HTTP
 
     @property
+    def anon_bytes(self) -> int:
+        """It leaks with every request."""
+        return (_START_MIB + self.build.leak_mib * self._served_count) << 20
+
+    @property
     def answers(self) -> bool:
         return not self.gone and not self.http_dead and not self.stopped
 
@@ -364,10 +382,12 @@ class LlamaServer:
             reply=reply,
             processed=reply.cached_tokens,
             request_id=turn_id[0],
+            has_image=_has_image(body),
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
             advanced_at=self._scheduler.now,
         )
         self.exchanges.append(exchange)
+        self._served_count += 1
         if self.build.headers is Headers.AT_ONCE:
             self._send_headers(exchange)
         self.queue.append(exchange)
@@ -413,7 +433,7 @@ class LlamaServer:
             shown: dict[str, Any] = {
                 "id": index,
                 "n_ctx": 4096,
-                "speculative": False,
+                "speculative": self.build.drafts,
                 "is_processing": False,
             }
             last = exchange or self._used.get(index)
@@ -485,6 +505,7 @@ class LlamaServer:
         writing = [exchange for exchange in busy if exchange.has_read]
         seconds = float(sum(max(1, self._next_tokens(each)) for each in writing))
         seconds /= build.decode_tokens_per_s
+        seconds += sum(each.reply.draft_s for each in writing if each.decoded == 1)
         room = build.batch_tokens - len(writing)
         for exchange in busy:
             if exchange.has_read or room <= 0:
@@ -495,6 +516,7 @@ class LlamaServer:
                     return None
                 if exchange.slot is None:
                     continue
+                seconds += exchange.reply.encode_s if exchange.has_image else 0.0
             exchange.in_batch = min(exchange.reply.prompt_tokens - exchange.processed, room)
             room -= exchange.in_batch
             depth = exchange.processed + exchange.in_batch / 2
@@ -594,7 +616,7 @@ class LlamaServer:
         """Bytes of a body, headers first."""
         self._send_headers(exchange)
         if not exchange.over:
-            exchange.spoke = True
+            exchange.spoke, exchange.sent_at = True, self._scheduler.now
             exchange.connection.receive(data)
 
     def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:
@@ -683,6 +705,12 @@ class LlamaServer:
             used.cpu_ticks += used.rate.cpu * span_s
             used.read_bytes += used.rate.read_bytes * span_s
             used.major_faults += used.rate.major_faults * span_s
+
+
+def _has_image(body: Mapping[str, Any]) -> bool:
+    contents = [message["content"] for message in body.get("messages", ())]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(part["type"] == "image_url" for part in parts)
 
 
 def _record(chunk: dict[str, Any]) -> bytes:

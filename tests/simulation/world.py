@@ -136,6 +136,7 @@ class World(Bench):
             on_event=lambda event: self.invariants.told.heard(event),
             result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,
         )
+        self._variety = variety
         self._for_proxy = Dice(setting.seed ^ _PROXY)
         self.invariants: Invariants = Invariants(self)
         self.nature = Nature(self, dice.fork())
@@ -171,7 +172,10 @@ class World(Bench):
             step_tokens=max(1, int(min(tokens // 10, step_s * self.build.decode_tokens_per_s))),
             calls_tool=exchange <= 3 and dice.chance(0.15),
             finish="length" if dice.chance(0.05) else "stop",
+            encode_s=self._variety.log_between(0.01, self._longest_step_s()),
         )
+        if self.build.drafts:
+            reply.draft_s = self._variety.log_between(0.01, self._longest_step_s())
         twist = self.nature.reply_kind(self._twist_chance) if exchange == 1 else None
         if twist is not None and self._is_leased(request_id) and KINDS[twist].most_records:
             twist = None  # what it says is its client's to judge
@@ -183,6 +187,13 @@ class World(Bench):
             )
             self.nature.prepare(twist, request_id, reply)
         return reply
+
+    def _longest_step_s(self) -> float:
+        """Of four requests together, beside a batch: within the limits."""
+        profile = self.profile
+        if self.build.cpu_shows:
+            return 0.06 * (profile.silent_work_timeout_s or 3600.0)
+        return 0.05 * profile.headers_timeout_s
 
     def _is_leased(self, request_id: int) -> bool:
         admitted = self.actor._table.find(request_id)
@@ -338,6 +349,7 @@ class World(Bench):
             open_futures += [self.worker.result(answer["request_id"]), self.worker.ask("hello")]
         simulated = next(each for each in self.scheduler.actors if each.actor is self.actor)
         self.invariants.stop_called_at = self.scheduler.now
+        self.invariants.fault(KINDS["actor's exception"])
         self.scheduler.break_actor(simulated)
         self.scheduler.run_until(
             lambda: not self.scheduler.actors, self.scheduler.now + self.host.stop_bound_s
@@ -370,7 +382,12 @@ def _policy(dice: Dice, hours: float) -> RestartPolicy:
     recycle = None
     if dice.chance(0.3):
         requests, age_s = 1 + dice.below(20), max(dice.log_between(60.0, 1e5), 60.0 * hours)
-        recycle = Recycle(max_requests=requests if dice.chance(0.7) else None, max_age_s=age_s)
+        most = 500 + dice.below(200) if dice.chance(0.3) else None
+        recycle = Recycle(
+            max_requests=requests if dice.chance(0.7) else None,
+            max_age_s=age_s,
+            max_anon_mib=most,
+        )
     return RestartPolicy(
         recycle=recycle,
         degenerate_outputs_before_restart=1 + dice.below(3) if dice.chance(0.3) else None,
@@ -380,7 +397,7 @@ def _policy(dice: Dice, hours: float) -> RestartPolicy:
 def _varied_profile(dice: Dice, profile: TimeoutProfile) -> TimeoutProfile:
     return replace(
         profile,
-        stop_grace_s=dice.choice((10.0, 10.0, 0.0, 1.5, 30.0)),
+        stop_grace_s=dice.choice((10.0, 10.0, 0.0, 0.5, 30.0)),
         kill_timeout_s=dice.choice((10.0, 10.0, 4.0, 15.0)),
         liveness_probe_interval_s=dice.choice((5.0, 5.0, 2.0, 8.0)),
     )
@@ -408,6 +425,8 @@ def _varied_build(dice: Dice, build: Build) -> Build:
         build,
         number=number,
         answers_in_batches=answers_in_batches,
+        drafts=dice.chance(0.15),
+        leak_mib=dice.choice((0, 5, 20)),
         idle=dice.choice(_IDLE),
         reading=dice.choice(_READING),
         busy=dice.choice((BUSY_USE, Use(cpu=60.0))),
