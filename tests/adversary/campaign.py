@@ -67,7 +67,8 @@ def run(count: int, seed: int, kinds: Sequence[str] = (), *, jobs: int = 1) -> C
         if jobs > 1
         else nullcontext() as pool
     ):
-        for part in pool.map(play, parts) if pool else map(play, parts):
+        # not `map`, which a StopIteration of a case would end as if all were done
+        for part in pool.map(play, parts) if pool else (play(part) for part in parts):
             total.add(part)
             print(*part.wrong, sep="\n", end="\n" * bool(part.wrong), flush=True)
             print(f"{len(total.found):,} of {count:,} found", end="\r", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from llama_worker.errors import RequestFailed
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.pace import Pace
 from llama_worker.types.request import RequestState
-from tests.simulation.bench import Bench
+from tests.simulation.bench import IMAGE, Bench
 from tests.simulation.dice import Dice
 from tests.simulation.scheduler import Choices
 from tests.simulation.server import Build, Exchange, Headers, LlamaServer, Reply
@@ -34,6 +34,7 @@ HORIZON_S = 3 * 3600.0
 # it shows.
 SLACK_S = 25.0
 DEEPEST = 4.0  # how much longer a token at the end of the longest prompts takes than the first
+_MEDIA = 0x94D049BB133111EB
 FOREIGN = 1_000_000  # request ids of other clients of the same server
 
 
@@ -64,6 +65,8 @@ class Case(Bench):
     ) -> None:
         dice = self.dice = Dice(seed)
         build, self.deepest, self.batch_s, self.longest_batch_s = _build(dice)
+        self.for_media = Dice(seed ^ _MEDIA)  # so that other draws stay as they are
+        build = replace(build, drafts=self.for_media.chance(0.1))
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
         # anybody works.
         self.has_strangers = build.cpu_shows and dice.chance(0.5)
@@ -85,6 +88,7 @@ class Case(Bench):
         self.machine.reply_to = self._reply
         self.machine.twist = self._hold_back
         self.to_come = 0
+        self.has_images = False  # which take as long as they take
         self.was_halted = False  # a batch that took the machine's sleep, too, passes for a long one
         self.paused_s = 0.0  # in all, by what is honest
         self._running = 0
@@ -127,8 +131,11 @@ class Case(Bench):
 
     @property
     def slots_are_clear(self) -> bool:
-        """Whether `/slots` shows at any time what each request does, and nobody new comes."""
-        return self.build.shows_slots and self.build.answers_in_batches and self.all_have_come
+        """Whether `/slots` shows at any time what each request does, and nobody new comes. What a
+        draft model reads behind a first token is not shown."""
+        is_seen = not self.build.drafts or all(each.decoded > 1 for each in self.server.busy)
+        tells = self.build.shows_slots and self.build.answers_in_batches
+        return tells and is_seen and self.all_have_come
 
     @property
     def all_have_come(self) -> bool:
@@ -161,12 +168,10 @@ class Case(Bench):
 
     def _promised_s(self) -> float | None:
         """With what the watch had learnt by the end."""
-        watchdog = next(
-            each.actor for each in self.scheduler.actors if each.actor.role == "watchdog"
-        )
-        watch = watchdog._watch
         if self.promised_s is None or not self.by_pace:
             return self.promised_s
+        actors = [each.actor for each in self.scheduler.actors]
+        (watch,) = [actor._watch for actor in actors if actor.role == "watchdog"]
         reading = [each for each in self.server.busy if not each.decoded]
         tokens = sum(each.in_batch or 1 for each in self.server.busy)
         depth = max(each.processed + each.in_batch for each in reading)
@@ -197,7 +202,9 @@ class Case(Bench):
 
     def _submit(self) -> None:
         self.to_come -= 1
-        answer = self.worker.submit("job", "", "hello")
+        has_image = self.for_media.chance(0.1)
+        self.has_images |= has_image
+        answer = self.worker.submit("job", "", IMAGE if has_image else "hello")
         self._running += 1
         answer._on_resolved(partial(self._admitted, answer))
 
@@ -314,10 +321,18 @@ class Case(Bench):
             reasoning_tokens=0,
             text_tokens=steps * step_tokens,
             step_tokens=step_tokens,
+            encode_s=self.for_media.log_between(0.1, self._longest_look_s()),
+            draft_s=self.for_media.log_between(0.1, self._longest_look_s()) * build.drafts,
         )
         if holds_back:
             reply.twist, reply.twist_at = "held back", 1 + dice.below(reply.text_tokens)
         return reply
+
+    def _longest_look_s(self) -> float:
+        """At an image, or at a prompt by a draft model. Who waits knows that somebody works by CPU
+        time only."""
+        longest_s = 400.0 if self.build.cpu_shows and not self.has_strangers else 15.0
+        return longest_s / self.build.slots
 
     def _hold_back(self, server: LlamaServer, exchange: Exchange) -> None:
         """It generates, and what it says may be the start of something: nothing is sent for
@@ -364,7 +379,7 @@ def _build(dice: Dice) -> tuple[Build, float, float, float]:
     longest_s = (250.0 if cpu_shows else 90.0) / slots
     batch_s = dice.log_between(0.05, longest_s)
     deepest = dice.log_between(1.0, DEEPEST)
-    number = dice.choice((*[11434] * 8, 10019, None))
+    number = dice.choice((*[11434] * 7, 9093, 10019, None))
     build = Build(
         number=number,
         answers_in_batches=number == 11434 or (number is None and dice.chance(0.5)),

@@ -57,7 +57,7 @@ def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     server.freeze(spins=spins)
     if any(not each.decoded for each in server.busy):  # as a long batch looks, too
         case.promised_s = LAST_RESORT_S + SLACK_S
-        case.by_pace = case.slots_are_clear and not case.was_halted
+        case.by_pace = case.slots_are_clear and not case.was_halted and not case.has_images
     else:
         case.promised_s = _promise_by_slots(case)
 
@@ -75,7 +75,7 @@ def stuck_queue(case: Case, targets: list[Exchange]) -> None:
     silent_after_s = case.dice.log_between(0.1, 200.0)
     case.later(silent_after_s, partial(setattr, server, "slots_silent", True))
     case.promised_s, case.by_pace = LAST_RESORT_S + SLACK_S, False
-    if case.slots_are_clear and case.build.number == 11434:
+    if case.slots_are_clear and case.build.number == 11434 and not case.has_images:
         case.promised_s = max(SUSPECT_S, silent_after_s) + SILENT_S + SLACK_S
 
 
@@ -117,7 +117,8 @@ def frozen_progress(case: Case, targets: list[Exchange]) -> None:
     case.server.freeze(spins=True)
     case.server.repeat(targets[0], 1.0, partial(case.server.send_progress, targets[0]))
     case.promised_s = _promise_by_slots(case)
-    if case.build.answers_in_batches or not case.build.shows_slots:
+    drafts = case.build.drafts and any(each.decoded == 1 for each in case.server.busy)
+    if (case.build.answers_in_batches and not drafts) or not case.build.shows_slots:
         # else somebody's batch may be under way, unseen
         case.promised_s = min(case.promised_s, IDLE_S + SLACK_S)
 
