@@ -107,13 +107,15 @@ class Costs:
         return [each for each in known if each is not truth and each.epoch == truth.epoch]
 
     def _another_is_served(self, truth: Truth) -> bool:
-        """Another has had text for certain, within the time that counts, and the watch knows it."""
+        """Another has had text for certain, within the time that counts, and the watch knows it: a
+        request tells of its present turn only."""
         now = self._invariants.now
         if not self._invariants.ran_since(now - 2 * self._window_s - 60.0):
             return False
         return any(
             now - self._window_s + 1.0 <= at <= now - _LAG_S
             for each in self._others(truth)
+            if len(each.exchanges) == 1
             for at in each.text_at
         )
 
@@ -160,6 +162,8 @@ class Costs:
         invariants, now = self._invariants, self._invariants.now
         server = invariants.living_server
         if server is None or server.epoch != truth.epoch or server.answers:
+            return
+        if not invariants.ran_since(now - 60.0):  # it may lack the threads for a probe
             return
 
         def is_over() -> bool:

@@ -354,7 +354,11 @@ class Invariants:
                 Promise.KILLS_AND_RESTARTS,
                 left_s + LATEST_TIMER_S,
                 f"launch {life.epoch} is recycled",
-                lambda: self.lifecycle.state is not life.state or bool(self._active),
+                lambda: (
+                    self.lifecycle.state is not life.state
+                    or bool(self._active)
+                    or self.living_server is None
+                ),
             )
 
     def _left_s(self, max_age_s: float) -> float:
@@ -367,7 +371,7 @@ class Invariants:
 
     def _is_too_large(self) -> bool:
         most = self._policy.recycle.max_anon_mib if self._policy.recycle else None
-        server = self.living_server
+        server = self._machine.launched[-1].server
         return most is not None and server is not None and server.anon_bytes >> 20 >= most
 
     def _check_arrow(self, state: WorkerState) -> None:
