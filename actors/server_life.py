@@ -219,9 +219,10 @@ class ServerLife:
             return
         due = recycle_due(
             policy,
-            ready_for_s=now - ready_at,
+            ready_at=ready_at,
             requests_count=self._requests_count,
             anon_bytes=anon_bytes,
+            now=now,
         )
         if due is not None:
             self.handle(due, now)

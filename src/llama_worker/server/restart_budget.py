@@ -150,10 +150,10 @@ class RecycleDue(Struct, frozen=True):
 
 
 def recycle_due(
-    policy: Recycle, *, ready_for_s: float, requests_count: int, anon_bytes: int | None
+    policy: Recycle, *, ready_at: float, requests_count: int, anon_bytes: int | None, now: float
 ) -> RecycleDue | None:
-    """Why a server that has been READY for so long, and answered so many requests, is due
-    for replacement.
+    """Why a server that has been READY since then, and answered so many requests, is due for
+    replacement.
 
     `anon_bytes`: its anonymous memory, swapped out or not; None: unknown. Memory of mapped files is
     the kernel's.
@@ -161,8 +161,9 @@ def recycle_due(
     if policy.max_requests is not None and requests_count >= policy.max_requests:
         ended = f"{requests_count} requests ended"
         return RecycleDue(f"{ended} (limit: max_requests {policy.max_requests})")
-    if policy.max_age_s is not None and ready_for_s >= policy.max_age_s:
-        return RecycleDue(f"ready for {ready_for_s:.0f} s (limit: max_age_s {policy.max_age_s:g})")
+    if policy.max_age_s is not None and now >= ready_at + policy.max_age_s:
+        ready = f"ready for {now - ready_at:.0f} s"
+        return RecycleDue(f"{ready} (limit: max_age_s {policy.max_age_s:g})")
     if (
         policy.max_anon_mib is not None
         and anon_bytes is not None

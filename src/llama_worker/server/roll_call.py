@@ -35,7 +35,7 @@ class RollCall:
     @property
     def deadline(self) -> float | None:
         """When to look again; None: there is nothing to do."""
-        instants = [at + self._gaps.lost_s(at) + ANSWER_S for at in self._owing.values()]
+        instants = [self._due_at(at) for at in self._owing.values()]
         if self._next_at is not None:
             instants.append(self._next_at)
         return min(instants, default=None)
@@ -72,8 +72,7 @@ class RollCall:
 
     def silent(self, now: float) -> list[Member]:
         """Those that count as dead."""
-        return [
-            member
-            for member, at in self._owing.items()
-            if now - at - self._gaps.lost_s(at) >= ANSWER_S
-        ]
+        return [member for member, at in self._owing.items() if now >= self._due_at(at)]
+
+    def _due_at(self, asked_at: float) -> float:
+        return asked_at + self._gaps.lost_s(asked_at) + ANSWER_S

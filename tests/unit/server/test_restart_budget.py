@@ -137,5 +137,13 @@ def test_the_window_counts_what_is_younger_than_it() -> None:
 def test_an_idle_server_is_due_for_replacement(
     policy: Recycle, ready_s: float, requests: int, anon: int | None, says: str | None
 ) -> None:
-    found = recycle_due(policy, ready_for_s=ready_s, requests_count=requests, anon_bytes=anon)
+    found = recycle_due(policy, ready_at=0.0, requests_count=requests, anon_bytes=anon, now=ready_s)
     assert (found.detail if found else None) == says
+
+
+def test_age_is_due_at_the_very_instant_of_its_alarm() -> None:
+    ready_at, max_age_s = 1000.2, 60.1
+    alarm_at = ready_at + max_age_s
+    assert alarm_at - ready_at < max_age_s  # rounded
+    policy = Recycle(max_age_s=max_age_s)
+    assert recycle_due(policy, ready_at=ready_at, requests_count=0, anon_bytes=None, now=alarm_at)

@@ -27,6 +27,12 @@ def test_who_owes_an_answer_for_long_is_dead(now: float, silent: list[object]) -
     assert asked_at(100.0).silent(now) == silent
 
 
+def test_silence_is_over_at_the_very_instant_of_its_alarm() -> None:
+    at = 1000.1
+    assert at + ANSWER_S - at < ANSWER_S  # rounded
+    assert asked_at(at).silent(at + ANSWER_S) == [STUCK]
+
+
 def test_each_is_asked_again_once_it_has_answered() -> None:
     roll_call = asked_at(100.0)
     assert roll_call.due(MEMBERS, 100.0 + EVERY_S - 0.1) == []
