@@ -6,7 +6,7 @@ Keeps output: it only grows, and after any ending it is what had come up to the 
   decided.
 Hung or slow: nothing is given up, and no server ended, without a fault that excuses it; what is
   wedged is found within its kind's bound.
-Answers at once: every future resolves within its bound.
+Answers at once: every future resolves within its bound; no actor spins on its alarm.
 Kill and restart: states change along the documented arrows, restarts keep to the budget, follow
   their backoff in time and happen when planned; SIGKILL comes after the grace; old news changes
   nothing; once faults stop, the worker comes to rest and a fresh request completes.
@@ -31,6 +31,7 @@ from typing import Any
 
 from llama_worker.actors.messages import WaitSlot
 from llama_worker.gaps import LATE_S
+from llama_worker.mailbox import Tick
 from llama_worker.request.messages import RequestEnded, StreamEvents
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server.blame import is_degenerate
@@ -68,6 +69,7 @@ ARROWS = {
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUIET_S = 60.0  # so long without a call of the host's, and what happens is the worker's own doing
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
+_MOST_TICKS = 20
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
 
 
@@ -148,6 +150,7 @@ class Invariants:
         self.told = Told(self, bench.build, bench.config.slots)
         self._termed_at: dict[int, float] = {}  # by launch, when SIGTERM was first ordered
         self._stale_before: Lifecycle | None = None
+        self._rang_at: dict[str, deque[float]] = {}
         self._backing_off: BackingOff | None = None  # the state whose end is expected
         bench.scheduler.before_message = self.before_message
         bench.scheduler.after_message = self.after_message
@@ -215,6 +218,8 @@ class Invariants:
     # ------------------------------------------------------------ every step
 
     def before_message(self, actor: SimulatedActor, message: Any) -> None:
+        if type(message) is Tick:
+            self._check_alarm(actor)
         if type(message) is StreamEvents:
             truth = self.requests.get(message.turn_id[0])
             if truth is not None:
@@ -229,6 +234,15 @@ class Invariants:
             epoch = getattr(message, "epoch", None)
             if epoch is not None and epoch < self.lifecycle.epoch:
                 self._stale_before = self.lifecycle
+
+    def _check_alarm(self, actor: SimulatedActor) -> None:
+        """What was due is done, and not due again at once: an actor has fewer deadlines than that
+        at a time."""
+        rang_at = self._rang_at.setdefault(actor.name, deque(maxlen=_MOST_TICKS))
+        rang_at.append(self._scheduler.now)
+        if len(rang_at) == _MOST_TICKS and self._scheduler.now - rang_at[0] < 1.0:
+            what = f"the alarm of {actor.name} rings {_MOST_TICKS} times within a second"
+            raise Violation(Promise.ANSWERS, what)
 
     def on_told(self, message: Any) -> None:
         if type(message) is Unkillable:
