@@ -74,6 +74,12 @@ CALM = (1.0, 0.046593980057776534)
             (1.0, 0.20408163265306123),
             id="a lease heard its finish behind its end",
         ),
+        pytest.param(
+            138223323556463,
+            5.23535762498518,
+            (75.34246575342465, 6.84931506849315),
+            id="probes were in time where every look was late",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(

@@ -196,7 +196,8 @@ class ServerWatch:
             return
         lost_s = gap_s(due_at, now)
         if not lost_s:
-            self._gaps_in_a_row = 0
+            if self._look_at is None or now >= self._look_at:  # not for a probe between late looks
+                self._gaps_in_a_row = 0
             return
         self._add_gap(now, lost_s)
         self._gaps_in_a_row += 1

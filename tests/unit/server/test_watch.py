@@ -313,3 +313,23 @@ def test_a_launch_before_ready_ignores_causes_to_probe(news: messages.WatchdogMe
     watch.step(Launch(epoch=1), 0.0)
     watch.step(Launched(epoch=1, pid=5), 0.01)
     assert watch.step(news, 0.02) == []
+
+
+def test_a_hang_is_found_though_every_look_is_late() -> None:
+    """The probe that failed over each gap is made again in time."""
+    step = ready(
+        TimeoutProfile(
+            idle_stream_timeout_s=1.0,
+            suspect_after_s=None,
+            liveness_probe_interval_s=8.0,
+            health_probe_interval_s=10.0,
+        )
+    )
+    step(Watch(request_id=1, request=Nobody()), 0.2)
+    asked: list[bool] = []
+    for now in range(20, 20 * (FORGIVEN_IN_A_ROW + 2), 20):
+        effects = [*step(Tick(), now), *step(Tick(), now + 1.0)]
+        assert PROBE in effects
+        step(probed(ProbeOutcome.READY), now + 1.1)
+        asked.append(any(type(each) is AskForProgress and each.for_verdict for each in effects))
+    assert asked == [*[False] * FORGIVEN_IN_A_ROW, True]
