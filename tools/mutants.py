@@ -165,7 +165,7 @@ class Hunter:
     def __init__(self, tree: Tree, hours: float, seed: int, *, simulator_only: bool) -> None:
         self._tree, self._simulator_only = tree, simulator_only
         campaign = ("-m", "tests.simulation", "--seed", str(seed), "--hours", str(hours))
-        adversary = ("-m", "tests.adversary", "--seed", str(seed), "--count", "80")
+        adversary = ("-m", "tests.adversary", "--seed", str(seed), "--count", "300")
         self._simulation = (
             Stage("adversary", (sys.executable, *adversary)),
             Stage("fixed runs", _pytest(FIXED_RUNS)),
