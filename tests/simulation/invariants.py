@@ -352,8 +352,8 @@ class Invariants:
         self._expect_recycling()
 
     def _expect_recycling(self) -> None:
-        """An idle server that is as old as it may get, has served as many as it may, or is as large,
-        is replaced; the host's calls come first."""
+        """An idle server that is as old as it may get, has served as many as it may, or is as
+        large, is replaced; the host's calls come first."""
         policy, life = self._policy.recycle, self.lifecycle
         if policy is None or self._active:
             return
