@@ -353,7 +353,8 @@ class Case(Bench):
         build = self.build
         if not build.cpu_shows and self.config.slots > build.slots:
             return 8.0  # a step of the others and a pause come on top, where somebody waits
-        if not build.shows_slots:  # it cannot be told from a dead stream beside live ones
+        if not (build.shows_slots and build.answers_in_batches):
+            # while batches are long it cannot be told from a dead stream beside live ones
             return 300.0 if build.cpu_shows else 60.0
         return 600.0
 
