@@ -76,18 +76,19 @@ def test_a_proxys_own_server_ends_with_it(tmp_path: Path) -> None:
     assert not psutil.pid_exists(journal.wait("launched")["pid"])
 
 
-@pytest.mark.parametrize("given", [[], ["--timeouts", "fast"]])
+@pytest.mark.parametrize("named", ["", "slow", "slow_prefill", "fast"])
 def test_timeouts_are_those_of_whichever_server(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
+    named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one that is there, and of one that is started."""
     timeouts: list[TimeoutProfile] = []
     monkeypatch.setattr(
         "llama_worker.cli.proxy.serve", lambda _, **config: timeouts.append(config["timeouts"])
     )
+    given = ["--timeouts", named] if named else []
     result = CliRunner().invoke(app, ["responses-proxy", "--upstream", "http://a", *given])
     assert result.exit_code == 0, result.output
-    assert timeouts == [TimeoutProfile.fast() if given else TimeoutProfile.slow_prefill()]
+    assert timeouts == [TimeoutProfile.fast() if named == "fast" else TimeoutProfile.slow_prefill()]
     started = ServerChoice(url=None, model=None, server=None, slots=1, command="server {port}")
     assert _worker_config(started, None, timeouts[0]).timeouts == timeouts[0]
 

@@ -8,7 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
 from typer.core import TyperCommand
@@ -18,7 +18,7 @@ from llama_worker.cli import exits, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
 from llama_worker.cli.text import plain_help, wrapped
-from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset
+from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset, TimeoutProfile
 from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.runtime.process.free_port import free_port
@@ -114,8 +114,8 @@ ServerArgOption = Annotated[
     typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated."),
 ]
 TimeoutsOption = Annotated[
-    TimeoutPreset,
-    typer.Option(metavar="PRESET", help="Time limits: slow_prefill, normal, fast or debug."),
+    Literal["slow", TimeoutPreset],
+    typer.Option(metavar="PRESET", help="Limits: slow (for slow_prefill), normal, fast or debug."),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")
@@ -171,7 +171,7 @@ def run_command(
         int | None,
         typer.Option(min=1, max=65535, metavar="N", help="Where the server listens [a free port]."),
     ] = None,
-    timeouts: TimeoutsOption = "slow_prefill",
+    timeouts: TimeoutsOption = "slow",
     as_json: JsonOption = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")
@@ -207,7 +207,7 @@ def run_command(
                 port=port or _free_port(),
                 slots=slots,
                 extra_args=(*words, *(server_arg or ())),
-                timeouts=timeouts,
+                timeouts=_profile(timeouts),
                 exit_tools=ALL_EXIT_TOOLS if exit_tools else (),
                 bios_provider=default_bios if exit_tools else None,
             )
@@ -337,7 +337,7 @@ def responses_proxy_command(
             metavar="CMD", help="Start this llama-server; {host}, {port} and {slots} are filled in."
         ),
     ] = None,
-    timeouts: TimeoutsOption = "slow_prefill",
+    timeouts: TimeoutsOption = "slow",
 ) -> int:
     """Serve OpenAI's Responses API.
 
@@ -355,13 +355,17 @@ def responses_proxy_command(
         ca_file=ca_file,
         max_concurrent=max_concurrent,
         allow_origins=tuple(allow_origin or ()),
-        timeouts=TIMEOUT_PRESETS[timeouts](),
+        timeouts=_profile(timeouts),
     )
 
 
 def _given(**options: Any) -> dict[str, Any]:
     """Those that were given; the server decides on the others."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _profile(named: Literal["slow", TimeoutPreset]) -> TimeoutProfile:
+    return TIMEOUT_PRESETS["slow_prefill" if named == "slow" else named]()
 
 
 def _free_port() -> int:

@@ -10,7 +10,7 @@ from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import Model
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
-from llama_worker.config.profiles import TIMEOUT_PRESETS, RestartPolicy, TimeoutPreset
+from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import WorkerStartError
 from llama_worker.runtime.process import server_program
@@ -31,17 +31,18 @@ def find_server(named: str | None, *, option: str = "--server") -> FoundServer:
 
 
 def worker_config(
-    model: Model, executable: str, *, timeouts: TimeoutPreset = "slow_prefill", **config: Any
+    model: Model, executable: str, *, timeouts: TimeoutProfile | None = None, **config: Any
 ) -> WorkerConfig:
     """One worker that is never restarted by itself: who sits at the terminal is told.
 
-    `config`: further arguments of `WorkerConfig.for_model`. Raises ConfigError. Pure.
+    `timeouts`: `slow_prefill` if left out; `config`: further arguments of `WorkerConfig.for_model`.
+    Raises ConfigError. Pure.
     """
     return WorkerConfig.for_model(
         model.path,
         name="run",
         executable=executable,
-        timeouts=replace(TIMEOUT_PRESETS[timeouts](), stop_grace_s=_STOP_GRACE_S),
+        timeouts=replace(timeouts or TimeoutProfile.slow_prefill(), stop_grace_s=_STOP_GRACE_S),
         restart=RestartPolicy.never(),
         **config,
     )
