@@ -196,19 +196,13 @@ class ResponseRun:
             self._first = b"" if self._sink is None else self._sink.encode(self._events.begin())
 
     def before_reading(self) -> None:
-        """Keep the client that has waited for long. What may follow a finish is not awaited for
-        ever."""
+        """Keep the client that has waited for long."""
         if self._sink is not None:
             if self._sink.before_reading is not None:
                 self._sink.before_reading()
             if time.monotonic() >= self._sent_at + self._heartbeat_s:
                 self.begin()
                 self._send(self._events.heartbeat())
-        deadline = self._events.deadline
-        if deadline is not None and not self._abort.wait_readable(
-            max(deadline - time.monotonic(), 0.0)
-        ):
-            self._abort.abort()
 
     def begin(self) -> None:
         self._write([])
@@ -216,19 +210,27 @@ class ResponseRun:
     def to_the_end(self, chat: ChatExchange) -> None:
         """Drive it. Raises OSError where the client has left; the response is over in any case."""
         self.prepare()
+        deadline: float | None = None  # what may follow a finish is not awaited for ever
         try:
             while not self._events.over:
                 if not chat.can_read:
                     if self._first and not self._abort.wait_readable(_TOGETHER_S):
                         self.begin()
                     self.before_reading()
+                    if deadline is not None and not self._abort.wait_readable(
+                        max(deadline - time.monotonic(), 0.0)
+                    ):
+                        self._abort.abort()
                 read = chat.read()
                 now = time.monotonic()
                 if read is None:
                     self._send(self._events.closed(chat.failure))
                 else:
                     events = [event for each in read for event in self._events.feed(each, now)]
-                    self._send([*events, *self._events.tick(now)])
+                    deadline = self._events.deadline
+                    if deadline is not None:
+                        events += self._events.tick(now)
+                    self._send(events)
         finally:
             chat.close()
             self.abandon()
