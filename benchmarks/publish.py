@@ -200,9 +200,7 @@ def measure(figures: Figures, names: Sequence[str]) -> None:
             path = Path(directory) / f"{name}.json"
             command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
             print(f"{time.monotonic() - began:4.0f} s  {' '.join(command[1:])}", flush=True)
-            done = subprocess.run(
-                command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             figures[name] = json.loads(path.read_text())
             figures["text"][name] = done.stdout.strip().partition("\n")[2]
             loads.append(os.getloadavg()[0])
