@@ -66,7 +66,7 @@ class Case(Bench):
         dice = self.dice = Dice(seed)
         build, self.deepest, self.batch_s, self.longest_batch_s = _build(dice)
         self.for_media = Dice(seed ^ _MEDIA)  # so that other draws stay as they are
-        build = replace(build, drafts=self.for_media.chance(0.1))
+        build = replace(build, drafts=self.for_media.chance(0.05))
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
         # anybody works.
         self.has_strangers = build.cpu_shows and dice.chance(0.5)
@@ -88,6 +88,7 @@ class Case(Bench):
         self.machine.reply_to = self._reply
         self.machine.twist = self._hold_back
         self.to_come = 0
+        self._draws_images = self.for_media.chance(0.05)
         self.has_images = False  # which take as long as they take
         self.was_halted = False  # a batch that took the machine's sleep, too, passes for a long one
         self.paused_s = 0.0  # in all, by what is honest
@@ -202,7 +203,7 @@ class Case(Bench):
 
     def _submit(self) -> None:
         self.to_come -= 1
-        has_image = self.for_media.chance(0.1)
+        has_image = self._draws_images and self.for_media.chance(0.5)
         self.has_images |= has_image
         answer = self.worker.submit("job", "", IMAGE if has_image else "hello")
         self._running += 1
