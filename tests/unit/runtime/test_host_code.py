@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -65,26 +64,42 @@ def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
 
 
 def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[threading.Thread] = []
+    begun: list[Callable[[], object]] = []
+    monkeypatch.setattr(host_code, "run_probe", begun.append)
     told, seen = Told(), list[str]()
-
-    def run_probe(call: Callable[[], object]) -> None:
-        threads.append(threading.Thread(target=call))
-        threads[-1].start()
 
     class Slow(Probe):
         def probe(self, root_pid: int, now: float) -> LivenessEvidence:
             seen.append(f"into {root_pid}")
-            if root_pid == 1:  # meanwhile the server is started anew
-                looks.look(Look(epoch=2, probe=0, round=1, fresh=True), 2, told)
-                threads[-1].join(0.05)
+            if root_pid == 1:  # meanwhile the server is started anew, twice
+                for pid in (2, 3):
+                    looks.look(Look(epoch=pid, probe=0, round=1, fresh=True), pid, told)
             seen.append(f"out of {root_pid}")
             return super().probe(root_pid, now)
 
-    monkeypatch.setattr(host_code, "run_probe", run_probe)
     looks = OneAtATime(Slow(None))
     looks.look(Look(epoch=1, probe=0, round=1, fresh=False), 1, told)
-    for thread in threads:  # the first starts the second
-        thread.join(10)
-    assert seen == ["into 1", "out of 1", "into 2", "out of 2"]
-    assert [evidence.look.epoch for evidence in told] == [1, 2]
+    (call,) = begun
+    call()
+    assert seen == ["into 1", "out of 1", "into 3", "out of 3"]
+    assert [evidence.look.epoch for evidence in told] == [1, 3]
+    assert len(begun) == 1
+    looks.look(Look(epoch=3, probe=0, round=2, fresh=False), 3, told)
+    assert len(begun) == 2
+
+
+def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Callable[[], object]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    looks, order, told = (
+        OneAtATime(Probe(None)),
+        Look(epoch=1, probe=0, round=1, fresh=True),
+        Told(),
+    )
+    monkeypatch.setattr(host_code, "run_probe", refuse)
+    with pytest.raises(RuntimeError):
+        looks.look(order, 1, told)
+    monkeypatch.setattr(host_code, "run_probe", lambda call: call())
+    looks.look(order, 1, told)
+    assert [evidence.alive for evidence in told] == [True]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from llama_worker.bios import PromptError, run_bios
@@ -154,18 +155,34 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
 
 
 class OneAtATime:
-    """The looks of one probe: one may still be out from a launch that is over, and the next waits
-    for it. Thread-safe."""
+    """The looks of one probe, which may still be out from a launch that is over: the next one waits
+    until it has returned. Thread-safe."""
 
     def __init__(self, probe: LivenessProbe) -> None:
         self._probe = probe
-        self._is_out = threading.Lock()
+        self._lock = threading.Lock()
+        self._is_out = False
+        self._next: Callable[[], None] | None = None
 
     def look(self, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         """Raises RuntimeError where the system has no thread left."""
+        call = partial(look, self._probe, order, root_pid, reply_to)
+        with self._lock:
+            if self._is_out:
+                self._next = call  # in the place of one whose launch is over, too
+                return
+            self._is_out = True
+        try:
+            run_probe(partial(self._go_on, call))
+        except RuntimeError:
+            with self._lock:
+                self._is_out = False
+            raise
 
-        def look_alone() -> None:
-            with self._is_out:
-                look(self._probe, order, root_pid, reply_to)
-
-        run_probe(look_alone)
+    def _go_on(self, call: Callable[[], None]) -> None:
+        following: Callable[[], None] | None = call
+        while following is not None:
+            following()
+            with self._lock:
+                following, self._next = self._next, None
+                self._is_out = following is not None
