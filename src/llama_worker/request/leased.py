@@ -164,8 +164,10 @@ class LeasedRequest:
     def closed(self, failure: StreamFailure | None) -> None:
         """The exchange with the server is over; None: in the regular way."""
         self._waits = False
-        in_one_piece = self._in_one_piece and failure is None
-        self._conclude(Finished(None) if in_one_piece else self._turn_end.closed(failure))
+        if self._in_one_piece and not failure:
+            self._conclude(Finished(None))
+        else:
+            self._conclude(self._turn_end.closed(failure))
 
     def end(self, now: float) -> RequestRecord | None:
         """Who sent it is done with it: its record.
@@ -228,8 +230,10 @@ class LeasedRequest:
     @property
     def has_finished(self) -> bool:
         """The model came to its regular end."""
-        is_over = isinstance(self._state, _Over) and self._state.outcome.fail_reason is None
-        return is_over or self._turn_end.finish_reason is not None
+        match self._state:
+            case _Over(outcome=Outcome(fail_reason=None)):
+                return True
+        return self._turn_end.finish_reason is not None
 
     @property
     def has_ended(self) -> bool:
@@ -301,8 +305,9 @@ class LeasedRequest:
         if self.has_ended:
             return []
         self._conclude_finished()
-        if isinstance(self._state, _Over) and self._state.outcome.fail_reason is None:
-            return self._end(self._state.outcome, now)
+        match self._state:
+            case _Over(outcome=Outcome(fail_reason=None) as finished):
+                return self._end(finished, now)
         self.given_up = outcome
         return self._end(outcome, now)
 

@@ -125,9 +125,8 @@ class LeasedExchange:
 
     @property
     def settled_at(self) -> float | None:
-        """When nothing more is to be waited for; None: the server has not come to an end, or nobody
-        watches."""
-        return None if self._request is None else self._request.settled_at
+        """When nothing more is to be waited for; None: the server has not come to an end."""
+        return self._request.settled_at
 
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:
         """The exchange with the server is over. What to tell the client of it: the worker's own
