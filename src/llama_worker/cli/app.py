@@ -113,8 +113,9 @@ ServerArgOption = Annotated[
     list[str] | None,
     typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated."),
 ]
+Timeouts = Literal["slow", TimeoutPreset]
 TimeoutsOption = Annotated[
-    Literal["slow", TimeoutPreset],
+    Timeouts,
     typer.Option(metavar="PRESET", help="Limits: slow (for slow_prefill), normal, fast or debug."),
 ]
 JsonOption = Annotated[
@@ -364,7 +365,7 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _profile(named: Literal["slow", TimeoutPreset]) -> TimeoutProfile:
+def _profile(named: Timeouts) -> TimeoutProfile:
     return TIMEOUT_PRESETS["slow_prefill" if named == "slow" else named]()
 
 

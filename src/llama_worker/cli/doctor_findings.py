@@ -53,7 +53,7 @@ def _checked(
     """`text` where it is well, else `problem` (None: the same words) and what to do."""
     if is_well:
         return Finding("ok", subject, text)
-    return Finding("problem", subject, text if problem is None else problem, todo)
+    return Finding("problem", subject, problem or text, todo)
 
 
 def of_problem(subject: str, problem: Problem) -> Finding:
