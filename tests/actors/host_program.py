@@ -103,7 +103,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "sys.exit": lambda: sys.exit(3),
     "os._exit": lambda: os._exit(4),
     "killed": lambda: time.sleep(120),  # the test sends the signal
-    "killed without children": lambda: time.sleep(120),
+    "killed without children": lambda: time.sleep(120),  # likewise
 }
 
 

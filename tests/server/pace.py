@@ -76,7 +76,7 @@ def measured(server: str, model: str, *, read_tokens: int, made_tokens: int) -> 
                 while not _is_ready(http, port):
                     assert one.poll() is None, f"the server ended with {one.returncode}: {command}"
                     assert time.monotonic() - began_at < HANG_GUARD_S
-                    time.sleep(0.01)
+                    time.sleep(0.01)  # between two probes of a server that tells nobody
                 start_s = time.monotonic() - began_at
                 body = {"prompt": [17] * read_tokens, "n_predict": made_tokens, "ignore_eos": True}
                 timings = http.post(f"http://{HOST}:{port}/completion", json=body).json()["timings"]

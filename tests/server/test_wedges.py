@@ -182,7 +182,7 @@ def _longest_standstill(worker: LlamaWorker, request_ids: list[int]) -> float:
                 moved[request_id] = processed, time.monotonic()
             if status["state"].is_terminal:
                 del moved[request_id]
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two samples of progress, of which nobody is told
     return longest_s
 
 
