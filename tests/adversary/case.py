@@ -381,7 +381,7 @@ def _build(dice: Dice) -> tuple[Build, float, float, float]:
     longest_s = (250.0 if cpu_shows else 90.0) / slots
     batch_s = dice.log_between(0.05, longest_s)
     deepest = dice.log_between(1.0, DEEPEST)
-    number = dice.choice((*[11434] * 7, 9093, 10019, None))
+    number = dice.choice((*[11434] * 17, 9093, 10019, None))
     build = Build(
         number=number,
         answers_in_batches=number == 11434 or (number is None and dice.chance(0.5)),
