@@ -112,15 +112,15 @@ def requests_without_a_free_slot_are_refused(stage: Stage) -> None:
 
 
 def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
-    fleet = stage.fleet
-    request_id = submitted(
-        fleet, *plain_reply(Reasoning("hm"), Tokens(30, interval_s=0.02)), job_name="count"
-    )
+    fleet, gate = stage.fleet, stage.folder / "counted"
+    script = plain_reply(Reasoning("hm"), Tokens(30, interval_s=0.0), Gate(gate))
+    request_id = submitted(fleet, *script, job_name="count")
     assert fleet.get_result(request_id).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_READY"}
     eventually(lambda: text_of(fleet, request_id), "output while the request runs", WAIT_S)
     status = fleet.get_status(request_id).get(timeout=WAIT_S)
     assert status["ok"]
     assert (status["request_id"], status["job_name"]) == (request_id, "count")
+    gate.touch()
     result, *others = [
         waiter.get(timeout=WAIT_S) for waiter in [fleet.result(request_id) for _ in range(3)]
     ]
