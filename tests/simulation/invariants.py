@@ -95,6 +95,7 @@ class Truth:
     text: list[str] = field(default_factory=list)  # handed to the request's actor so far
     reasoning: list[str] = field(default_factory=list)
     heard_at: deque[float] = field(default_factory=lambda: deque(maxlen=200))  # bytes, of late
+    records_at: deque[float] = field(default_factory=lambda: deque(maxlen=2000))
     text_at: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     decided: tuple[str, str] | None = None  # (text, reasoning) when its end was decided
     epoch: int = 0
@@ -224,6 +225,8 @@ class Invariants:
             truth = self.requests.get(message.turn_id[0])
             if truth is not None:
                 truth.heard_at.append(message.at)
+                if message.events:
+                    truth.records_at.append(message.at)
                 if any(type(event) in (TextDelta, ReasoningDelta) for event in message.events):
                     truth.text_at.append(message.at)
                 truth.text += [event.text for event in message.events if type(event) is TextDelta]
@@ -476,6 +479,7 @@ class Invariants:
                 self._profile,
                 in_time=self.ran_since(self._scheduler.now - 2 * OLD_EXCUSE_S),
                 heard_at=truth.heard_at,
+                records_at=truth.records_at,
                 now=self._scheduler.now,
             )
         self._note_found(truth)

@@ -80,6 +80,12 @@ CALM = (1.0, 0.046593980057776534)
             (75.34246575342465, 6.84931506849315),
             id="probes were in time where every look was late",
         ),
+        pytest.param(
+            51871100183379,
+            198.98072515182605,
+            (1.0, 0.04659398005777654),
+            id="its repeats came a minute apart",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(
