@@ -10,11 +10,12 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
 
-from llama_worker.actors.messages import EndLease
+from llama_worker.actors.messages import AwaitResult, EndLease
 from llama_worker.request.messages import (
     CancelRequest,
     CloseStream,
@@ -22,9 +23,9 @@ from llama_worker.request.messages import (
     StreamClosed,
     StreamEvents,
 )
-from llama_worker.runtime.host.futures import WeakList
+from llama_worker.request.table import RequestTable
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
-from llama_worker.server.messages import Exited, Stop, Unkillable, Watch
+from llama_worker.server.messages import Exited, Stalled, Stop, Unkillable, Watch
 from llama_worker.server.restart_budget import Lockout, RestartAfter
 from llama_worker.types.request import RequestPhase
 from tests.simulation.faults import KINDS
@@ -77,19 +78,26 @@ def without_deadline(is_in: Callable[[Any], bool]) -> Callable[[Any], Any]:
     return lambda right: property(lambda owner: None if is_in(owner) else right.fget(owner))
 
 
-def _slot_not_freed(ended: Any, table: Any, record: Any) -> Any:
+def _slot_not_freed(ended: bool, table: RequestTable, record: Any, now: float) -> bool:
     if ended:
-        table._free.pop()
+        table.admit("nobody", now)
     return ended
 
 
-def _record_not_kept(ended: Any, table: Any, record: Any) -> Any:
-    table._records.pop(record.request_id, None)
+def _record_not_kept(ended: bool, table: RequestTable, record: Any, now: float) -> bool:
+    table.release(record.request_id)
     return ended
 
 
-def _stops_too_soon(stopped: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]:
-    return stopped[0], (*stopped[1], Resolve(Stop))
+def _no_verdict(effects: list[Any], *rest: Any) -> list[Any]:
+    return [effect for effect in effects if not isinstance(effect, Stalled)]
+
+
+def _stops_too_soon(
+    stepped: tuple[Any, Any], life: Any, message: Any, now: float
+) -> tuple[Any, Any]:
+    new, effects = stepped
+    return new, (*effects, Resolve(Stop)) if isinstance(message, Stop) else effects
 
 
 def _restarts_beside_the_old(
@@ -108,9 +116,8 @@ def _budget_without_end(decided: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]
     return decided
 
 
-def _forget_waiters(dispatcher: Any, record: Any) -> tuple[Any, Any]:
-    dispatcher._in_flight[record.request_id].results = WeakList()
-    return dispatcher, record
+def _closes_nothing(exchange: Any, abort: Any) -> tuple[Any, ...]:
+    return exchange, Mock()
 
 
 def _cut_events(request: Any, message: Any, now: float) -> tuple[Any, ...]:
@@ -139,7 +146,7 @@ BUGS: tuple[Bug, ...] = (
         ignores(CloseStream),
     ),
     Bug("a release is dropped", _TABLE + ".release", returns(None)),
-    Bug("who waits for a result is forgotten", _DISPATCHER + ".ended", given(_forget_waiters)),
+    Bug("who waits for a result is forgotten", _DISPATCHER + ".handle", ignores(AwaitResult)),
     Bug(
         "a long batch of events is cut",
         _REQUEST + ".step",
@@ -172,8 +179,8 @@ BUGS: tuple[Bug, ...] = (
         lambda right: lambda first, *others: first,
         NOTHING,
     ),
-    Bug("no verdict is ever given", _WATCH + "._give_up", returns(None)),
-    Bug("gaps are not noticed", _WATCH + "._notice_gap", returns(None), "host and server stalled"),
+    Bug("no verdict is ever given", _WATCH + ".step", then(_no_verdict)),
+    Bug("gaps are not noticed", "server.watch:gap_s", returns(0.0), "host and server stalled"),
     Bug(
         "whatever comes is progress",
         "request.progress:Advance.by",
@@ -198,7 +205,7 @@ BUGS: tuple[Bug, ...] = (
         ignores(Unkillable),
         "unkillable for ever",
     ),
-    Bug("stop() resolves too soon", _LIFE + "_stop", then(_stops_too_soon)),
+    Bug("stop() resolves too soon", _LIFE + "step", then(_stops_too_soon)),
     Bug(
         "a restart does not wait for the old process",
         _LIFE + "restart",
@@ -220,7 +227,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("an exit is dropped", _WORKER + ".handle", ignores(Exited), "crash"),
     Bug(
         "the others outlive a dead actor",
-        _WORKER + "._end_launch",
+        "actors.children:Children.end",
         returns(None),
         "actor's exception",
     ),
@@ -241,7 +248,12 @@ BUGS: tuple[Bug, ...] = (
         lambda right: lambda life, *rest: (life, ()),
         NOTHING,
     ),
-    Bug("a free slot is not told of", _WORKER + "._answer_slot_waiters", returns(None), NOTHING),
+    Bug(
+        "a free slot is not told of",
+        _TABLE + ".has_free_slot",
+        lambda right: property(returns(False)(right)),
+        NOTHING,
+    ),
     Bug("requests in flight are not failed", _DISPATCHER + ".abandon", returns(None), "crash"),
     Bug(
         "the end of a lease is dropped",
@@ -257,8 +269,8 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "a lease that is given up keeps its connection",
-        "runtime.streams.leased_exchange:LeasedExchange._cut_if_over",
-        returns(None),
+        "runtime.streams.leased_exchange:LeasedExchange.__init__",
+        given(_closes_nothing),
         "request lost",
     ),
     Bug(
