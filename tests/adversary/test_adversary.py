@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from llama_worker.server import request_watch
+from llama_worker.server import request_watch, timeouts
+from llama_worker.server.blame import Verdict
 from tests.adversary.campaign import run, table
 from tests.adversary.case import Case
 from tests.adversary.wedges import WEDGES
@@ -51,5 +53,10 @@ def test_without_the_slots_wedges_are_found_too_late(monkeypatch: pytest.MonkeyP
 
 
 def test_a_verdict_on_every_silence_kills_honest_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_watch.RequestWatch, "_worked_at", lambda *args: None)
+    right = timeouts.verdict
+
+    def blind(*args: Any, **named: Any) -> Verdict | None:
+        return right(*args, **named | {"liveness_at": None})
+
+    monkeypatch.setattr(request_watch, "verdict", blind)
     assert run(40, seed=20, kinds=["stopped"]).false_kills
