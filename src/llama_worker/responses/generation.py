@@ -7,7 +7,6 @@ the upstream.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 import uuid
@@ -83,17 +82,10 @@ class ChatExchange:
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
         """Post it and wait for the headers; False where `failure` says why there is no stream."""
-        sent = {
-            "Accept": "text/event-stream",
-            "Content-Type": "application/json",
-            **headers,
-        }
-        data = json.dumps(body, separators=(",", ":")).encode()
-        path = "/v1/chat/completions"
         self._leased.sends()
         try:
-            self._reply = reply = session.send(
-                self._abort, self._endpoint, "POST", path, headers=sent, body=data, waiter=self
+            self._reply = reply = session.post_chat(
+                self._abort, self._endpoint, body, headers=headers, waiter=self
             )
         except (OSError, ValueError) as error:
             if self._client_error is not None:

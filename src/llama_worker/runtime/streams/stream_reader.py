@@ -4,7 +4,6 @@ reads the socket itself, rarely, since each time a thread wakes costs more than 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import select
 import socket
@@ -16,7 +15,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint, HttpReply, no_reply, send
+from llama_worker.runtime.http.session import Endpoint, HttpReply, no_reply, post_chat
 from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure, disconnected
@@ -100,24 +99,14 @@ class StreamReader:
         self._on_closed.tell(closed)
 
     def _live(self) -> StreamFailure | None:
-        body = json.dumps(self._order.body, separators=(",", ":")).encode()
-        headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         try:
-            reply = send(
-                self._abort,
-                self._endpoint,
-                "POST",
-                "/v1/chat/completions",
-                headers=headers,
-                body=body,
-            )
+            reply = post_chat(self._abort, self._endpoint, self._order.body)
         except (OSError, ValueError) as error:
             if self._abort.error is not None:
                 return disconnected("when it was aborted")
             if is_shortage(error):
                 raise
             return no_reply(error, self._abort, self._endpoint)
-        del body
         with contextlib.closing(reply):
             return self._read(reply) if reply.status == 200 else reply.failure()
 
