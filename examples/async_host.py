@@ -1,7 +1,7 @@
 """An asyncio program: requests side by side, live, while the event loop goes on; one is given up at
 its deadline.
 
-python examples/async_host.py --server llama-server --model model.gguf
+    python examples/async_host.py --server llama-server --model model.gguf
 """
 
 from __future__ import annotations

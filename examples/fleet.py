@@ -1,8 +1,8 @@
 """Many prompts over all workers of a fleet: each goes to a worker with a free slot; the answers are
 gathered.
 
-python examples/fleet.py fleet.toml "What is 2 + 2?" "Name three rivers." "Write a haiku about the
-sea." python examples/fleet.py model.gguf --gpus 0,1 "What is 2 + 2?" "Name three rivers."
+    python examples/fleet.py fleet.toml "What is 2 + 2?" "Name three rivers."
+    python examples/fleet.py model.gguf --gpus 0,1 "What is 2 + 2?" "Name three rivers."
 
 With --gpus, each GPU named gets a worker with the model; one that is named twice gets two.
 A worker that is busy, starting again or locked out is passed over. A request that its server's

@@ -1,7 +1,7 @@
 """Two workers: one asks for a decision through an exit tool, the other takes it, a new request
 carries it back.
 
-python examples/hivemind.py --server llama-server --model model.gguf
+    python examples/hivemind.py --server llama-server --model model.gguf
 
 The program in the middle, the orchestrator, is this file. An exit tool is one-way: the model that
 asks gets no answer in its conversation. What follows is the orchestrator's choice: here, a question

@@ -1,8 +1,8 @@
 """A hivemind: models with roles that send each other messages. While they work, one is swapped for
 another model, and one is killed.
 
-python examples/orchestrator.py planner.gguf coder.gguf critic.gguf \\
-    --next-coder better.gguf "Write a program that prints the first ten primes."
+    python examples/orchestrator.py planner.gguf coder.gguf critic.gguf \\
+        --next-coder better.gguf "Write a program that prints the first ten primes."
 
 A model is heard by two exit tools: `tell` sends text to another role, `declare_outcome` ends the
 work. This program is a loop over one queue: the workers' callbacks only put into it what is to be

@@ -20,7 +20,9 @@ PARAMS = {"max_tokens": 96, "temperature": 0}
 
 def main() -> None:
     """Run the model on the server and show what comes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", required=True, help="the llama-server executable")
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--port", type=int, help="a free port (default: one is chosen)")

@@ -1,8 +1,8 @@
 """The same model on several machines: Ray places the replicas, a request goes to one with a free
 slot.
 
-python examples/ray_fleet.py --server llama-server --model model.gguf --address 10.0.0.1:6379 --gpus
-1
+    python examples/ray_fleet.py --server llama-server --model model.gguf --gpus 1 \\
+        --address 10.0.0.1:6379
 
 Without --address it starts a Ray of its own on this machine. llama_worker, the server and the model
 have to be there, under these names, on every machine where a replica may run.

@@ -1,11 +1,13 @@
 """A worker behind a threaded web server: Flask under waitress. Answers are polled for, or streamed
 as they come.
 
-python examples/threaded_web_server.py --server llama-server --model model.gguf --port 8000
+    python examples/threaded_web_server.py --server llama-server --model model.gguf --port 8000
 
-curl -i localhost:8000/chat --json '{"prompt": "Name three rivers."}'                    # 202, and
-where to poll curl localhost:8000/chat/1 curl -N localhost:8000/chat --json '{"prompt": "Name three
-rivers.", "stream": true}'    # JSON lines, live
+The first request answers 202 and says where to poll; the last one answers with JSON lines, live:
+
+    curl -i localhost:8000/chat --json '{"prompt": "Name three rivers."}'
+    curl localhost:8000/chat/1
+    curl -N localhost:8000/chat --json '{"prompt": "Name three rivers.", "stream": true}'
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A tool that answers and an exit tool: the model asks for a sum, gets it, and signals that it is
 done.
 
-python examples/tools.py --server llama-server --model model.gguf
+    python examples/tools.py --server llama-server --model model.gguf
 
 A large model needs none of the help that is given to a small one here: a grammar, and a
 conversation that shows how it is done. The grammar writes tool calls the way of prompted mode, so

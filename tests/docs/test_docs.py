@@ -7,9 +7,11 @@ ports 8000 to 8099 are free ones.
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -74,6 +76,17 @@ def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
     path = rf"(?<![\w./-])(?:[a-z_]+(?:/\w+)+\.py\b|(?:{folders})/[\w./-]*\w)"
     named = re.findall(path, page.read_text())
     assert [name for name in named if not any((room / name).exists() for room in rooms)] == []
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=page_id)
+def test_an_examples_commands_can_be_copied(example: Path) -> None:
+    text = (ast.get_docstring(ast.parse(example.read_text())) or "").replace("\\\n", "")
+    starts = r"(?:LLAMA_SERVER=\S+ )?python examples/|curl "
+    commands = re.findall(rf"^ *(?:{starts}).*", text, flags=re.MULTILINE)
+    assert f"examples/{example.name}" in commands[0], "it says how it is started"
+    assert len(commands) == len(re.findall(starts, text)), "each stands on a line of its own"
+    for command in commands:
+        shlex.split(command)  # raises ValueError where a quotation is cut off
 
 
 def test_the_errors_that_the_fleet_page_shows_are_those_that_are_raised(tmp_path: Path) -> None:
