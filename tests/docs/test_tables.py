@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -41,6 +42,19 @@ def test_the_reference_has_exactly_the_public_names() -> None:
     page, _, _ = (DOCS / "reference.md").read_text().partition("## Further modules")
     names = [name for name in dir(llama_worker.public) if not name.startswith("_")]
     assert sorted(re.findall(r"^::: llama_worker\.(\w+)$", page, re.M)) == names
+
+
+def test_the_reference_has_every_call_with_its_parameters() -> None:
+    calls = {}
+    for name, method in vars(llama_worker.LlamaWorker).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            _, *given = inspect.signature(method).parameters.values()
+            bare = inspect.Signature(
+                [each.replace(annotation=inspect.Parameter.empty) for each in given]
+            )
+            calls[name] = f"{name}{bare}".replace("'", '"')
+    rows = table((DOCS / "reference.md").read_text(), "call")
+    assert sorted(names_in(call)[0] for call, *_ in rows) == sorted(calls.values())
 
 
 # -------------------------------------------------------- configuration.md, how-to/slow-hardware.md
