@@ -131,9 +131,7 @@ def run_bios(provider: BiosProvider | None, ctx: BiosContext) -> BiosText | str:
     provider = provider or no_bios
     try:
         bios = provider(ctx)
-    except (
-        BaseException
-    ) as exc:  # CancelledError and SystemExit in a provider are its failures, no more
+    except BaseException as exc:  # CancelledError and SystemExit, too, are only the provider's
         raise PromptError(f"the BIOS provider raised {described_error(exc)}") from exc
     for text in (bios.stable, bios.volatile) if isinstance(bios, BiosText) else (bios,):
         if not isinstance(text, str):

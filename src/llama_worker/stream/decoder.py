@@ -78,9 +78,7 @@ class StreamDecoder:
                     self._events += decoded
         except ProtocolError as error:
             self.error = str(error)
-        except (
-            RecursionError
-        ):  # parsed at the very limit, and a part of it is written as JSON again
+        except RecursionError:  # parsed at the limit of depth, and then written as JSON again
             self.error = "a record of the stream is nested too deeply"
         self._end_run()
         self.error = self.error or self._sse.error

@@ -285,9 +285,7 @@ class SocketListener:
         """The request's own thread."""
         try:
             self._answer(request, client)
-        except (
-            Exception
-        ) as error:  # the client has left, or the reply broke off: its connection says so
+        except Exception as error:  # the client has left, or the reply broke off
             _logger.debug("a reply ended early: %s", type(error).__name__)
         finally:
             self._returned.put(client)

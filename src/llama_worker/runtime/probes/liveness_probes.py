@@ -182,9 +182,8 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
                     "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
                     "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
                     "wchan": _read(f"{PROC}/{pid}/wchan") or "",
-                    "stack": (_read(f"{PROC}/{pid}/stack") or "").split("\n")[
-                        0
-                    ],  # root alone may read it
+                    # root alone may read it
+                    "stack": (_read(f"{PROC}/{pid}/stack") or "").partition("\n")[0],
                     "threads_count": stat.threads_count,
                     "threads": thread_states(pid),
                 }
