@@ -52,7 +52,7 @@ from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.stream.events import ReasoningDelta, ServerError, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, Verdict
+from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, TurnOutcome
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 LeaseEffects = list[RequestEnded | AskIfServerDied]
@@ -282,18 +282,18 @@ class LeasedRequest:
     def _is_streaming(self) -> bool:
         return isinstance(self._state, _Streaming) and self._turn_end.finish_reason is None
 
-    def _conclude(self, verdict: Verdict | None) -> None:
+    def _conclude(self, ended: TurnOutcome | None) -> None:
         if not isinstance(self._state, _Streaming | _ReadingRest):
             return
-        match verdict:
+        match ended:
             case Finished(reason=reason):
                 outcome = TOKEN_LIMIT if reason == "length" else COMPLETED
                 self._state = _Over(outcome, self._state.until)
             case StreamFailure(reason=reason) if reason in _BREAKS:
                 until, known = self._state.until, self.given_up
-                self._state = _Disconnected(known or failed_by(verdict), until, known is not None)
+                self._state = _Disconnected(known or failed_by(ended), until, known is not None)
             case ServerError() | StreamFailure():
-                self._state = _Over(failed_by(verdict), self._state.until)
+                self._state = _Over(failed_by(ended), self._state.until)
 
     def _conclude_finished(self) -> None:
         """Nothing more follows what the model has finished."""

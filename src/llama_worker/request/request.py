@@ -42,7 +42,7 @@ from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import encodable
 from llama_worker.stream.failure import StreamFailure, refuses_tools
-from llama_worker.stream.turn_end import Finished, LastWord, Verdict
+from llama_worker.stream.turn_end import Finished, LastWord, TurnOutcome
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 Effect = (
@@ -264,9 +264,9 @@ class Request:
         for event in batch.events:
             if isinstance(event, LastWord):
                 turn.hear(event, at)
-                verdict = turn.end.feed(event, at)
-                if verdict is not None:
-                    return self._turn_ended(verdict, at)
+                ended = turn.end.feed(event, at)
+                if ended is not None:
+                    return self._turn_ended(ended, at)
                 if isinstance(self.state, states.Streaming):
                     self.state = states.Settling(since=at)
                 continue
@@ -280,22 +280,22 @@ class Request:
                 return self._end(TOKEN_LIMIT, at)
         return []
 
-    def _turn_ended(self, verdict: Verdict, at: float) -> Effects:
-        match verdict:
+    def _turn_ended(self, ended: TurnOutcome, at: float) -> Effects:
+        match ended:
             case Finished():
                 rest = self.state.outcome if isinstance(self.state, states.ReadingRest) else None
                 return self._turn_finished(at, otherwise=rest)
             case StreamFailure(
                 reason=RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED
             ):
-                self.state = states.Disconnected(since=at, failure=verdict)
+                self.state = states.Disconnected(since=at, failure=ended)
                 return []
-            case StreamFailure() if self._may_ask_without_tools and refuses_tools(verdict):
+            case StreamFailure() if self._may_ask_without_tools and refuses_tools(ended):
                 self._prompts.prompted = True
-                detail = masked(verdict.detail, self._config.api_key)
+                detail = masked(ended.detail, self._config.api_key)
                 return [messages.ToolsRefused(detail=detail), *self._write_bios(None, at)]
             case _:
-                return self._end(failed_by(verdict, offers_tools=self._tools.offered), at)
+                return self._end(failed_by(ended, offers_tools=self._tools.offered), at)
 
     @property
     def _may_ask_without_tools(self) -> bool:
@@ -311,12 +311,12 @@ class Request:
 
     def _turn_finished(self, now: float, otherwise: Outcome | None = None) -> Effects:
         """The request ends, or the turn's calls run; `otherwise`: its end in place of these."""
-        verdict = self._judge_turn(now)
-        if isinstance(verdict, Outcome):
-            return self._end(verdict, now)
+        following = self._judge_turn(now)
+        if isinstance(following, Outcome):
+            return self._end(following, now)
         if otherwise is not None:
             return self._end(otherwise, now)
-        return [self._close_turn(), *self._run_call(self._tools.begin(verdict, now))]
+        return [self._close_turn(), *self._run_call(self._tools.begin(following, now))]
 
     def _judge_turn(self, now: float) -> Outcome | tuple[ParsedCall, ...]:
         """What a turn that the model finished leads to: the request's end, or calls to run."""

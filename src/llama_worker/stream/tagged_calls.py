@@ -65,7 +65,7 @@ class TaggedCallFilter:
         """The end of the turn, however it came; returns the rest of the text. The last call."""
         self._run("", final=True)
         self._end_malformed()
-        self._let_go()
+        self._show_undecided()
         return self._take_visible()
 
     def _run(self, text: str, *, final: bool) -> None:
@@ -88,12 +88,12 @@ class TaggedCallFilter:
                     self._scanner = _CallScanner()
                 continue
             at = self._scanner.scan(text, at)
-            if self._scanner.verdict is _Verdict.OPEN and not final:
+            if self._scanner.state is _CallScan.OPEN and not final:
                 break
             if self._held:  # the call began in an earlier text
                 at += sum(map(len, self._held))
                 text = self._join_held(text)
-            whole = text[start:at] if self._scanner.verdict is _Verdict.COMPLETE else ""
+            whole = text[start:at] if self._scanner.state is _CallScan.COMPLETE else ""
             self._scanner = None
             if call := _well_formed(whole):
                 self._take_call(call, whole)
@@ -123,9 +123,9 @@ class TaggedCallFilter:
             return
         self._undecided.add(text)
         if self._undecided.loops:
-            self._let_go()
+            self._show_undecided()
 
-    def _let_go(self) -> None:
+    def _show_undecided(self) -> None:
         if self._undecided is not None:
             self._visible.append(self._undecided.without_calls.read())
             self._undecided = None
@@ -209,7 +209,7 @@ def _well_formed(whole: str) -> RawCall | None:
     return RawCall(None, name, json.dumps(arguments, ensure_ascii=False), whole)
 
 
-class _Verdict(Enum):
+class _CallScan(Enum):
     OPEN = auto()
     COMPLETE = auto()
     MALFORMED = auto()
@@ -238,20 +238,20 @@ class _CallScanner:
     """
 
     def __init__(self) -> None:
-        self.verdict = _Verdict.OPEN
+        self.state = _CallScan.OPEN
         self._part = _Part.BEFORE
         self._depth = 0
         self._closing_chars = 0
         self._room = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
 
     def scan(self, text: str, start: int) -> int:
-        """Read on at `start`; returns where it stopped: before the end only with a verdict."""
+        """Read on at `start`; returns where it stopped: before the end only once it is decided."""
         at, end = start, min(len(text), start + self._room)
-        while at < end and self.verdict is _Verdict.OPEN:
+        while at < end and self.state is _CallScan.OPEN:
             at = self._step(text, at, end)
         self._room -= at - start
-        if self.verdict is _Verdict.OPEN and self._room == 0:
-            self.verdict = _Verdict.MALFORMED
+        if self.state is _CallScan.OPEN and self._room == 0:
+            self.state = _CallScan.MALFORMED
         return at
 
     def _step(self, text: str, at: int, end: int) -> int:
@@ -280,8 +280,8 @@ class _CallScanner:
                 self._expect(text[at] == CALL_CLOSE[self._closing_chars])
                 self._closing_chars += 1
                 at += 1
-                if self._closing_chars == len(CALL_CLOSE) and self.verdict is _Verdict.OPEN:
-                    self.verdict = _Verdict.COMPLETE
+                if self._closing_chars == len(CALL_CLOSE) and self.state is _CallScan.OPEN:
+                    self.state = _CallScan.COMPLETE
         return at
 
     def _structure(self, char: str) -> None:
@@ -299,7 +299,7 @@ class _CallScanner:
 
     def _expect(self, holds: bool) -> None:
         if not holds:
-            self.verdict = _Verdict.MALFORMED
+            self.state = _CallScan.MALFORMED
 
 
 def _skip(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:

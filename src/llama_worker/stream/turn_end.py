@@ -17,6 +17,7 @@ SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error record may st
 NO_FINISH_REASON = "the stream ended without a finish reason"
 
 LastWord = Finish | ServerError | Done
+"""What may be the last that a stream says."""
 
 
 class Finished(Struct, frozen=True):
@@ -25,18 +26,18 @@ class Finished(Struct, frozen=True):
     reason: str | None
 
 
-Verdict = Finished | ServerError | StreamFailure
+TurnOutcome = Finished | ServerError | StreamFailure
 
 
 class TurnEnd:
-    """Takes what may end the turn; each method returns the verdict once there is one."""
+    """Takes what may end the turn; each method returns how it ended, once that is decided."""
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
         # monotonic; when nothing more is waited for behind a last word; it may be put off
         self.settled_at: float | None = None
 
-    def feed(self, event: LastWord, now: float) -> Verdict | None:
+    def feed(self, event: LastWord, now: float) -> TurnOutcome | None:
         """An event that may be the last."""
         if self.settled_at is None:  # said again, it gives no more time
             self.settled_at = now + SETTLE_S
@@ -49,7 +50,7 @@ class TurnEnd:
             case Done():
                 return Finished(self.finish_reason)
 
-    def closed(self, failure: StreamFailure | None) -> Verdict:
+    def closed(self, failure: StreamFailure | None) -> TurnOutcome:
         """The connection is over; `failure`: how it broke, None for a regular end."""
         if self.finish_reason is not None:
             return Finished(self.finish_reason)
@@ -57,7 +58,7 @@ class TurnEnd:
             reason=RequestFailReason.STREAM_DISCONNECTED, detail=NO_FINISH_REASON
         )
 
-    def tick(self, now: float) -> Verdict | None:
+    def tick(self, now: float) -> TurnOutcome | None:
         """The deadline `settled_at` may have come."""
         return (
             Finished(self.finish_reason)

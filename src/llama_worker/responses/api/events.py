@@ -22,7 +22,7 @@ from llama_worker.stream import events as chat
 from llama_worker.stream.calls import ToolCallAssembler
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.reasoning import ReasoningSplitter, SplitText
-from llama_worker.stream.turn_end import NO_FINISH_REASON, Finished, TurnEnd, Verdict
+from llama_worker.stream.turn_end import NO_FINISH_REASON, Finished, TurnEnd, TurnOutcome
 
 Event = dict[str, Any]
 
@@ -179,10 +179,10 @@ class ResponseEvents:
         self.response["error"] = {"code": "server_error", "message": message}
         return self._emit_terminal("failed")
 
-    def _conclude(self, verdict: Verdict | None) -> list[Event]:
+    def _conclude(self, ended: TurnOutcome | None) -> list[Event]:
         if self.over:
             return []
-        match verdict:
+        match ended:
             case None:
                 return self._take()
             case chat.ServerError(message=message, type=kind):

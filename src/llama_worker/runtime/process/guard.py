@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     if server_pid is None:
         return
     report(report_fd, b"started %d\n" % server_pid)
-    let_go_of_output()
+    detach_from_output()
     watch(server_pid, host, control_fd)
     end_tree(server_pid, report_fd)
     report(report_fd, b"gone\n")
@@ -96,7 +96,7 @@ def start_server(
     return None
 
 
-def let_go_of_output() -> None:
+def detach_from_output() -> None:
     """Leave the log pipe to the server alone."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):

@@ -173,7 +173,7 @@ class GuardedServer:
             pass_fds=(control_read.fileno(), report_write.fileno()),
             start_new_session=True,
         )
-        cleanup.callback(self._let_go, guardian)
+        cleanup.callback(self._end_guard, guardian)
         control_read.close()
         report_write.close()
         with self._lock:
@@ -182,7 +182,7 @@ class GuardedServer:
                 control_write.write(self._orders)
         return guardian, report_read
 
-    def _let_go(self, guardian: subprocess.Popen[bytes]) -> None:
+    def _end_guard(self, guardian: subprocess.Popen[bytes]) -> None:
         """Reap the guard. Should it still live, it ends the tree: a forked host may hold the
         control pipe open."""
         self.send(Signal.KILL)
