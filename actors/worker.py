@@ -264,7 +264,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             "ended",
             request_id=record.request_id,
             job_name=record.job_name,
-            state=str(result["state"]),
+            state=result["state"],
             fail_reason=result["fail_reason"],
         )
         self._dispatcher.ended(record, now)

@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from llama_worker.request.progress import last_progress_at
@@ -164,8 +165,13 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
 
     def add(self, event: str, *, at: float, level: int = logging.INFO, **facts: Any) -> Event:
-        """Record the event; `at` is Unix seconds. Facts that are None are left out."""
-        known = {name: value for name, value in facts.items() if value is not None}
+        """Record the event; `at` is Unix seconds. Facts that are None are left out; of an enum's
+        member its value is kept."""
+        known = {
+            name: value.value if isinstance(value, StrEnum) else value
+            for name, value in facts.items()
+            if value is not None
+        }
         kept = {"at": at, "event": event, "worker": self._worker, **known}
         self._events.append(kept)
         shown = " ".join(f"{name}={value!r}" for name, value in known.items())

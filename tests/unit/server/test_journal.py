@@ -60,6 +60,15 @@ def test_an_event_is_kept_and_logged_without_what_is_not_known(
     assert told(journal)["recent_events"] == [kept, kept]
 
 
+def test_an_enums_member_is_kept_and_logged_as_its_value(
+    journal: Journal, log: list[tuple[int, str]]
+) -> None:
+    journal.note("ended", 0.0, state=RequestState.FAILED, fail_reason=RequestFailReason.SERVER_DIED)
+    assert log == [(logging.INFO, "ended worker='w' state='failed' fail_reason='server_died'")]
+    (kept,) = told(journal)["recent_events"]
+    assert [type(kept[name]) for name in ("state", "fail_reason")] == [str, str]
+
+
 def test_the_last_two_hundred_events_and_the_first_fifty_warnings_are_kept(
     journal: Journal,
 ) -> None:
