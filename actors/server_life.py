@@ -193,7 +193,7 @@ class ServerLife:
             or not is_degenerate(record)
         )
         if record.result["state"] is RequestState.COMPLETED and counts:
-            self._life = lifecycle.request_completed(self._life, now)
+            self._life = lifecycle.request_completed(self._life)
         self._request_ends, cause = self._request_ends.ended(record, self._config.restart)
         match cause:
             case RestartCause():
@@ -260,7 +260,7 @@ class ServerLife:
         state = self._life.public_state
         if state is not before:
             self._journal.note(
-                "state", now, state=str(state), before=str(before), error=self._life.last_error
+                "state", now, state=state, before=before, error=self._life.last_error
             )
             if state is WorkerState.READY:
                 self._last_ready_at, self._last_ready_unix = now, self._journal.unix(now)

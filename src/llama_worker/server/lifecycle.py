@@ -146,9 +146,9 @@ def step(  # noqa: C901  one line per case
             return life, ()
 
 
-def request_completed(life: Lifecycle, now: float) -> Lifecycle:
+def request_completed(life: Lifecycle) -> Lifecycle:
     """A completed request shows that the server works: the row of restarts is broken."""
-    return replace(life, budget=life.budget.request_completed(now))
+    return replace(life, budget=life.budget.request_completed())
 
 
 def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:

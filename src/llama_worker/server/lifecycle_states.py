@@ -158,7 +158,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do; None: never."""
+        """When a `Tick` is due; None: never."""
         match self.state:
             case Ending(closing_until=at) | BackingOff(resume_at=at):
                 return at

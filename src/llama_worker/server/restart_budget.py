@@ -78,7 +78,7 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
             return self
         return replace(self, ready_at=None, ready_for_s=max(self.ready_for_s, now - self.ready_at))
 
-    def request_completed(self, now: float) -> RestartBudget:
+    def request_completed(self) -> RestartBudget:
         """A request reached `completed`: the row is broken. The window still counts."""
         return replace(self, row_count=0)
 

@@ -50,7 +50,7 @@ def crashes(
             budget = budget.became_ready(now)
             now += ready_s
         if completes:
-            budget = budget.request_completed(now)
+            budget = budget.request_completed()
         budget, decision = budget.next(now, policy)
         if isinstance(decision, Lockout):
             return budget, delays, decision.detail
@@ -107,8 +107,8 @@ def test_ready_of_a_former_launch_does_not_make_the_next_one_stable() -> None:
 def test_the_window_counts_what_is_younger_than_it() -> None:
     policy = replace(POLICY, max_restarts_per_window=2)
     budget, _ = RestartBudget().next(0.0, policy)
-    budget, _ = budget.request_completed(1.0).next(60.0, policy)
-    busy = budget.request_completed(61.0)
+    budget, _ = budget.request_completed().next(60.0, policy)
+    busy = budget.request_completed()
     assert isinstance(busy.next(119.9, policy)[1], Lockout)
     assert busy.next(120.0, policy)[1] == RestartAfter(delay_s=5.0)
 
