@@ -155,10 +155,9 @@ def _copied(where: str, value: object, depth: int) -> object:
                 _copied(f"{where}[{index}]", item, depth + 1) for index, item in enumerate(value)
             ]
         case _:
-            holds = "str, int, float, bool, None, list, tuple and mappings it can"
             raise TypeError(
-                f"{where} is {type(value).__name__}, which JSON cannot hold ({holds}): "
-                f"{shown(value)}"
+                f"{where} must be what JSON can hold (str, int, float, bool, None, list, tuple or "
+                f"mapping), not {type(value).__name__}: {shown(value)}"
             )
 
 

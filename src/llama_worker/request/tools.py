@@ -146,7 +146,7 @@ class ToolUse:
 
 
 class ToolResultError(Exception):
-    """A tool returned what JSON cannot hold. The text says what."""
+    """A tool returned what JSON cannot hold. The text says what it was, and why JSON cannot."""
 
 
 def encode_result(value: Any) -> str:
@@ -163,10 +163,7 @@ def encode_result(value: Any) -> str:
             _check_keys(value)
         text.encode()
     except Exception as exc:
-        raise ToolResultError(
-            f"the tool returned a {type(value).__name__} that JSON cannot hold: "
-            f"{exc or type(exc).__name__}"
-        ) from exc
+        raise ToolResultError(f"a {type(value).__name__} ({exc or type(exc).__name__})") from exc
     return text
 
 

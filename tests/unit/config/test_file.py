@@ -228,7 +228,11 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
             "server_cmd says --port 1, but port is 8081: make",
         ),
         ('server_cmd = ["s"]', "model", "has no effect beside server_cmd: leave out one of them"),
-        ("default_params.at = 2026-01-01", "default_params", "default_params['at'] is date"),
+        (
+            "default_params.at = 2026-01-01",
+            "default_params",
+            "default_params['at'] must be what JSON can hold",
+        ),
         ("normal_tools = []", "normal_tools", "cannot be in a file; in the program: dataclasses"),
         (
             "restart.recycle = { max_request = 1 }",

@@ -157,7 +157,7 @@ BAD_CONFIGS = [
     ),
     bad("default_params", [("a", 1)], TypeError, "mapping", "list"),
     bad("default_params", {"temperature": NAN}, ConfigError, "['temperature']", "finite", "nan"),
-    bad("default_params", {"stop": {"a"}}, TypeError, "['stop']", "JSON cannot hold", "{'a'}"),
+    bad("default_params", {"stop": {"a"}}, TypeError, "['stop']", "what JSON can hold", "{'a'}"),
     bad("default_params", {1: "a"}, TypeError, "key 1", "str"),
     bad("default_params", {"a": [{"b": b"c"}]}, TypeError, "['a'][0]['b']", "bytes"),
     bad("default_params", {SURROGATE: 1}, ConfigError, "key", "surrogate"),

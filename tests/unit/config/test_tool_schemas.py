@@ -69,7 +69,7 @@ def test_a_slip_is_named_with_place_and_hint(given: dict[str, Any], says: str) -
         ([tool("")], ConfigError, ["[0]", "name", "empty"]),
         ([tool(name=7)], TypeError, ["[0]", "name", "str", "7"]),
         ([tool(parameters=[])], TypeError, ["[0]", "parameters", "JSON schema object", "[]"]),
-        ([tool("a"), taking(x={1})], TypeError, ["[1]", "['x']", "JSON cannot hold"]),
+        ([tool("a"), taking(x={1})], TypeError, ["[1]", "['x']", "what JSON can hold", "not set"]),
     ],
 )
 def test_what_defines_no_tools_is_refused(
