@@ -90,10 +90,10 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
         secret = index > 0 and value[index - 1] in _SECRET_FLAGS
         checked_str(f"{name}[{index}]", word, nul=False, secret=secret)
         if parts := _TWO_WORDS.fullmatch(word):
-            value = MASK if parts[1] in _SECRET_FLAGS else parts[2]
+            option, given = parts[1], MASK if parts[1] in _SECRET_FLAGS else parts[2]
             raise ConfigError(
-                f"{name}[{index}] holds an option and its value, {parts[1] + ' ' + value!r}: split "
-                f"it into two words, {parts[1]!r}, {value!r}"
+                f"{name}[{index}] holds an option and its value, {f'{option} {given}'!r}: split it "
+                f"into two words, {option!r}, {given!r}"
             )
     return tuple(value)
 

