@@ -1,4 +1,4 @@
-"""What a worker says of a request: where it is, why it failed, its output and its result. Pure.
+"""What a worker says about a request: its state, why it failed, its output and its result. Pure.
 
 Instants (`*_at`) are Unix seconds that never run backwards within a worker, durations (`*_s`) are
 seconds.
@@ -24,7 +24,7 @@ class RequestState(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Nothing changes any more."""
+        """Whether it has ended: nothing changes any more."""
         return self in (RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELED)
 
 
@@ -84,7 +84,7 @@ class SubmitOk(TypedDict):
 
     Attributes:
         ok: True.
-        request_id: for every call about it; 1, 2, 3, ... for the life of the worker.
+        request_id: names the request in every other call; 1, 2, 3, ... for the life of the worker.
     """
 
     ok: Literal[True]
@@ -96,7 +96,7 @@ class SubmitErr(TypedDict):
 
     Attributes:
         ok: False.
-        error: why: no free slot, or no server to send it to.
+        error: why: NO_SLOT_AVAILABLE, WORKER_NOT_READY, WORKER_DRAINING or WORKER_FAILED.
     """
 
     ok: Literal[False]
@@ -123,7 +123,7 @@ class NotReady(TypedDict):
 
     Attributes:
         ok: False.
-        error: it has not ended.
+        error: the request still runs.
     """
 
     ok: Literal[False]
@@ -134,10 +134,10 @@ class ExitSignal(TypedDict):
     """A call of an exit tool: one-way, recorded and never answered.
 
     Attributes:
-        tool_name: which exit tool.
-        arguments: as the model wrote them; empty where they are malformed.
+        tool_name: the exit tool that was called.
+        arguments: as the model wrote them; empty if they are malformed.
         emitted_at: when the call was complete.
-        malformed: the raw text that did not parse.
+        malformed: the raw text, if it did not parse.
     """
 
     tool_name: str
@@ -147,18 +147,19 @@ class ExitSignal(TypedDict):
 
 
 class ToolTraceEntry(TypedDict):
-    """One call of a normal tool, as it went; one that was not run (cut off, unknown, over the
-    budget) says why.
+    """One call of a normal tool; `error` says why, if it failed or was not run (cut off, unknown,
+    over the budget).
 
     Attributes:
-        tool_call_id: the worker's own, as the server is told it.
+        tool_call_id: the worker's own id, as the server gets it; "" or the server's own id if the
+            call was not run.
         tool_name: as the model wrote it.
-        arguments: the text as it came, where the call was not run.
-        iteration: which turn with calls it belongs to.
-        started_at: when.
+        arguments: the parsed object; if the call was not run, the text as it came.
+        iteration: the number, from 1, of the turn with calls that it belongs to.
+        started_at: when it began.
         duration_s: how long it took.
-        ok: whether the model was given a result.
-        error: why there is none.
+        ok: whether the tool returned a result.
+        error: why there is no result.
         result: what the model was given: JSON, or with `tool_errors="tell"` the error's text.
     """
 
@@ -174,12 +175,12 @@ class ToolTraceEntry(TypedDict):
 
 
 class PromptProgress(TypedDict):
-    """Prefill, in tokens of the prompt.
+    """How much of the prompt has been read, in tokens.
 
     Attributes:
-        processed: read so far.
+        processed: read so far, cached ones included.
         total: of the whole prompt.
-        cached: that need not be read.
+        cached: taken from the server's prompt cache.
     """
 
     processed: int
@@ -188,12 +189,12 @@ class PromptProgress(TypedDict):
 
 
 class Usage(TypedDict):
-    """Tokens as the server counted them.
+    """Tokens of all turns, as the server counted them.
 
     Attributes:
         prompt_tokens: of the prompts, cached ones included.
-        completion_tokens: that were generated.
-        cached_tokens: of the prompts, that the server had kept.
+        completion_tokens: generated.
+        cached_tokens: of the prompts, those taken from the server's prompt cache.
     """
 
     prompt_tokens: int
@@ -217,9 +218,9 @@ class OutputLoop(TypedDict, total=False):
     """Output that repeated itself without end: by lines, or without line ends.
 
     Attributes:
-        line: the line that decided, up to 200 characters.
-        text: what came again and again, up to 200 characters of it.
-        repeats: in a row.
+        line: the repeated line, or the last one of the repeated block; up to 200 characters.
+        text: the repeated text, up to 200 characters of it.
+        repeats: how often it came in a row.
     """
 
     line: str
@@ -228,12 +229,12 @@ class OutputLoop(TypedDict, total=False):
 
 
 class Timings(TypedDict, total=False):
-    """`ttft_s` is absent where no token came, `tokens_per_second` where it is not known.
+    """How long a request took.
 
     Attributes:
-        ttft_s: until the first token, where one came.
-        total_s: from admission to the end.
-        tokens_per_second: where the speed is known.
+        ttft_s: seconds from admission to the first token, if one came.
+        total_s: seconds from admission to the end.
+        tokens_per_second: the speed of the last turn, if it is known.
     """
 
     ttft_s: float
@@ -246,29 +247,29 @@ class RequestStatus(TypedDict):
 
     Attributes:
         ok: True.
-        request_id: as `submit` gave it.
-        job_name: the caller's.
+        request_id: as returned by `submit`.
+        job_name: as given to `submit`.
         state: running, or how it ended.
-        phase: what it does: waits, reads the prompt, generates, runs a tool.
+        phase: what it is doing: waiting, reading the prompt, generating, running a tool.
         created_at: when it was admitted.
-        output_chars: of text so far.
-        reasoning_chars: of reasoning so far.
-        tool_iters_remaining: turns with calls that are left.
+        output_chars: length of the text so far.
+        reasoning_chars: length of the reasoning so far.
+        tool_iters_remaining: how many more turns may call tools.
         tool_calls_count: calls of normal tools so far.
         signals: calls of exit tools so far.
-        fail_reason: None while it runs, and on success.
-        dispatched_at: when it was sent to the server.
-        first_token_at: when.
+        fail_reason: why it failed; None while it runs, and on success.
+        dispatched_at: when work on it began, which is when it was admitted.
+        first_token_at: when the first token came.
         completed_at: when it ended.
-        last_progress_at: the latest of data and signs of work.
-        last_stream_byte_at: the latest byte of any kind.
-        last_liveness_at: the latest sign of work of the server's processes.
-        prompt_progress: how much of the prompt is read.
+        last_progress_at: when it last received data, or the server showed a sign of work.
+        last_stream_byte_at: when the last byte of any kind came, keepalives included.
+        last_liveness_at: when the server's processes last showed a sign of work.
+        prompt_progress: how much of the prompt has been read.
         tokens_received: as the server counts them, else the deltas received.
-        tokens_per_second: the speed so far.
-        tail: the last 200 characters of the output.
+        tokens_per_second: the speed of the present turn so far.
+        tail: the last 200 characters of the text.
         running_tool: the tool that runs now.
-        fail_detail: why, for a person.
+        fail_detail: why it failed, for a person.
     """
 
     ok: Literal[True]
@@ -302,9 +303,9 @@ class TokenCount(TypedDict):
 
     Attributes:
         ok: True.
-        n_prompt_tokens: of the prompt as it would be sent, the BIOS and tools included.
+        n_prompt_tokens: of the prompt as it would be sent, with BIOS and tools.
         n_ctx: the context of a slot.
-        n_left: for the answer; below zero where the prompt does not fit.
+        n_left: left for the answer; negative if the prompt does not fit.
     """
 
     ok: Literal[True]
@@ -314,14 +315,14 @@ class TokenCount(TypedDict):
 
 
 class OutputChunk(TypedDict):
-    """What was added since the offsets asked for; the offsets here are the new ones.
+    """What was added since the offsets asked for.
 
     Attributes:
         ok: True.
-        text: that was added.
-        reasoning: that was added.
-        text_offset: for the next read.
-        reasoning_offset: for the next read.
+        text: the text that was added.
+        reasoning: the reasoning that was added.
+        text_offset: to pass to the next read, in characters.
+        reasoning_offset: to pass to the next read, in characters.
         done: the request has ended; nothing will follow.
     """
 
@@ -338,22 +339,22 @@ class RequestResult(TypedDict):
 
     Attributes:
         ok: True.
-        request_id: as `submit` gave it.
-        job_name: the caller's.
+        request_id: as returned by `submit`.
+        job_name: as given to `submit`.
         state: how it ended.
         finish_reason: why the output ends.
-        text: all that was received, however it ended.
-        reasoning: all that was received.
+        text: all text that was received, of every turn.
+        reasoning: all reasoning that was received, of every turn.
         signals: calls of exit tools.
         tool_trace: calls of normal tools.
-        fail_reason: None on success.
-        conversation: from the user prompt on, as the server last saw it, and the last answer. With
-            `submit(..., messages=earlier + conversation)` the server's prompt cache holds all of
-            it.
+        fail_reason: why it failed; None on success.
+        conversation: the messages from the user prompt on, as the server last saw them, and the
+            last answer. After `submit(..., messages=earlier + conversation)` the server finds all
+            of it in its prompt cache.
         usage: tokens, as the server counted them.
         timings: how long it took.
-        fail_detail: why, for a person; 2,000 characters at most.
-        context: with `context_exceeded`, where the server told the numbers.
+        fail_detail: why it failed, for a person; 2,000 characters at most.
+        context: with `context_exceeded`, if the server gave the numbers.
         loop: with `repeated_line_loop` and `repeated_text_loop`.
     """
 

@@ -1,4 +1,4 @@
-"""What a worker says of itself and its server: state, restarts, totals. Pure.
+"""What a worker says about itself and its server: state, restarts, totals. Pure.
 
 Instants (`*_at`) are Unix seconds that never run backwards within a worker, durations (`*_s`) are
 seconds.
@@ -12,11 +12,11 @@ from typing import Any, NotRequired, TypedDict
 
 
 class WorkerState(StrEnum):
-    """Where the worker's server is."""
+    """The state of the worker's server."""
 
     STOPPED = "stopped"
     RUNNING = "running"
-    """The process is started, or about to be again, and not ready yet."""
+    """Its process is being started, restarted or ended; requests are refused."""
     READY = "ready"
     FAILED = "failed"
 
@@ -37,25 +37,26 @@ class WorkerStatus(TypedDict):
     """How the worker is; `warnings` are lines for a person.
 
     Attributes:
-        name: of its config.
-        state: where its server is.
-        slots_total: of its config.
-        slots_used: requests that run.
-        active_request_ids: those.
-        active_jobs: their job names.
-        finished_request_ids: ended, and neither taken nor released yet, oldest first.
-        draining: no request is admitted any more.
-        restart_count: automatic restarts since it was constructed.
+        name: as configured.
+        state: of its server.
+        slots_total: as configured.
+        slots_used: how many requests are in flight.
+        active_request_ids: the ids of the requests in flight.
+        active_jobs: their job names, by id.
+        finished_request_ids: requests that have ended, and whose results were neither taken nor
+            released; oldest first.
+        draining: `drain` was called: no request is admitted any more.
+        restart_count: restarts since it was constructed: automatic, planned and by `restart`.
         config_hash: SHA-256 of its config, without secrets and callables.
         warnings: lines for a person.
-        pid: of the server.
-        last_error: why it failed or was restarted, the last time.
+        pid: of the server's process.
+        last_error: why it failed or was restarted the last time.
         last_ready_at: when the server last became READY.
         next_restart_at: when the backoff ends.
-        n_ctx: tokens of context of a slot, as the server says it.
-        modalities: what the model takes beside text, as the server says it: `{"vision": False,
+        n_ctx: tokens of context of a slot, as reported by the server.
+        modalities: what the model takes besides text, as reported by the server: `{"vision": False,
             "audio": False}`.
-        model: as the server names it.
+        model: its name, as reported by the server.
     """
 
     name: str
@@ -79,10 +80,11 @@ class WorkerStatus(TypedDict):
 
 
 class RestartRecord(TypedDict):
-    """One restart: automatic, planned or by hand.
+    """One restart: automatic, planned, by `restart`, or the one that was refused and left the
+    worker FAILED.
 
     Attributes:
-        at: when.
+        at: when it was decided.
         reason: the cause, as in `WorkerTotals`.
         detail: for a person.
     """
@@ -93,13 +95,12 @@ class RestartRecord(TypedDict):
 
 
 class Durations(TypedDict):
-    """A histogram. Count number i is of what is above bound i-1 and not above bound i; the last is
-    of the rest.
+    """A histogram: `counts[i]` durations were above `bounds_s[i - 1]` and at most `bounds_s[i]`.
 
     Attributes:
         bounds_s: upper bounds, ascending.
-        counts: one more than the bounds; each duration is counted once.
-        sum_s: of all durations.
+        counts: one per bound, and one for what is above the last; each duration is counted once.
+        sum_s: the sum of all durations.
     """
 
     bounds_s: list[float]
@@ -108,15 +109,15 @@ class Durations(TypedDict):
 
 
 class WorkerTotals(TypedDict):
-    """What was counted since the worker was constructed. Counters are monotonic.
+    """Monotonic counters since the worker was constructed.
 
     Attributes:
         requests: ended requests by terminal state, then by fail reason, or by finish reason where
             nothing failed.
         restarts: by reason.
-        signals: calls of exit tools, by tool, as they come.
-        prompt_tokens: of requests whose server told its usage; cached ones included.
-        cached_tokens: of those, that the server had kept.
+        signals: calls of exit tools, by tool; counted when they are made.
+        prompt_tokens: of ended requests whose usage the server reported; cached ones included.
+        cached_tokens: of these, those taken from the server's prompt cache.
         generated_tokens: of ended requests, however they ended.
         ttft: until the first token.
         duration: from admission to the end, by terminal state.
@@ -133,21 +134,20 @@ class WorkerTotals(TypedDict):
 
 
 class WorkerDebugInfo(TypedDict):
-    """What a person needs to see what happened.
+    """What a person needs in order to see what happened.
 
     Attributes:
         recent_logs: the last lines that the server wrote, newest last.
-        recent_restarts: newest last.
+        recent_restarts: the last 50, newest last.
         recent_events: the last 200, newest last; each has `at`, `event` and `worker`, and the
             event's facts.
-        events_dropped_count: those that `on_event` was not told of, since it took too long with
-            others.
+        events_dropped_count: events that `on_event` did not get, since it was too slow.
         server_cmd: with secrets masked.
         evidence: what was seen of the server just before the last kill; empty if there was none.
         seconds_since_progress: the longest that a request in flight has been without progress, as
             the watchdog saw it last; None where none is.
-        stuck_tool_threads_count: tool threads that run on although nobody waits for them any more.
-        totals: what was counted since the worker was constructed.
+        stuck_tool_threads_count: tool threads that still run although their call was given up.
+        totals: counters since the worker was constructed.
     """
 
     recent_logs: list[str]
