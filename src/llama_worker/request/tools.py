@@ -46,7 +46,8 @@ class ToolUse:
         self._max_iterations = config.max_tool_iterations
         self._totals = totals
         self._announced_count = 0  # of the signals
-        self._not_run: tuple[RawCall | MalformedCall, ...] = ()  # until it is decided otherwise
+        self._iteration = 0  # that the latest calls belong to, from 1
+        self._not_run: tuple[RawCall | MalformedCall, ...] = ()  # of the latest calls, so far
 
     @property
     def offered(self) -> bool:
@@ -71,28 +72,27 @@ class ToolUse:
     def take_calls(self, turn: Turn, now: float) -> Partition:
         """Sort the calls of a finished turn, once, and record its exit calls."""
         turn.calls_taken = True
+        self._iteration = self._max_iterations - self._totals.iterations_left + 1
         calls = self._sort_calls(turn.calls(), now)
         self._not_run = calls.unrun
         return calls
 
     def begin(self, calls: tuple[ParsedCall, ...], now: float) -> ToolBatch:
         """Spend an iteration on these calls."""
-        self._not_run = ()
-        iteration = self._iteration
         self._totals.iterations_left -= 1
         self._totals.calls_count += len(calls)
-        return ToolBatch(calls=calls, iteration=iteration, started_at=now)
+        return ToolBatch(calls=calls, iteration=self._iteration, started_at=now)
 
     def record_result(
         self, batch: ToolBatch, result: str, at: float, *, error: str | None = None
     ) -> ToolBatch:
         """The running call returned; or it failed, and `result` tells the model so."""
-        self._totals.trace.append({**self._entry(batch, at, error), "result": result})
+        self._add_run({**self._entry(batch, at, error), "result": result})
         return replace(batch, results=(*batch.results, result), started_at=at)
 
     def record_failure(self, batch: ToolBatch, error: str, at: float) -> None:
         """The running call failed or was dropped; those behind it do not run."""
-        self._totals.trace.append(self._entry(batch, at, error))
+        self._add_run(self._entry(batch, at, error))
 
     def record_not_run(self, why: str, now: float) -> None:
         """Trace the calls that never ran: what they hold is output, too."""
@@ -111,10 +111,10 @@ class ToolUse:
                 }
             )
 
-    @property
-    def _iteration(self) -> int:
-        """The number of the next one, from 1."""
-        return self._max_iterations - self._totals.iterations_left + 1
+    def _add_run(self, entry: ToolTraceEntry) -> None:
+        """Trace the first of the latest calls that was not run so far."""
+        self._not_run = self._not_run[1:]
+        self._totals.trace.append(entry)
 
     def _sort_calls(self, calls: Sequence[RawCall | MalformedCall], now: float) -> Partition:
         parts = partition(

@@ -148,7 +148,7 @@ class ExitSignal(TypedDict):
 
 class ToolTraceEntry(TypedDict):
     """One call of a normal tool; `error` says why, if it failed or was not run (cut off, unknown,
-    over the budget).
+    over the budget, behind one that failed).
 
     Attributes:
         tool_call_id: the worker's own id, as the server gets it; "" or the server's own id if the

@@ -536,13 +536,15 @@ def test_a_dropped_call_answers_for_no_other() -> None:
     ("event", "outcome"),
     [(CANCEL, "canceled"), (RESTARTED, "worker_restarted"), (SERVER_DIED, "server_died")],
 )
-def test_calls_that_had_begun_are_in_the_trace(event: Event, outcome: str) -> None:
+def test_every_call_of_a_turn_is_traced(event: Event, outcome: str) -> None:
     play = in_tools(calls_count=3)
     assert play >> 103.0 >> returned("one") << CallTool >> 105.0 >> event << DROP << Ends(outcome)
     assert trace_of(play, "arguments", "error", "started_at", "duration_s") == [
         ({"n": 0}, None, 1102.0, 1.0),
         ({"n": 1}, f"given up while it ran: {outcome}", 1103.0, 2.0),
+        ('{"n": 2}', f"not run: {outcome}", 1105.0, 0.0),
     ]
+    assert trace_of(play, "iteration") == [(1,)] * 3
 
 
 def test_a_failure_traces_the_running_call() -> None:
