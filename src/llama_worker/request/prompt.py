@@ -226,7 +226,7 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
         limits.append(limit)
     if not limits:
         return None
-    return int(max(limits) * 1.25) + _MORE_TOKENS
+    return int(max(limits)) * 5 // 4 + _MORE_TOKENS  # in integers, which do not overflow
 
 
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:

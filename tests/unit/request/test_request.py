@@ -889,6 +889,7 @@ def test_what_was_held_back_is_no_loop(ending: str, prompted: bool) -> None:
         ({"max_tokens": 100, "n_predict": 1000}, 1314),
         ({}, 4096 * 5 // 4 + 64),
         ({"max_tokens": float("inf")}, None),
+        ({"max_tokens": 1.7e308}, None),
         ({"max_tokens": -1}, None),
     ],
 )
