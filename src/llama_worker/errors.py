@@ -27,8 +27,11 @@ _REFUSALS: dict[SubmitErrorCode, str] = {
 
 
 def described_error(error: BaseException | None) -> str:
-    """An exception's type and text in a line, also of one whose `str()` fails."""
-    return "".join(format_exception_only(error)).strip()
+    """An exception's type and text in a line, also of one whose `str()` fails. Never raises."""
+    try:
+        return "".join(format_exception_only(error)).strip()
+    except Exception:  # a SyntaxError whose arguments are of odd types
+        return type(error).__name__
 
 
 def is_shortage(error: BaseException | None) -> bool:

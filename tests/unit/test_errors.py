@@ -21,6 +21,8 @@ from llama_worker import (
     WorkerStopError,
 )
 from llama_worker.config.start_advice import described, lack_of_memory, not_executed
+from llama_worker.errors import described_error
+from tests.conftest import Speechless
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,18 @@ def test_errors_share_one_root_and_survive_pickling(error: LlamaWorkerError, tex
         assert type(other) is type(error)
         assert str(other).startswith(text)
         assert (str(other), other.__dict__) == (str(error), error.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (Speechless(), "Speechless: <exception str() failed>"),
+        (SyntaxError("no", ("f", 1, 1, b"bytes")), "SyntaxError"),  # type: ignore[arg-type]
+    ],
+)
+def test_any_exception_has_a_description(error: BaseException, text: str) -> None:
+    assert described_error(error).endswith(text)
 
 
 # ---------------------------------------------------------------- a start that failed
