@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from llama_worker.config.validation import as_count
 from llama_worker.stream.events import encodable
 from llama_worker.types.request import ContextUse, RequestFailReason
 
@@ -30,8 +31,8 @@ def exceeds_context(message: str, kind: str | None) -> bool:
 
 def context_use(error: Mapping[str, Any]) -> ContextUse | None:
     """The numbers of such an error, where it has them."""
-    prompt, context = error.get("n_prompt_tokens"), error.get("n_ctx")
-    if not (isinstance(prompt, int) and isinstance(context, int)):
+    prompt, context = as_count(error.get("n_prompt_tokens")), as_count(error.get("n_ctx"))
+    if prompt is None or context is None:
         return None
     return {"n_prompt_tokens": prompt, "n_ctx": context}
 
@@ -47,7 +48,8 @@ def describe_http_error(status: int, body: bytes) -> StreamFailure:
     reason, context = RequestFailReason.HTTP_ERROR, None
     if isinstance(error, Mapping):
         message, kind = error.get("message"), error.get("type")
-        text = f"{message}" + (f" ({kind})" if kind else "")
+        if message:
+            text = f"{message}" + (f" ({kind})" if kind else "")
         if exceeds_context(str(message), kind):
             reason, context = RequestFailReason.CONTEXT_EXCEEDED, context_use(error)
     elif isinstance(error, str):

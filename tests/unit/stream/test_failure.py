@@ -29,6 +29,8 @@ LONG_AGO = b'{"error":{"code":400,"message":"too long","type":"invalid_request_e
         (500, b"  \n", "HTTP 500: no message"),
         (500, b"[1]", "HTTP 500: [1]"),
         (500, b'{"error":7}', 'HTTP 500: {"error":7}'),
+        (500, b'{"error":{"code":500}}', 'HTTP 500: {"error":{"code":500}}'),
+        (500, b'{"error":{"message":null}}', 'HTTP 500: {"error":{"message":null}}'),
         (500, b"[" * 3000, "HTTP 500: " + "[" * 2000),
         (500, b'{"detail":"x"}', 'HTTP 500: {"detail":"x"}'),
         (500, b"caf\xe9", "HTTP 500: caf\ufffd"),
@@ -57,6 +59,8 @@ OVERFLOW = {"code": 400, "message": MESSAGE, "type": "exceed_context_size_error"
         (OVERFLOW | {"message": "request (5000 tokens) is too long"}, None),
         (OVERFLOW | {"type": "invalid_request_error"}, None),  # builds before September 2025
         (OVERFLOW | {"n_prompt_tokens": "5000", "n_ctx": 4096}, None),
+        (OVERFLOW | {"n_prompt_tokens": True, "n_ctx": 4096}, None),
+        (OVERFLOW | {"n_prompt_tokens": 5000, "n_ctx": -1}, None),
     ],
 )
 def test_a_prompt_too_long_is_told_with_numbers(error: dict[str, Any], context: Any) -> None:
