@@ -15,10 +15,12 @@ import pytest
 import requests
 import sseclient
 
-from llama_worker import RestartPolicy
+from llama_worker import Canary, LlamaWorkerError, RestartPolicy, WorkerStartError
+from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.stream.sse import SseDecoder
 from llama_worker.testing.scripts import (
+    Answer,
     DoneMarker,
     ErrorData,
     ErrorField,
@@ -32,6 +34,7 @@ from llama_worker.testing.scripts import (
     Repeat,
     Reset,
     Script,
+    ScriptedReply,
     Startup,
     Step,
     Text,
@@ -185,11 +188,20 @@ def test_the_api_key_is_sent_and_shown_nowhere(
     make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    log = [f"started with --api-key {KEY}"]
-    rig = make_worker(Script(startup=Startup(log=log)), api_key=KEY, env={"LLAMA_API_KEY": KEY})
+    refusal = f"Invalid API Key: {KEY}"
+    refused = Answer(401, {"error": {"message": refusal}})
+    script = Script(startup=Startup(log=[f"started with --api-key {KEY}"]), tokenize=[refused])
+    rig = make_worker(script, api_key=KEY, env={"LLAMA_API_KEY": KEY})
     assert rig.run()["state"] == "completed"
-    told = rig.ended(rig.submit(HttpError(401, message=f"Invalid API Key: {KEY}")))
-    also = rig.ended(rig.submit(Headers(), ErrorData(message=f"Invalid API Key: {KEY}")))
+    told = rig.ended(rig.submit(HttpError(401, message=refusal)))
+    also = rig.ended(rig.submit(Headers(), ErrorData(message=refusal)))
+    with pytest.raises(LlamaWorkerError, match=r"Invalid API Key: \*\*\*") as not_counted:
+        rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
+    script = Script(replies=[ScriptedReply([HttpError(401, message=refusal)])])
+    canary = Canary(prompt="2 + 2?", check=bool)
+    unfit = make_worker(script, start=False, api_key=KEY, canary=canary)
+    with pytest.raises(WorkerStartError, match=r"Invalid API Key: \*\*\*") as not_started:
+        unfit.worker.start().get(timeout=WAIT_S)
     shown = [
         told,
         also,
@@ -197,6 +209,10 @@ def test_the_api_key_is_sent_and_shown_nowhere(
         rig.worker.get_debug_info().get(),
         rig.worker,
         rig.config,
+        Endpoint.of(rig.config),
+        not_counted.value,
+        not_started.value,
+        unfit.status(),
         caplog.text,
     ]
     assert KEY not in repr(shown) + str(rig.worker) + str(rig.config)

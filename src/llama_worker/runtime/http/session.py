@@ -53,6 +53,10 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     api_key: str | None = None
     ca_file: str | None = None  # what an https server's certificate is checked with
 
+    def __repr__(self) -> str:
+        """Without the key: whoever shows a traceback with its variables shows this."""
+        return f"Endpoint(base_url={self.base_url!r})"
+
     @classmethod
     def of(cls, config: WorkerConfig) -> Endpoint:
         """Where the config's server is reached from this machine."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from llama_worker.bios import PromptError
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.errors import LlamaWorkerError, described_error
+from llama_worker.errors import LlamaWorkerError, described_error, masked
 from llama_worker.request.messages import CountTokens
 from llama_worker.request.prompt import Prompts
 from llama_worker.runtime.host.host_code import bios_text
@@ -39,8 +39,12 @@ def count_tokens(
 
     def give_up() -> None:
         """The BIOS provider may be what takes so long: nobody waits for the thread."""
-        order.reply.fail(_failure(f"no answer within {COUNT_S:g} s"))
+        fail(f"no answer within {COUNT_S:g} s")
         abort.abort()
+
+    def fail(why: str) -> None:
+        shown = masked(f"the tokens could not be counted: {why}", endpoint.api_key)
+        order.reply.fail(LlamaWorkerError(shown))
 
     def asked(path: str, body: Mapping[str, Any], key: str) -> Any:
         """What the server's answer has under the key."""
@@ -65,11 +69,11 @@ def count_tokens(
         try:
             order.reply.answer(count())
         except (PromptError, _NoCount) as error:
-            order.reply.fail(_failure(str(error)))
+            fail(str(error))
         except TimeoutError:  # the timer is about to say so
             give_up()
         except Exception as error:  # the server does not answer, or this machine lacks something
-            order.reply.fail(_failure(described_error(error)))
+            fail(described_error(error))
         finally:
             timer.cancel()
 
@@ -90,7 +94,3 @@ def _said(answer: object) -> str:
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return str(message or answer)[:500]
-
-
-def _failure(why: str) -> LlamaWorkerError:
-    return LlamaWorkerError(f"the tokens could not be counted: {why}")

@@ -13,7 +13,7 @@ import psutil
 
 from llama_worker.config.profiles import Canary
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.errors import described_error, is_shortage
+from llama_worker.errors import described_error, is_shortage, masked
 from llama_worker.gaps import gap_s
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.threads import run_probe
@@ -58,8 +58,9 @@ class _Question:
         return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
 
     def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits | None = None) -> None:
+        shown = masked(detail, self._endpoint.api_key)  # it may quote the server
         probed = Probed(
-            epoch=self._epoch, outcome=outcome, detail=detail, traits=traits or ServerTraits()
+            epoch=self._epoch, outcome=outcome, detail=shown, traits=traits or ServerTraits()
         )
         self._reply_to.tell(probed)
 
