@@ -54,6 +54,8 @@ def hold() -> Iterator[Callable[[int, int], None]]:
         # held between two tokens, it has the lock that /slots waits for
         while not _slots_answer(port):
             release(tid)
+            while not _slots_answer(port):  # on one core it would not have run at all
+                pass
             trace(tid, stop=True)
         # Whoever traces a thread has to see its end, or the server's parent never does.
         reapers.append(threading.Thread(target=wait_traced, args=(tid,), daemon=True))
