@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig
+from llama_worker import LlamaWorker, TimeoutProfile, WorkerClosed, WorkerConfig
 from llama_worker.testing.scripts import SERVER
 
 
@@ -89,9 +89,11 @@ def be_unharmed_by_a_child(worker: LlamaWorker) -> None:
     pid = os.fork()
     if pid == 0:
         try:
+            worker.get_worker_status()
+        except WorkerClosed as closed:
             worker.close()
-        finally:
-            sys.exit(0)
+            sys.exit("forked" not in closed.__notes__[0])
+        os._exit(3)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, status
     assert worker.get_worker_status().get()["state"] == "ready"
