@@ -230,6 +230,8 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
             return life, ()  # it shares the outcome of the start that waits
         case _:
             detail = "no server runs that restart() could replace; start() launches one"
+            if life.is_draining:
+                detail = "the worker is draining; start() launches a server once it has stopped"
             return life, (Resolve(Start, WorkerStartError(StartFailReason.STOPPED, detail)),)
 
 

@@ -454,20 +454,22 @@ def test_a_restart_by_hand_ends_a_backoff() -> None:
 
 
 @pytest.mark.parametrize(
-    "state",
+    ("state", "says"),
     [
-        Stopped(),
-        Failed(),
-        Draining(epoch=1),
-        Ending(epoch=1, goal=ToStopped()),
-        Ending(epoch=1, goal=ToStopped(draining=True)),
+        (Stopped(), "no server runs"),
+        (Failed(), "no server runs"),
+        (Draining(epoch=1), "is draining"),
+        (Ending(epoch=1, goal=ToStopped()), "no server runs"),
+        (Ending(epoch=1, goal=ToStopped(draining=True)), "is draining"),
     ],
     ids=repr,
 )
-def test_there_is_no_restart_of_what_is_stopped(state: State) -> None:
+def test_there_is_no_restart_of_what_is_stopped(state: State, says: str) -> None:
     life, effects = restart(replace_state(state), 2.0)
     assert life == replace_state(state)
-    assert error_of(effects).reason is StartFailReason.STOPPED
+    error = error_of(effects)
+    assert error.reason is StartFailReason.STOPPED
+    assert says in error.detail
 
 
 @pytest.mark.parametrize(
