@@ -1,4 +1,4 @@
-"""The host's handle of one worker. The one door from the host's threads to the actors."""
+"""LlamaWorker, the host's handle of one worker: each call becomes a message to its WorkerActor."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import (
     checked_bool,
     checked_int,
+    checked_path,
     checked_seconds,
     checked_str,
     optional,
@@ -107,7 +108,7 @@ class LlamaWorker(Startable):
             ConfigError: no llama-server was found, or a value cannot work.
             TypeError: a wrong type, or no such field.
         """
-        named = os.fspath(executable) if executable is not None else None
+        named = None if executable is None else checked_path("executable", executable)
         return cls(
             WorkerConfig.for_model(
                 model,

@@ -84,6 +84,9 @@ def test_from_a_model_to_an_answer(server: str, monkeypatch: pytest.MonkeyPatch)
             ConfigError,
             r"executable: /no/such does not exist; get one .*github.com",
         ),
+        ({"model": 3}, TypeError, "model must be a path, not int: 3"),
+        ({"executable": b"x"}, TypeError, "executable must be a path, not bytes"),
+        ({"host": 3}, TypeError, "host must be a str, not int: 3"),
         ({"slots": 0}, ConfigError, "slots"),
         ({"max_token": 1}, TypeError, "max_token"),
         ({"server_cmd": ["x"]}, TypeError, "server_cmd"),
@@ -95,7 +98,7 @@ def test_what_cannot_work_is_refused(
     server: str, given: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        LlamaWorker.from_model("m.gguf", **{"executable": server, **given})
+        LlamaWorker.from_model(**{"model": "m.gguf", "executable": server, **given})
 
 
 # ---------------------------------------------------------------- ask

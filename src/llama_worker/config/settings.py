@@ -47,6 +47,7 @@ from llama_worker.config.validation import (
     check_takes,
     checked_int,
     checked_json_object,
+    checked_path,
     checked_str,
     names_near_fields,
     shown,
@@ -140,13 +141,13 @@ class WorkerConfig:
             ConfigError: a value cannot work.
             TypeError: a wrong type, or no such field.
         """
-        path = os.fspath(model)
+        path = checked_path("model", model)
         command = llama_server_cmd(
             path,
             host=host,
             port=port,
             slots=slots,
-            executable=os.fspath(executable),
+            executable=checked_path("executable", executable),
             extra_args=extra_args,
             cache_ram_mib=cache_ram_mib,
             batch_size=batch_size,
@@ -321,8 +322,8 @@ def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
     for index, probe in enumerate(value):
         if not isinstance(probe, LivenessProbe):
             raise TypeError(
-                f"liveness_probes[{index}] needs the methods probe and reset; "
-                f"{type(probe).__name__} has not both"
+                f"liveness_probes[{index}] must have the methods probe and reset; "
+                f"{type(probe).__name__} has not"
             )
     return tuple(value)
 

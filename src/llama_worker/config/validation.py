@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import (
@@ -109,6 +110,15 @@ def checked_str(
         raise ConfigError(
             f"{name} must be valid Unicode, without lone surrogates: {safe_text}"
         ) from None
+
+
+def checked_path(name: str, value: object) -> str:
+    """The path of a file, as text."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, not {type(value).__name__}: {shown(value)}")
+    path = os.fspath(value)
+    checked_str(name, path, empty=False, nul=False)
+    return path
 
 
 def as_count(value: object) -> int | None:

@@ -8,6 +8,8 @@ import os
 import random
 import socket
 
+from llama_worker.config.validation import checked_str
+
 _PORTS = range(20000, 32000)  # below those that the kernel hands out by itself
 _turns = itertools.count(random.randrange(len(_PORTS)))
 
@@ -17,8 +19,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
     Nothing holds it: somebody may take it before the server does, and then `start` fails with
     `port_in_use`. That is rare, since every process begins to look somewhere else. Any thread.
-    Raises OSError where no port is free.
+    Raises OSError where no port is free, TypeError or ConfigError for what is no host.
     """
+    checked_str("host", host, empty=False)
     for _ in _PORTS:
         turn = next(_turns) + 97 * os.getpid()  # a forked process has its parent's count
         port = _PORTS[turn % len(_PORTS)]
