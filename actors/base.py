@@ -1,5 +1,5 @@
-"""What every actor here is built on: a typed address, one release, and a parent that hears of a
-death."""
+"""What every actor here is built on: a typed address, one release, and a parent that is told of
+its death."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llama_worker.server.roll_call import Member
 M = TypeVar("M")
 
 
-def members(union: Any) -> frozenset[type]:
+def message_types(union: Any) -> frozenset[type]:
     """The message types of a mailbox's union."""
     return frozenset(get_args(union))
 
@@ -54,8 +54,8 @@ class Ref(Generic[M]):
                 self._actor_ref.tell(_StopRequested())
 
 
-class LiveCount:
-    """The actors of one worker that are alive, and its launched servers. Thread-safe."""
+class LiveSet:
+    """The actors of one worker that are alive, and its launches that are not over. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class _StopRequested:
 
 
 class Alarm:
-    """The one instant that an actor waits for: it then gets a Tick."""
+    """The one instant that an actor waits for; it gets a Tick then. For the actor's own thread."""
 
     def __init__(self, clock: Host, mailbox: Mailbox[Tick]) -> None:
         self._clock = clock
@@ -132,12 +132,12 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     role = "actor"
     accepts: ClassVar[frozenset[type]] = frozenset()
 
-    def __init__(self, live_count: LiveCount, runner: Host) -> None:
+    def __init__(self, live: LiveSet, runner: Host) -> None:
         super().__init__()
         self._runner = runner
-        self._live_count = live_count
+        self._live = live
         self._released = False
-        live_count.enter(self)
+        live.enter(self)
 
     @staticmethod
     def _create_actor_inbox() -> Any:
@@ -233,11 +233,11 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         try:
             self.release(failure)
         finally:
-            self._live_count.leave(self)
+            self._live.leave(self)
 
 
 class Line:
-    """A child's way to its parent, until it is cut. Thread-safe."""
+    """How a child tells its parent, until the parent gives it up and cuts the line. Thread-safe."""
 
     def __init__(self, parent: Mailbox[WorkerMessage], member: Member) -> None:
         self.parent = parent
@@ -255,10 +255,8 @@ class Child(SupervisedActor[M]):
     The parent hears of its death by `ActorDied`, behind all that it told before.
     """
 
-    def __init__(
-        self, line: Line, live_count: LiveCount, runtime: Runtime, config: WorkerConfig
-    ) -> None:
-        super().__init__(live_count, runtime)
+    def __init__(self, line: Line, live: LiveSet, runtime: Runtime, config: WorkerConfig) -> None:
+        super().__init__(live, runtime)
         self._worker = line
         self._runtime = runtime
         self._config = config
@@ -290,12 +288,12 @@ class Child(SupervisedActor[M]):
         lies in its mailbox; what it tells others finds them gone. It then releases what it owns,
         and ends.
         """
-        if self not in self._live_count:
+        if self not in self._live:
             return False
         with contextlib.suppress(Exception):  # it may go on at this very moment
             self.abandon(detail)
         self._worker.is_cut = True
-        self._live_count.leave(self)
+        self._live.leave(self)
         return True
 
     def abandon(self, detail: str) -> None:

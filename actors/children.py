@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from llama_worker.actors.base import Child, Line, LiveCount, Ref
+from llama_worker.actors.base import Child, Line, LiveSet, Ref
 from llama_worker.actors.messages import RequestMessage, WorkerMessage
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request import RequestActor
@@ -31,12 +31,12 @@ class Children:
     def __init__(
         self,
         parent: Ref[WorkerMessage],
-        live_count: LiveCount,
+        live: LiveSet,
         runtime: Runtime,
         config: WorkerConfig,
     ) -> None:
         self._parent = parent
-        self._live_count = live_count
+        self._live = live
         self._runtime = runtime
         self._config = config
         self._lines: dict[Member, Line] = {}
@@ -87,6 +87,6 @@ class Children:
 
     def _start(self, actor: type[Child[M]], epoch: int, slot: int | None = None) -> Ref[M]:
         line = Line(self._parent, Member(epoch, actor.role, slot))
-        ref: Ref[M] = Ref(actor.start(line, self._live_count, self._runtime, self._config))
+        ref: Ref[M] = Ref(actor.start(line, self._live, self._runtime, self._config))
         self._lines[line.member] = line
         return ref

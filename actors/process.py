@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker.actors.base import Alarm, Child, LiveCount, members
+from llama_worker.actors.base import Alarm, Child, LiveSet, message_types
 from llama_worker.actors.messages import WorkerMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
@@ -47,7 +47,7 @@ class ProcessActor(Child[ProcessMessage]):
     """Starts the server of one launch, and ends it. The end of this actor kills the server."""
 
     role = "process"
-    accepts = members(ProcessMessage)
+    accepts = message_types(ProcessMessage)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -106,7 +106,7 @@ class ProcessActor(Child[ProcessMessage]):
             news.last_kill.begin()
 
     def _launch(self, epoch: int) -> None:
-        news = self._news = _LaunchNews(self.me(), self._worker.parent, self._live_count)
+        news = self._news = _LaunchNews(self.me(), self._worker.parent, self._live)
         try:
             self._server = self._runtime.start_server(epoch, news)
         except (RuntimeError, OSError) as error:
@@ -128,13 +128,13 @@ class _LaunchNews:
     live. Until LaunchFailed or Exited has passed, the worker's end waits for it."""
 
     def __init__(
-        self, me: Mailbox[ServerNews], worker: Mailbox[WorkerMessage], live_count: LiveCount
+        self, me: Mailbox[ServerNews], worker: Mailbox[WorkerMessage], live: LiveSet
     ) -> None:
         self._me = me
         self._worker = worker
-        self._live_count = live_count
+        self._live = live
         self.last_kill: _LastKill | None = None
-        live_count.enter(self)
+        live.enter(self)
 
     def tell(self, message: ServerNews) -> bool:
         self._me.tell(message)
@@ -142,7 +142,7 @@ class _LaunchNews:
         if isinstance(message, LaunchFailed | Exited):
             if self.last_kill is not None:
                 self.last_kill.cancel()
-            self._live_count.leave(self)
+            self._live.leave(self)
         return is_heard
 
 

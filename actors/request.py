@@ -16,7 +16,7 @@ from typing import Any, assert_never
 
 from msgspec.structs import asdict
 
-from llama_worker.actors.base import Alarm, Child, members
+from llama_worker.actors.base import Alarm, Child, message_types
 from llama_worker.actors.messages import BeginLease, EndLease, RequestMessage
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import (
@@ -66,7 +66,7 @@ class RequestActor(Child[RequestMessage]):
     its output."""
 
     role = "request"
-    accepts = members(RequestMessage)
+    accepts = message_types(RequestMessage)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
-from llama_worker.actors.base import Child, members
+from llama_worker.actors.base import Child, message_types
 from llama_worker.request.messages import CallEnded, DropTool, RunTool, ToolMessage, TurnId
 from llama_worker.runtime.ports import ToolThread
 
@@ -19,7 +19,7 @@ class ToolLoopActor(Child[ToolMessage]):
     """Starts the threads. What still runs when this actor ends is nobody's any more."""
 
     role = "tool_loop"
-    accepts = members(ToolMessage)
+    accepts = message_types(ToolMessage)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

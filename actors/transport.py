@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
-from llama_worker.actors.base import Child, members
+from llama_worker.actors.base import Child, message_types
 from llama_worker.errors import described_error
 from llama_worker.request.messages import (
     CloseAllStreams,
@@ -32,7 +32,7 @@ class TransportActor(Child[TransportMessage]):
     """Opens and closes streams. A crash of this actor closes every connection."""
 
     role = "transport"
-    accepts = members(TransportMessage)
+    accepts = message_types(TransportMessage)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

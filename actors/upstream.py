@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 
-from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
+from llama_worker.actors.base import Alarm, LiveSet, SupervisedActor, message_types
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
@@ -46,15 +46,15 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
     """One server's. Everybody has a lease: how many may run at once is the server's to say."""
 
     role = "upstream"
-    accepts = members(UpstreamMessage)
+    accepts = message_types(UpstreamMessage)
 
     def __init__(
         self,
-        live_count: LiveCount,
+        live: LiveSet,
         runtime: UpstreamRuntime,
         timeouts: TimeoutProfile,
     ) -> None:
-        super().__init__(live_count, runtime)
+        super().__init__(live, runtime)
         self._runtime = runtime
         self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0)
         self._alarm = Alarm(runtime, self.me())

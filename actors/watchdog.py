@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from llama_worker.actors.base import Alarm, Child, members
+from llama_worker.actors.base import Alarm, Child, message_types
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import ReportProgress
@@ -25,7 +25,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
     """Watches one launch at a time."""
 
     role = "watchdog"
-    accepts = members(messages.WatchdogMessage)
+    accepts = message_types(messages.WatchdogMessage)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from llama_worker.actors.base import Alarm, LiveCount, SupervisedActor, members
+from llama_worker.actors.base import Alarm, LiveSet, SupervisedActor, message_types
 from llama_worker.actors.children import Children
 from llama_worker.actors.messages import (
     ActorDied,
@@ -63,16 +63,16 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
     answered."""
 
     role = "worker"
-    accepts = members(WorkerMessage)
+    accepts = message_types(WorkerMessage)
 
     def __init__(
         self,
-        live_count: LiveCount,
+        live: LiveSet,
         runtime: Runtime,
         config: WorkerConfig,
         open_futures: OpenFutures,
     ) -> None:
-        super().__init__(live_count, runtime)
+        super().__init__(live, runtime)
         self._runtime = runtime
         self._config = config
         self._open_futures = open_futures
@@ -85,7 +85,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._slot_waiters: WeakList[Reply[None]] = WeakList()
         me = self.me()
         self._alarm = Alarm(runtime, me)
-        self._children = Children(me, live_count, runtime, config)
+        self._children = Children(me, live, runtime, config)
         self._dispatcher = RequestDispatcher(self._table, self._children)
         self._roll_call = RollCall()
         self._server = ServerLife(

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import pykka
 
-from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.actors.base import LiveSet, Ref
 from llama_worker.actors.messages import AwaitResult, HostMessage, ReleaseResult
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.config.settings import WorkerConfig
@@ -37,14 +37,14 @@ class Backend:
         self.config = config
         self._runtime = runtime
         self._pid = os.getpid()
-        self._live_count = LiveCount()
+        self._live = LiveSet()
         self._futures = OpenFutures()
         self._closing = threading.RLock()  # a signal handler may close while its thread does
         # Only the WorkerActor's thread changes it.
         self._handovers: set[_Forward[RequestResult | NotFound]] = set()
         self._stopping: WorkerFuture[None] | None = None  # since close() was called
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(
-            self._live_count, runtime, config, self._futures
+            self._live, runtime, config, self._futures
         )
         self._worker: Ref[Any] = Ref(self.actor_ref)
         open_backends.add(self)
@@ -131,7 +131,7 @@ class Backend:
 
     def wait_gone(self, timeout_s: float) -> None:
         """Wait until the actors have ended, at most so long."""
-        self._runtime.wait(self._live_count, timeout_s)
+        self._runtime.wait(self._live, timeout_s)
 
     def abandon(self) -> None:
         """The handle was lost: end without waiting."""

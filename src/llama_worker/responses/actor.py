@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import assert_never
 
-from llama_worker.actors.base import LiveCount, Ref, SupervisedActor, members
+from llama_worker.actors.base import LiveSet, Ref, SupervisedActor, message_types
 from llama_worker.mailbox import Reply
 from llama_worker.responses.api.store import ResponseStore
 from llama_worker.responses.config import ResponsesProxyConfig
@@ -43,12 +43,12 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
     cannot; called on a thread."""
 
     role = "responses-proxy"
-    accepts = members(ProxyMessage)
+    accepts = message_types(ProxyMessage)
 
     def __init__(
-        self, live_count: LiveCount, config: ResponsesProxyConfig, make_listener: MakeListener
+        self, live: LiveSet, config: ResponsesProxyConfig, make_listener: MakeListener
     ) -> None:
-        super().__init__(live_count, RealHost())
+        super().__init__(live, RealHost())
         self._config = config
         self._make_listener = make_listener
         self._store = ResponseStore(

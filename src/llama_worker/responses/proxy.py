@@ -9,7 +9,7 @@ from typing import Any
 
 import pykka
 
-from llama_worker.actors.base import LiveCount, Ref
+from llama_worker.actors.base import LiveSet, Ref
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
 from llama_worker.errors import ConfigError
@@ -56,7 +56,7 @@ class ResponsesProxy(Startable):
         config = config or ResponsesProxyConfig()
         if (config.upstream is None) is (worker is None):
             raise ConfigError("give one of upstream (in the config) and worker")
-        self._live_count = LiveCount()
+        self._live = LiveSet()
         self._upstream: Ref[UpstreamMessage] | None = None  # the actor, where it is ours
         if worker is not None:
             server = Endpoint.of(worker.config)
@@ -75,14 +75,14 @@ class ResponsesProxy(Startable):
             grant = None
         else:
             runtime = UpstreamQuestions(endpoint)
-            actor = UpstreamActor.start(self._live_count, runtime, config.timeouts)
+            actor = UpstreamActor.start(self._live, runtime, config.timeouts)
             watch = self._upstream = Ref(actor)
             grant = UpstreamLeases(runtime, config.api_key).grant
         upstream = Upstream(endpoint=endpoint, watch=watch, grant=grant)
         listener = partial(_listener, upstream=upstream)
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(
-            self._live_count, config, listener
+            self._live, config, listener
         )
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
 
@@ -113,7 +113,7 @@ class ResponsesProxy(Startable):
             self._ref.stop()
         if self._upstream is not None:
             self._upstream.stop()
-        self._live_count.wait(_LEAVE_S)
+        self._live.wait(_LEAVE_S)
 
 
 def _listener(

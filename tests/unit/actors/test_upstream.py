@@ -10,7 +10,7 @@ import pykka
 import pytest
 from msgspec import Struct
 
-from llama_worker.actors.base import LiveCount
+from llama_worker.actors.base import LiveSet
 from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
 from llama_worker.config.profiles import TimeoutProfile
@@ -82,8 +82,8 @@ class World:
         self.slots, self.answers = slots, answers
         self.alarms: list[Alarm] = []
         self.questions_count = 0
-        self.live_count = LiveCount()
-        self.ref = UpstreamActor.start(self.live_count, self, timeouts)
+        self.live = LiveSet()
+        self.ref = UpstreamActor.start(self.live, self, timeouts)
         self.leases = UpstreamLeases(self, None)
 
     # ------------------------------------------------------------ ports.UpstreamRuntime
