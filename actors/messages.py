@@ -1,4 +1,5 @@
-"""What a host asks of its worker, what its actors are told as such, and who takes which message."""
+"""What a host asks of its worker, what every actor may be told, and which actor takes which
+message."""
 
 from __future__ import annotations
 
@@ -105,10 +106,14 @@ class WaitSlot(Struct, frozen=True, kw_only=True):
 
 
 class GetWorkerStatus(Struct, frozen=True, kw_only=True):
+    """Answered at once."""
+
     reply: Reply[WorkerStatus]
 
 
 class GetDebugInfo(Struct, frozen=True, kw_only=True):
+    """Answered at once."""
+
     reply: Reply[WorkerDebugInfo]
 
 

@@ -1,5 +1,5 @@
-"""Times in which this machine, or this program, did not run: what was silent meanwhile is not to
-blame. Pure.
+"""Times in which this machine, or this program, did not run: nobody is to blame for a silence
+then. Pure.
 
 Instants are monotonic seconds.
 """
@@ -10,24 +10,25 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LATE_S = 1.0  # later than that is no alarm of a host that runs
+LATE_S = 1.0  # an alarm that is later than this comes after a gap
 # gaps without a verdict; on a machine that is always late a hang has to be found, too
 FORGIVEN_IN_A_ROW = 3
 _KEPT = 256  # an even number; where there are more, the older half is kept more coarsely
 
 
 def gap_s(due_at: float, now: float) -> float:
-    """What was lost where something due comes only now; 0.0 where it is as late as threads are.
+    """Seconds that this host did not run, if what was due then is looked at only now; 0.0 if it is
+    no later than threads usually are.
 
-    Stopped, suspended, starved, the interpreter held: whoever finds a gap gives no verdict, and
-    grants what it waits for that time again.
+    The host was stopped, suspended or starved, or the interpreter was held: whoever finds a gap
+    gives no verdict, and grants the lost time again.
     """
     late_s = now - due_at
     return late_s if late_s > LATE_S else 0.0
 
 
 class Span(NamedTuple):
-    """Of which so much was lost: one gap, or several with what lies between them."""
+    """A time of which `lost_s` seconds were lost: one gap, or several and what lies between."""
 
     begin: float
     end: float
@@ -36,12 +37,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """All gaps: nothing that was lost is forgotten, where it lay is known less exactly with age."""
+    """All gaps so far. Older ones are joined: how much was lost stays exact, when it was does
+    not."""
 
     spans: tuple[Span, ...] = ()  # oldest first, none overlaps another
 
     def with_gap(self, end: float, length_s: float) -> Gaps:
-        """With one that ends now. What it shares with an earlier one was lost once."""
+        """With a gap of this length that ends at `end`; what it shares with earlier ones counts
+        once."""
         begin, served_s, kept = end - length_s, 0.0, list(self.spans)
         while kept and kept[-1].end > begin:
             before = kept.pop()

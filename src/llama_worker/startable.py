@@ -1,4 +1,4 @@
-"""What is started for a `with` block, and closed at its end. Pure."""
+"""The base of what a `with` block starts and closes. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, Self
 
 
 class _Starting(Protocol):
-    """A future."""
+    """The future of a start."""
 
     def get(self) -> object: ...
 
@@ -18,15 +18,15 @@ class Startable(ABC):
 
     @abstractmethod
     def start(self) -> _Starting:
-        """Begin. Never blocks: the future resolves once it runs, or raises what kept it from
-        that."""
+        """Begin to start. Never blocks: the future resolves once it runs, or raises why it does
+        not."""
 
     @abstractmethod
     def close(self) -> None:
         """End for good. Blocks; idempotent."""
 
     def __enter__(self) -> Self:
-        """`start().get()`; what does not start is closed."""
+        """Start, and wait until it runs; if the start fails, close, and raise its error."""
         try:
             self.start().get()
         except BaseException:

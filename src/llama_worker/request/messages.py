@@ -41,6 +41,8 @@ class CountTokens(Struct, frozen=True, kw_only=True):
 
 
 class GetStatus(Struct, frozen=True, kw_only=True):
+    """How far the request is."""
+
     request_id: int
     reply: Reply[RequestStatus | NotFound]
 

@@ -86,7 +86,7 @@ def newest(start: float, *others: float | None) -> float:
 
 
 class Advance:
-    """Hand it every event, in order."""
+    """Which events of one turn bring something new. Hand it every event, in order."""
 
     def __init__(self) -> None:
         self._processed = -1  # the most of the prompt that was ever reported as done
@@ -147,7 +147,8 @@ class Advance:
 
 
 class TurnProgress:
-    """Hand it every event, in order."""
+    """What one turn has brought so far: tokens, times, batches of the prompt. Hand it every event,
+    in order."""
 
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
@@ -169,7 +170,7 @@ class TurnProgress:
 
     @property
     def deltas(self) -> int:
-        """With something generated in them, so far."""
+        """How many deltas with something generated in them have come."""
         return self._deltas
 
     @property
@@ -183,7 +184,7 @@ class TurnProgress:
 
     @property
     def phase(self) -> RequestPhase:
-        """While the server is waited for."""
+        """What the server does, as far as can be told: waiting, prefill or generating."""
         if self.headers_at is None:
             return RequestPhase.WAITING
         return RequestPhase.PREFILL if self.first_token_at is None else RequestPhase.GENERATING

@@ -67,7 +67,7 @@ def parse_slots(body: Any) -> tuple[Slot, ...] | None:
     """
     if not isinstance(body, list) or not body:
         return None
-    slots = [_slot(told) for told in body]
+    slots = [_slot(entry) for entry in body]
     known = [slot for slot in slots if slot is not None]
     if len(known) < len(slots) or len({slot.slot_id for slot in known}) < len(known):
         return None
@@ -110,10 +110,12 @@ def moved_between(one: SlotsLook, other: SlotsLook) -> bool:
 
 
 def moved(track: Sequence[Slot]) -> bool:
+    """Whether one slot did something between any two successive looks."""
     return any(one != other for one, other in pairwise(track))
 
 
 def moved_always(track: Sequence[Slot]) -> bool:
+    """Whether one slot did something between every two successive looks."""
     return all(one != other for one, other in pairwise(track))
 
 

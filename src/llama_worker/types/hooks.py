@@ -1,4 +1,4 @@
-"""What a host plugs into a worker: a BIOS, handlers, a tool runner, a liveness probe. Pure."""
+"""What a host plugs into a worker: BIOS provider, handlers, tool runner, liveness probe. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BiosText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiosContext:
-    """What a BIOS text may speak of. `now` is aware, in the configured zone."""
+    """What a BIOS provider is given. `now` is an aware datetime in the configured time zone."""
 
     now: datetime
     timezone_name: str
@@ -39,42 +39,42 @@ class BiosContext:
 
 
 class BiosProvider(Protocol):
-    """Writes the BIOS text: pure and quick. It runs on a thread of its own, for `bios_timeout_s` at
-    most."""
+    """Writes the BIOS text. It should be pure and quick; it runs on a thread of its own, and may
+    take `bios_timeout_s` at most."""
 
     def __call__(self, ctx: BiosContext, /) -> BiosText | str: ...
 
 
 class EventHandler(Protocol):
-    """Hears of the worker's life, one event after the other, each a dict as in
-    `recent_events`; it may use the worker, and should not wait long."""
+    """Gets each lifecycle event, in order, as a dict like those of `recent_events`. Called on the
+    callback thread: it may use the worker, and should not wait long."""
 
     def __call__(self, event: dict[str, Any], /) -> object: ...
 
 
 class SignalHandler(Protocol):
-    """Hears of exit tools called, one call after the other; it may use the worker, and should not
-    wait long."""
+    """Gets each call of an exit tool, in order. Called on the callback thread: it may use the
+    worker, and should not wait long."""
 
     def __call__(self, signal: ExitSignal, /, *, request_id: int, job_name: str) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCall:
-    """A tool call as long as somebody waits for it, for a runner that can give up."""
+    """Tells a tool runner how long its result is waited for, so that it can give up in time."""
 
     deadline: float
-    """`time.monotonic()` at which `tool_timeout_s` is over."""
+    """The instant of `time.monotonic()` at which `tool_timeout_s` is over."""
     cancelled: threading.Event
-    """Set once nobody waits any more: the time is up, or the request has ended."""
+    """Set once nobody waits for the result: the time is up, or the request has ended."""
 
 
 @runtime_checkable
 class ToolRunner(Protocol):
     """Runs normal tools. Called on a tool thread; several threads may call at once.
 
-    `run_tool` may be `async def`: it then runs in an event loop of its thread's own, and is
-    cancelled once nobody waits any more.
+    `run_tool` may be `async def`: it then runs in an event loop of its own thread, and is cancelled
+    once nobody waits for its result.
     """
 
     def run_tool(
@@ -85,7 +85,7 @@ class ToolRunner(Protocol):
 
 
 class CancellableToolRunner(Protocol):
-    """A ToolRunner that is told how long somebody waits."""
+    """A ToolRunner that is told how long its result is waited for."""
 
     def run_tool(
         self,
@@ -108,7 +108,8 @@ class LivenessEvidence:
     detail: str
     """What was seen, with numbers, for a person."""
     reads: bool = False
-    """Among that, a model that is paged in from disk: then a batch may take any time."""
+    """Whether part of that work was reading from disk, such as a model that is paged in: a batch
+    may then take any time."""
 
 
 @runtime_checkable
@@ -121,5 +122,5 @@ class LivenessProbe(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget what was seen: watching begins anew, maybe with another process."""
+        """Forget what was seen: watching begins anew, perhaps of another process."""
         ...
