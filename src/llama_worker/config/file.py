@@ -58,7 +58,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
     try:
         text = Path(path).read_bytes().decode()
         data = tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of what is nested too deeply
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
     try:
         configs = _fleet(data)

@@ -274,6 +274,7 @@ def test_errors_name_file_line_and_key(tmp_path: Path, line: str, key: str, says
             "workers.a.executable: has no",
         ),
         ('[workers.a]\nhost = "\udcff"\n', "utf-8"),
+        (f"a = {'[' * 5000}", "fleet.toml: "),  # nested too deeply
         ("[workers.a]\nport = = 1\n", "fleet.toml: Invalid value (at line 2, column 8)"),
         (
             ONE + ONE.replace("workers.a", "workers.b"),
