@@ -88,6 +88,7 @@ def _check_schema(where: str, schema: dict[str, Any]) -> None:
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
 
+    checked_str(f"{where} $schema", schema.get("$schema", ""))
     validator = validator_for(schema, default=Draft202012Validator)
     errors = validator(validator.META_SCHEMA).iter_errors(schema)
     error: SchemaError | None = best_match(errors)

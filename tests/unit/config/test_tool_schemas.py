@@ -69,6 +69,7 @@ def test_a_slip_is_named_with_place_and_hint(given: dict[str, Any], says: str) -
         ([tool("")], ConfigError, ["[0]", "name", "empty"]),
         ([tool(name=7)], TypeError, ["[0]", "name", "str", "7"]),
         ([tool(parameters=[])], TypeError, ["[0]", "parameters", "JSON schema object", "[]"]),
+        ([taking(**{"$schema": 7})], TypeError, ["[0]", "$schema", "str", "7"]),
         ([tool("a"), taking(x={1})], TypeError, ["[1]", "['x']", "what JSON can hold", "not set"]),
     ],
 )
