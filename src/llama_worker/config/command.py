@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from llama_worker.config.validation import checked_int, checked_str, optional, shown
+from llama_worker.config.validation import (
+    checked_int,
+    checked_path,
+    checked_str,
+    optional,
+    shown,
+)
 from llama_worker.errors import MASK, ConfigError, masked
 
 _HOST_FLAGS = ("--host",)
@@ -20,12 +27,12 @@ _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
 
 
 def llama_server_cmd(
-    model: str,
+    model: str | os.PathLike[str],
     *,
     host: str,
     port: int,
     slots: int,
-    executable: str = "llama-server",
+    executable: str | os.PathLike[str] = "llama-server",
     extra_args: Iterable[str] = (),
     cache_ram_mib: int | None = None,
     batch_size: int | None = BATCH_SIZE,
@@ -45,16 +52,16 @@ def llama_server_cmd(
     """
     optional(checked_int, "cache_ram_mib", cache_ram_mib, at_least=-1)
     optional(checked_int, "batch_size", batch_size, at_least=1)
-    checked_str("model", str(model), empty=False)
+    checked_str("host", host)
     if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
         extra_args = tuple(extra_args)
     extra_words = checked_words("extra_args", extra_args, may_be_empty=True)
     if flag_values(extra_words, (*BATCH_FLAGS, *_UBATCH_FLAGS)):
         batch_size = None
     return (
-        str(executable),
-        *("--model", str(model)),
-        *("--host", host),
+        checked_path("executable", executable),
+        *("--model", checked_path("model", model)),
+        *("--host", without_brackets(host)),
         *("--port", str(port)),
         *("--parallel", str(slots)),
         *(("--batch-size", str(batch_size)) if batch_size is not None else ()),
@@ -116,9 +123,14 @@ def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -
 def ip_address_of(host: str) -> str | None:
     """The address in its canonical form; None where it is a name."""
     try:
-        return str(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+        return str(ipaddress.ip_address(without_brackets(host)))
     except ValueError:
         return None
+
+
+def without_brackets(host: str) -> str:
+    """Only URLs need those around an IPv6 address; a server cannot listen there (b11434)."""
+    return host.removeprefix("[").removesuffix("]")
 
 
 def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:

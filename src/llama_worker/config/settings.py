@@ -28,6 +28,7 @@ from llama_worker.config.command import (
     ip_address_of,
     llama_server_cmd,
     masked_server_cmd,
+    without_brackets,
 )
 from llama_worker.config.command_flags import command_warnings
 from llama_worker.config.profiles import (
@@ -47,7 +48,6 @@ from llama_worker.config.validation import (
     check_takes,
     checked_int,
     checked_json_object,
-    checked_path,
     checked_str,
     names_near_fields,
     shown,
@@ -141,23 +141,23 @@ class WorkerConfig:
             ConfigError: a value cannot work.
             TypeError: a wrong type, or no such field.
         """
-        path = checked_path("model", model)
         command = llama_server_cmd(
-            path,
+            model,
             host=host,
             port=port,
             slots=slots,
-            executable=checked_path("executable", executable),
+            executable=executable,
             extra_args=extra_args,
             cache_ram_mib=cache_ram_mib,
             batch_size=batch_size,
         )
-        name = Path(path).stem if name is None else name
+        name = Path(model).stem if name is None else name
         return cls(name, host, port, command, slots=slots, **fields)
 
     def __post_init__(self) -> None:
         _check_not_a_preset(self.timeouts)
         check_fields(self)
+        self._set("host", without_brackets(self.host))
         self._set("server_cmd", checked_words("server_cmd", self.server_cmd))
         self._set("env", _checked_env(self.env))
         self._set("normal_tools", checked_tools("normal_tools", self.normal_tools))
@@ -189,7 +189,7 @@ class WorkerConfig:
     @property
     def connect_host(self) -> str:
         """Where this machine reaches the server: the loopback for one that listens everywhere."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host.strip("[]"))
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     @property
     def has_builtin_bios(self) -> bool:

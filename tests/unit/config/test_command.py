@@ -87,6 +87,20 @@ def test_wildcard_hosts_are_reached_at_the_loopback(host: str, reached_at: str) 
     assert config(host=host, server_cmd=("s",)).connect_host == reached_at
 
 
+def test_an_address_in_brackets_is_listened_at() -> None:
+    made = WorkerConfig.for_model("m.gguf", host="[::1]", port=9)
+    assert made.host == "::1"
+    assert made.server_cmd[3:5] == ("--host", "::1")
+
+
+@pytest.mark.parametrize("wrong", [None, 7, b"/models/small.gguf"])
+@pytest.mark.parametrize("field", ["model", "executable"])
+def test_what_is_no_path_is_refused(field: str, wrong: Any) -> None:
+    given = {"model": "m.gguf", "host": "h", "port": 9, "slots": 1, field: wrong}
+    for make in (llama_server_cmd, WorkerConfig.for_model):
+        refuses(partial(make, **given), field, TypeError, "must be a path")
+
+
 @pytest.mark.parametrize(
     ("words", "api_key", "shown"),
     [
