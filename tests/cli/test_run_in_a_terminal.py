@@ -95,7 +95,7 @@ def test_ctrl_c_cancels_and_twice_stops_at_once(
     worker.suspend()  # it takes no notice of a regular stop
     screen.send("\x03")
     screen.expect("cancelled; what had come is above")
-    screen.expect("1 tokens")
+    screen.expect("1 token")
     screen.send("\x03")
     assert screen.wait() == 130
     assert "stopped at once" in screen.shown

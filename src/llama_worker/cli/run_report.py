@@ -114,7 +114,7 @@ def working(status: RequestStatus) -> Activity:
                 return Activity("reading the prompt")
             return Activity("reading the prompt", progress["processed"], progress["total"])
         case _:
-            return Activity(f"generating: {status.get('tokens_received', 0)} tokens")
+            return Activity(f"generating: {_tokens(status.get('tokens_received', 0))}")
 
 
 def summary(result: RequestResult, tokens: int | None = None) -> list[str]:
@@ -123,16 +123,20 @@ def summary(result: RequestResult, tokens: int | None = None) -> list[str]:
     timings, usage = result.get("timings"), result.get("usage")
     speed = timings.get("tokens_per_second") if timings is not None else None
     fast = [f"{speed:.1f} tokens/s"] if speed is not None else []
-    counted = [f"{tokens} tokens"] if tokens else []
+    counted = [_tokens(tokens)] if tokens else []
     lines = [", ".join((*counted, *fast))] if counted or fast else []
     if usage is not None:
         cached = f", {usage['cached_tokens']} of them cached" if usage["cached_tokens"] else ""
-        answer = ", ".join((f"{usage['completion_tokens']} tokens", *fast))
-        lines = [f"{answer}; prompt: {usage['prompt_tokens']} tokens{cached}"]
+        answer = ", ".join((_tokens(usage["completion_tokens"]), *fast))
+        lines = [f"{answer}; prompt: {_tokens(usage['prompt_tokens'])}{cached}"]
     if timings is not None:
         first = f"first token after {seconds(timings['ttft_s'])}, " if "ttft_s" in timings else ""
         lines.append(f"{first}{seconds(timings['total_s'])} in all")
     return lines
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' if count != 1 else ''}"
 
 
 def ending(result: RequestResult, log_tail: Sequence[str], tokens: int | None = None) -> list[str]:
