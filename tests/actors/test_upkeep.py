@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_worker import Recycle
-from llama_worker.runtime.probes import oom_watch
+from llama_worker.runtime.process import oom_watch
 from llama_worker.testing.scripts import Script, scripted_server_cmd
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart
 
