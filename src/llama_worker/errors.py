@@ -6,7 +6,7 @@ import errno
 from collections.abc import Sequence
 from traceback import format_exception_only
 
-from llama_worker.config import start_advice
+from llama_worker.start_advice import advice_for, described
 from llama_worker.types.request import RequestResult, SubmitErrorCode
 from llama_worker.types.worker import StartFailReason
 
@@ -82,14 +82,12 @@ class WorkerStartError(LlamaWorkerError):
     @property
     def advice(self) -> str | None:
         """The cause and what to do, in one line; None where the server's last lines do not tell."""
-        return start_advice.advice(self.reason, self.detail, self.returncode, self.log_tail)
+        return advice_for(self.reason, self.detail, self.returncode, self.log_tail)
 
     @property
     def summary(self) -> str:
         """The text without advice and without the server's last lines."""
-        ended = (
-            f" ({start_advice.described(self.returncode)})" if self.returncode is not None else ""
-        )
+        ended = f" ({described(self.returncode)})" if self.returncode is not None else ""
         return f"{self.reason}: {self.detail}{ended}"
 
     def __str__(self) -> str:

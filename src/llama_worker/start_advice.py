@@ -127,7 +127,7 @@ _BY_ERRNO = {
 }
 
 
-def advice(
+def advice_for(
     reason: StartFailReason, detail: str, returncode: int | None, log_tail: Sequence[str]
 ) -> str | None:
     """The cause and what to do, in one line; None where the log tells nothing, or the error's

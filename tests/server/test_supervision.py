@@ -29,7 +29,7 @@ from llama_worker import (
     llama_server_cmd,
 )
 from llama_worker.config.command_flags import read_help
-from llama_worker.config.start_advice import COMMON_OPTIONS
+from llama_worker.start_advice import COMMON_OPTIONS
 from tests.conftest import shell_program
 from tests.server.conftest import (
     ENDLESS,

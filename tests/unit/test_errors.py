@@ -20,8 +20,8 @@ from llama_worker import (
     WorkerStartError,
     WorkerStopError,
 )
-from llama_worker.config.start_advice import described, lack_of_memory, not_executed
 from llama_worker.errors import described_error
+from llama_worker.start_advice import described, lack_of_memory, not_executed
 from tests.conftest import Speechless
 
 

@@ -20,8 +20,8 @@ from llama_worker.config.command_flags import (
     program_of,
     unknown_flags,
 )
-from llama_worker.config.start_advice import ILLEGAL, NOT_EXECUTED, described
 from llama_worker.server.traits import known_flaws
+from llama_worker.start_advice import ILLEGAL, NOT_EXECUTED, described
 
 Level = Literal["ok", "note", "problem"]
 

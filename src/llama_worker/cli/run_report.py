@@ -13,8 +13,8 @@ from msgspec import Struct
 from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import harmless, one_line, seconds
-from llama_worker.config.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
 from llama_worker.errors import WorkerStartError
+from llama_worker.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
 from llama_worker.types.chat import ChatMessage
 from llama_worker.types.request import (
     ExitSignal,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.config.start_advice import described
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
@@ -61,6 +60,7 @@ from llama_worker.server.messages import (
     Unkillable,
 )
 from llama_worker.server.restart_budget import RecycleDue
+from llama_worker.start_advice import described
 from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import StartFailReason
 
