@@ -27,6 +27,7 @@ from llama_worker import (
 from llama_worker.actors.messages import RequestMessage, UpstreamMessage, WorkerMessage
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
 from llama_worker.request.messages import ToolMessage, TransportMessage
+from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import ProxyMessage
 from llama_worker.server.messages import ProcessMessage, WatchdogMessage
 from llama_worker.types.request import NotFound, NotReady, SubmitErrorCode
@@ -79,6 +80,12 @@ def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]
     section = (DOCS / "configuration.md").read_text().partition(f"## `{kind.__name__}`")[2]
     rows = [(name.strip("`"), default) for name, default, _ in table(section, "field")]
     assert rows == [(field.name, told(field)) for field in fields(kind)]
+
+
+def test_the_responses_page_has_every_field_with_its_default() -> None:
+    rows = table((DOCS / "responses.md").read_text(), "field")
+    told_fields = [(name.strip("`"), default) for name, default, _ in rows]
+    assert told_fields == [(field.name, told(field)) for field in fields(ResponsesProxyConfig)]
 
 
 def test_the_page_shows_the_bios_of_a_worker_without_tools() -> None:
