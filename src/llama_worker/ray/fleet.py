@@ -69,11 +69,11 @@ class Fleet(Startable):
     """`replicas` equal workers, each a Ray actor with a llama-server, kept alive wherever the
     cluster has room.
 
-    The methods are those of LlamaWorker, and so are their futures: what stands here as a coroutine
-    returns a WorkerFuture, which any thread may wait on, or await. Ids are the fleet's own. What
-    comes from the replicas is copied here as it comes, so that a node's death takes nothing along
-    that was received: its requests fail with `server_died` and keep their output, and the replica
-    comes back on another node.
+    The methods that it shares with LlamaWorker have the same answers and futures: what stands here
+    as a coroutine returns a WorkerFuture, which any thread may wait on, or await. Ids are the
+    fleet's own. What comes from the replicas is copied here as it comes, so that a node's death
+    takes nothing along that was received: its requests fail with `server_died` and keep their
+    output, and the replica comes back on another node.
 
     Every method may be called from any thread. All but `close` return at once. After `close` every
     method raises FleetClosed.
