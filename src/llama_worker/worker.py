@@ -30,6 +30,7 @@ from llama_worker.config.validation import (
     optional,
 )
 from llama_worker.request.messages import CancelRequest, CountTokens, GetStatus, ReadOutput
+from llama_worker.request.output import read_output
 from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
 from llama_worker.runtime.ports import Runtime
@@ -131,20 +132,28 @@ class LlamaWorker(Startable):
         return f"<LlamaWorker {self._backend.config.name!r}>"
 
     def start(self) -> WorkerFuture[WorkerStatus]:
-        """Launch the server. Resolves when it is READY; raises WorkerStartError."""
+        """Launch the server. Resolves when it is READY.
+
+        Raises WorkerStartError (in the future), at the latest after `startup_timeout_s` without a
+        sign of work, or after `load_timeout_s` in all, if that is set.
+        """
         return self._ask(lambda reply: Start(reply=reply))
 
     def stop(self) -> WorkerFuture[None]:
-        """End requests and server. Resolves when no process of the server is left; `start` may
-        follow."""
+        """End requests and server; `start` may follow. Resolves when no process of the server is
+        left, within `stop_grace_s` + 2 s.
+
+        Raises WorkerStopError (in the future) if the server has not ended `kill_timeout_s` after
+        SIGKILL.
+        """
         return self._ask(lambda reply: Stop(reply=reply))
 
     def drain(self) -> WorkerFuture[None]:
         """Stop without losing what runs.
 
         From now on `submit` is refused with WORKER_DRAINING; requests in flight go on to their
-        ends, under the usual limits. After the last one, or where none runs, this is `stop`, and
-        resolves as that does. `stop` cuts it short; after `start` the worker begins anew once it
+        ends, under the usual limits. After the last one, or if none runs, this is `stop`, and
+        resolves as that does. `stop` cuts it short; after `start` the worker starts again once it
         has stopped.
         """
         return self._ask(lambda reply: Drain(reply=reply))
@@ -152,7 +161,8 @@ class LlamaWorker(Startable):
     def restart(self, reason: str = "") -> WorkerFuture[WorkerStatus]:
         """Replace the server now, without backoff and outside of the restart budget.
 
-        Requests in flight fail with `worker_restarted` and keep their output. Resolves when READY.
+        Requests in flight fail with `worker_restarted` and keep their output. Resolves when READY;
+        the launch has the limits of `start`.
 
         Args:
             reason: stands in the fail detail of those requests, in the log and in the events.
@@ -169,7 +179,8 @@ class LlamaWorker(Startable):
         return self._ask(order)
 
     def close(self) -> None:
-        """`stop()` and the end of the worker's actors. Blocks; idempotent."""
+        """`stop()` and the end of the worker's actors. Blocks, 5 s longer than `stop` at most;
+        idempotent."""
         self._backend.close()
 
     def submit(
@@ -213,12 +224,13 @@ class LlamaWorker(Startable):
         """`submit` and `result` in one: a future of the result, which the worker forgets once the
         future has it.
 
-        Arguments are those of `submit`. A `get` that times out ends nothing: the request goes on,
-        and its future can be asked again.
+        Arguments are those of `submit`. Resolves as `result` does. A `get` that times out ends
+        nothing: the request goes on, and its future can be asked again.
 
         Raises (in the future):
             RequestRefused: the request was not admitted.
             RequestFailed: it ended in any way but `completed`; `result` has all output that came.
+            LookupError: another call took the result.
         """
 
         def order(future: WorkerFuture[RequestResult]) -> Submit:
@@ -272,8 +284,8 @@ class LlamaWorker(Startable):
         return self._ask(lambda reply: WaitSlot(reply=reply))
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
-        """Resolves when the request is terminal; it is forgotten once a `get` has returned the
-        value."""
+        """Resolves when the request is terminal, which the limits of its TimeoutProfile and
+        `max_tokens` bound; it is forgotten once a `get` has returned the value."""
         backend = self._backend
 
         def release(value: RequestResult | NotFound) -> None:
@@ -335,14 +347,7 @@ class LlamaWorker(Startable):
         return self._iter_output(request_id, timeout_s)
 
     def _iter_output(self, request_id: int, timeout_s: float | None) -> Iterator[OutputChunk]:
-        chunk: OutputChunk = {
-            "ok": True,
-            "text": "",
-            "reasoning": "",
-            "text_offset": 0,
-            "reasoning_offset": 0,
-            "done": False,
-        }
+        chunk = read_output("", "", 0, 0, done=False)
         while not chunk["done"]:
             more = self.read_output(
                 request_id,
