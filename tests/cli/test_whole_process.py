@@ -9,11 +9,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from typing import Any
 
 import pytest
 
+from llama_worker.cli import interrupts
 from llama_worker.testing.scripts import Note, Script, Startup, Text, Tokens, WaitClose
 from tests.cli.conftest import COMMAND, WAIT_S, MakeProgram, Program, environment, saying
 from tests.conftest import Running, running
@@ -113,6 +115,27 @@ def test_a_signal_ends_it_and_keeps_what_came(
     assert (process.returncode, rest) == (code, "\n")
     assert "cancelled; what had come is above" in errors
     assert server.is_gone()
+
+
+@pytest.mark.parametrize(
+    ("again", "later_s", "exits"),
+    [
+        (signal.SIGTERM, 0.9, []),  # `timeout` signals its command, and then the command's group
+        (signal.SIGTERM, 1.0, [143]),
+        (signal.SIGINT, 0.0, [130]),
+    ],
+)
+def test_a_signal_sent_twice_is_one(
+    monkeypatch: pytest.MonkeyPatch, again: signal.Signals, later_s: float, exits: list[int]
+) -> None:
+    now, ended_with = [100.0], list[int]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "_exit", ended_with.append)
+    with interrupts.Interrupts() as heard:
+        signal.raise_signal(signal.SIGTERM)
+        now[0] += later_s
+        signal.raise_signal(again)
+    assert (heard.ended_by, ended_with) == (signal.SIGTERM, exits)
 
 
 def test_a_signal_while_the_server_starts(program: MakeProgram, model: str) -> None:

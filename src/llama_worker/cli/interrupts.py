@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
@@ -13,6 +14,8 @@ from typing import Any, Self
 from llama_worker.cli import exits
 
 _SHOW_CURSOR = b"\x1b[?25h"
+# `timeout` signals its command and then the command's group, a shell a terminal's jobs once more
+_ONCE_S = 1.0
 
 
 class Interrupts:
@@ -20,12 +23,13 @@ class Interrupts:
     look at it.
 
     A second Ctrl-C, or any signal after SIGTERM, ends the process at once: the guard process then
-    ends the server.
+    ends the server. The same SIGTERM or SIGHUP again within `_ONCE_S` is not a second one.
     """
 
     def __init__(self) -> None:
         self.presses = 0  # of Ctrl-C, since they had an effect
         self.ended_by: int | None = None  # SIGTERM or SIGHUP
+        self._ended_at = 0.0
         self._raises = False
         self._before: dict[int, Any] = {}
         self._signalled, self._signal_write = -1, -1  # a pipe: readable once a signal came
@@ -80,6 +84,9 @@ class Interrupts:
             os.read(self._signalled, 4096)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == self.ended_by and now < self._ended_at + _ONCE_S:
+            return
         if self.ended_by is not None or (number == signal.SIGINT and self.presses):
             with contextlib.suppress(OSError):
                 os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + b"\nstopped at once\n")
@@ -87,6 +94,6 @@ class Interrupts:
         if number == signal.SIGINT:
             self.presses += 1
         else:
-            self.ended_by = number
+            self.ended_by, self._ended_at = number, now
         if self._raises:
             raise KeyboardInterrupt
