@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import ResponseItemList
 
 from llama_worker.testing.scripts import (
     Gate,
@@ -56,6 +58,44 @@ def test_a_response_can_be_fetched_and_deleted(fake: Client) -> None:
         client.responses.delete(made["id"])
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made["id"])
+
+
+@pytest.mark.parametrize(
+    ("given", "listed"),
+    [
+        ("Hi", {"type": "message", "content": [{"type": "input_text", "text": "Hi"}]}),
+        ([{"role": "user", "content": "Hi"}], {"id": "item_0", "status": "completed"}),
+        ([{"role": "user", "content": ["Hi"], "id": None}], {"id": "item_0"}),
+        (
+            [{"role": "assistant", "content": "Hi"}],
+            {"content": [{"type": "output_text", "text": "Hi", "annotations": []}]},
+        ),
+        (
+            [{"role": "assistant", "content": [{"type": "output_text", "text": "Hi"}]}],
+            {"content": [{"type": "output_text", "text": "Hi", "annotations": []}]},
+        ),
+        (
+            [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}],
+            {"status": "completed"},
+        ),
+        (
+            [{"type": "function_call_output", "call_id": "c", "output": "4", "id": "fco_1"}],
+            {"id": "fco_1"},
+        ),
+    ],
+)
+def test_input_items_are_listed_whole(fake: Client, given: Any, listed: dict[str, Any]) -> None:
+    made = fake.create(input=given).json
+    reply = fake.send("GET", f"/v1/responses/{made['id']}/input_items").json
+    ResponseItemList.model_validate(reply)
+    (item,) = reply["data"]
+    assert item | listed == item
+
+
+def test_only_a_response_can_be_deleted(fake: Client) -> None:
+    made = fake.create().json
+    assert fake.send("DELETE", f"/v1/responses/{made['id']}/input_items").status == 404
+    assert fake.send("GET", f"/v1/responses/{made['id']}").json == made
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,6 +17,7 @@ from msgspec import Struct
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.api.compaction import compacted, compaction_request
 from llama_worker.responses.api.conversation import Item
+from llama_worker.responses.api.echo import input_list
 from llama_worker.responses.api.events import ResponseEvents, sse
 from llama_worker.responses.api.request import (
     NOTHING_RECALLED,
@@ -108,10 +109,12 @@ class ResponsesApp:
             self._serve_socket(request, client)
         elif method == "POST" and _COMPACT.fullmatch(path):
             self._compact(exchange, request, client)
-        elif method in ("GET", "DELETE") and stored is not None:
-            client.reply(
-                request, 200, self._stored(method, stored["id"], input_items=bool(stored["input"]))
-            )
+        elif stored is not None and method == "DELETE" and not stored["input"]:
+            client.reply(request, 200, self._deleted(stored["id"]))
+        elif stored is not None and method == "GET":
+            found = self._found(stored["id"])
+            listed = stored["input"] and input_list(found.input_items())
+            client.reply(request, 200, listed or found.response())
         else:
             pass_through(exchange, request, client)
 
@@ -209,19 +212,18 @@ class ResponsesApp:
                 )
             )
 
-    def _stored(self, method: str, response_id: str, *, input_items: bool) -> Mapping[str, Any]:
-        if method == "DELETE" and not input_items:
-            forgotten: WorkerFuture[bool] = WorkerFuture()
-            if ask(self._proxy, Forget(response_id=response_id, reply=forgotten), forgotten):
-                return {"id": response_id, "object": "response", "deleted": True}
-        else:
-            fetched: WorkerFuture[StoredResponse | None] = WorkerFuture()
-            stored = ask(self._proxy, Fetch(response_id=response_id, reply=fetched), fetched)
-            if stored is not None:
-                return _input_list(stored) if input_items else stored.response()
-        raise ApiError(
-            404, f"Response with id {response_id!r} not found.", code="response_not_found"
-        )
+    def _deleted(self, response_id: str) -> Mapping[str, Any]:
+        reply: WorkerFuture[bool] = WorkerFuture()
+        if not ask(self._proxy, Forget(response_id=response_id, reply=reply), reply):
+            raise _unknown(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    def _found(self, response_id: str) -> StoredResponse:
+        reply: WorkerFuture[StoredResponse | None] = WorkerFuture()
+        found = ask(self._proxy, Fetch(response_id=response_id, reply=reply), reply)
+        if found is None:
+            raise _unknown(response_id)
+        return found
 
 
 class LatestResponse(Struct, frozen=True, kw_only=True):
@@ -233,6 +235,11 @@ class LatestResponse(Struct, frozen=True, kw_only=True):
 
     def recalled(self) -> Recalled:
         return Recalled(history=self.items, items={})
+
+
+def _unknown(response_id: str) -> ApiError:
+    message = f"Response with id {response_id!r} not found."
+    return ApiError(404, message, code="response_not_found")
 
 
 def _json_body(request: HttpRequest) -> dict[str, Any]:
@@ -262,16 +269,3 @@ def _warning_headers(warnings: Iterable[str]) -> list[tuple[str, str]]:
     text = "; ".join(warnings)
     safe = "".join(char if " " <= char <= "~" else "?" for char in text)
     return [("X-Llama-Worker-Warning", safe[:1000])] if safe else []
-
-
-def _input_list(stored: StoredResponse) -> dict[str, Any]:
-    data = [
-        {"id": f"item_{number}", **({"type": "message"} if "role" in item else {}), **item}
-        for number, item in enumerate(stored.input_items())
-    ]
-    ends = (
-        {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
-        if data
-        else {"first_id": None, "last_id": None}
-    )
-    return {"object": "list", "data": data, **ends, "has_more": False}
