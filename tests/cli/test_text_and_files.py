@@ -135,6 +135,15 @@ def test_a_missing_model_names_those_that_are_there(tmp_path: Path) -> None:
         assert caught.value.reason == "no_model"
 
 
+def test_what_is_no_path_is_no_model() -> None:
+    with pytest.raises(
+        Problem, match=r"why why .*\.\.\. cannot be read: File name too long"
+    ) as caught:
+        find_model("why " * 200)
+    assert caught.value.reason == "no_model"
+    assert "chmod" not in caught.value.todo
+
+
 def test_the_home_of_nobody_holds_nothing() -> None:
     with pytest.raises(Problem, match=r"there is no file ~nobody-here/a\.gguf"):
         find_model("~nobody-here/a.gguf")
@@ -314,6 +323,8 @@ def test_a_file_that_ends_anywhere_says_nothing(tmp_path: Path) -> None:
         *(gguf({key: value for key, value in LLAMA.items() if key != lost}) for lost in LLAMA),
         gguf(LLAMA, version=1),
         gguf({**LLAMA, "llama.attention.head_count": "eight"}),
+        gguf({**LLAMA, "llama.block_count": 0}),
+        gguf({**LLAMA, "llama.block_count": 2**32 - 1}),
         head(1) + packed("k") + struct.pack("<I", 99),
         head(1) + packed("k") + struct.pack("<IIQ", ARRAY, UINT32, 2**63),
         head(1) + struct.pack("<Q", 2**63),

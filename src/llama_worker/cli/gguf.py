@@ -18,6 +18,7 @@ from llama_worker.cli.text import one_line
 MAGIC = b"GGUF"
 _HEAD_BYTES = 64
 _SHOWN_MODELS = 3
+_SHOWN_CHARS = 80  # of what is no path: a prompt without a model before it
 _PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)")
 _DOWNLOAD_AGAIN = "download the model again, the file itself, in the GGUF format"
 _LOOKS_LIKE: tuple[tuple[bytes, str, str], ...] = (
@@ -54,6 +55,7 @@ _HEAD = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of 
 _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
 _OLDEST_VERSION = 2  # the first with lengths of 64 bits
+_MAX_LAYERS = 10_000  # a few hundred in the largest models
 _CACHE_VALUE_BYTES = 2  # the server keeps keys and values as f16 unless told otherwise
 
 
@@ -80,19 +82,26 @@ class Model:
 def find_model(named: str) -> Model:
     """Raises Problem `no_model` or `not_a_gguf`."""
     path = Path(os.path.expanduser(named))
-    if path.is_dir():
-        raise Problem("no_model", f"{named} is a folder, not a model file", _name_one(path))
     try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+        return _model_at(path, named)
     except FileNotFoundError:
         raise Problem("no_model", f"there is no file {named}", _name_one(path.parent)) from None
     except OSError as error:
-        raise Problem(
-            "no_model",
-            f"{named} cannot be read: {error.strerror}",
-            f"chmod u+r {path}, or run as its owner",
-        ) from None
+        todo = (
+            f"chmod u+r {path}, or run as its owner"
+            if isinstance(error, PermissionError)
+            else "give the path of a model in the GGUF format; the prompt stands behind it"
+        )
+        what = f"{one_line(named, _SHOWN_CHARS)} cannot be read: {error.strerror}"
+        raise Problem("no_model", what, todo) from None
+
+
+def _model_at(path: Path, named: str) -> Model:
+    """Raises OSError, too."""
+    if path.is_dir():
+        raise Problem("no_model", f"{named} is a folder, not a model file", _name_one(path))
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
     if misfit := not_a_gguf(head):
         raise Problem("not_a_gguf", f"{named} is not a GGUF model: {misfit[0]}", misfit[1])
     names = part_names(path.name)
@@ -172,6 +181,8 @@ def context_needs(entries: Mapping[str, Any]) -> ContextNeeds | None:
 
 def _of_layers(value: object, layers_count: int) -> list[int]:
     """One number for each layer; most models write one for all."""
+    if not 0 < layers_count <= _MAX_LAYERS:
+        raise ValueError(layers_count)
     values = value if isinstance(value, list) else [value] * layers_count
     return [_count(number) for number in values]
 
