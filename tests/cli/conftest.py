@@ -144,7 +144,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with (
             pytest.MonkeyPatch.context() as patch,
-            io.TextIOWrapper(io.BytesIO((stdin or "").encode())) as lines,
+            io.TextIOWrapper(io.BytesIO((stdin or "").encode(errors="surrogateescape"))) as lines,
         ):
             patch.setattr(lines, "isatty", lambda: stdin is None)
             patch.setattr(sys, "stdin", lines)

@@ -72,6 +72,14 @@ def test_the_doctor_names_a_problem_and_goes_on(
     assert "prompt caches" not in done.stdout
 
 
+def test_the_doctor_refuses_wrong_usage(run: Run, program: MakeProgram, model: str) -> None:
+    words = ("--server-arg=--port", "--server-arg=5")
+    done = run("doctor", model, "--server", program().path, *words, "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--port 5" in done.stderr
+    assert "no --server-arg" in done.stderr
+
+
 def test_the_doctor_examines_a_fleet(
     run: Run, program: MakeProgram, model: str, tmp_path: Path
 ) -> None:
@@ -225,6 +233,7 @@ def test_a_hosts_metrics_fit_in_80_columns(terminal: OpenTerminal, metrics_url: 
     [
         ([], 2, "give either a fleet file or --metrics URL"),
         (["/no/such.toml"], 1, "No such file"),
+        (["/no/such.toml", "--interval", "inf"], 2, "--interval"),
         (["--metrics", f"http://{HOST}:9/metrics"], 1, "connection refused"),
         (["--metrics", "nonsense"], 1, "what to do"),
     ],

@@ -69,6 +69,17 @@ def test_what_was_given_reaches_the_server(run: Run, program: MakeProgram, model
     assert (body["max_tokens"], body["temperature"], body["seed"]) == (7, 0, 3)
 
 
+def test_bytes_that_are_no_text_are_replaced(run: Run, program: MakeProgram, model: str) -> None:
+    """Wherever they come from; surrogates stand for them in what Python takes from the system."""
+    server = program()
+    odd = ("caf\udce9", "--system", "tr\udce8s", "--chat", "--server", server.path)
+    done = run("run", model, *odd, stdin="No\udceb\n")
+    assert done.returncode == 0, done.stderr
+    *_, last = server.journal.facts("request", path="/v1/chat/completions")
+    said = [message["content"] for message in last["body"]["messages"]]
+    assert said == ["tr\ufffds", "caf\ufffd", "Hello", "No\ufffd"]
+
+
 def test_options_become_flags_of_the_server(
     run: Run, program: MakeProgram, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +209,7 @@ def test_a_failure_is_told_with_what_to_do(
             "no --server-arg",
         ),
         (["MODEL", "Hi", "--slots", "0"], 2, "--slots", ""),
+        (["MODEL", "Hi", "--temperature", "inf"], 2, "--temperature", "less than or equal"),
         ([], 2, "Missing", "MODEL"),
     ],
 )

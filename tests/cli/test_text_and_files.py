@@ -345,7 +345,7 @@ def test_a_negative_number_is_refused() -> None:
 
 def test_the_commands_server_is_never_restarted() -> None:
     extra = ("--ctx-size", "64")
-    config = worker_config(Model("m.gguf", 1), "exe", port=9, extra_args=extra)
+    config = worker_config(Model("m.gguf", 1), "exe", port=9, server_args=extra)
     assert config.server_cmd[0] == "exe"
     assert config.server_cmd[-2:] == extra
     assert (config.exit_tools, config.restart.max_restarts_per_window) == ((), 0)

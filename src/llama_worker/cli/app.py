@@ -19,7 +19,7 @@ from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
 from llama_worker.cli.text import plain_help, wrapped
 from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset, TimeoutProfile
-from llama_worker.errors import ConfigError, LlamaWorkerError
+from llama_worker.errors import LlamaWorkerError
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.runtime.process.free_port import free_port
 
@@ -45,7 +45,7 @@ app = typer.Typer(
 
 def run_app(arguments: Sequence[str]) -> int:
     """Run the command; its exit code. For the main thread."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale that is not UTF-8
     try:
@@ -144,7 +144,9 @@ def run_command(
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, metavar="X", help="Of the sampling; 0: always the likeliest token."),
+        typer.Option(
+            min=0, max=100, metavar="X", help="Of the sampling; 0: always the likeliest token."
+        ),
     ] = None,
     seed: Annotated[
         int | None,
@@ -191,8 +193,8 @@ def run_command(
     from llama_worker.cli.servers import find_server, worker_config
 
     talk = Talk(
-        prompt=prompt if chat else _prompt(prompt),
-        system=system,
+        prompt=_decoded(prompt or "") if chat else _prompt(prompt),
+        system=_decoded(system),
         chat=chat,
         as_json=as_json,
         quiet=quiet,
@@ -201,20 +203,17 @@ def run_command(
     flags = _given(**{"--ctx-size": ctx_size, "--n-gpu-layers": gpu_layers})
     words = [word for flag, value in flags.items() for word in (flag, str(value))]
     try:
-        try:
-            config = worker_config(
-                find_model(model),
-                find_server(server).path,
-                port=port or _free_port(),
-                slots=slots,
-                extra_args=(*words, *(server_arg or ())),
-                timeouts=_profile(timeouts),
-                exit_tools=ALL_EXIT_TOOLS if exit_tools else (),
-                bios_provider=default_bios if exit_tools else None,
-            )
-        except ConfigError as error:
-            hint = "; host, port and slots have options of their own, and are no --server-arg"
-            raise UsageProblem(f"{error}{hint if server_arg else ''}") from error
+        config = worker_config(
+            find_model(model),
+            find_server(server).path,
+            port=port or _free_port(),
+            slots=slots,
+            words=words,
+            server_args=server_arg or (),
+            timeouts=_profile(timeouts),
+            exit_tools=ALL_EXIT_TOOLS if exit_tools else (),
+            bios_provider=default_bios if exit_tools else None,
+        )
         return run(config, talk)
     except Problem as problem:
         if as_json:
@@ -262,7 +261,7 @@ def top_command(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
     interval: Annotated[
-        float, typer.Option(min=2, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option(min=2, max=86400, metavar="SECONDS", help="Time between two looks.")
     ] = 3,
 ) -> int:
     """Watch workers in a live table; q or Ctrl-C ends.
@@ -386,4 +385,9 @@ def _prompt(given: str | None) -> str:
         given = sys.stdin.buffer.read().decode(errors="replace")
     if not given or not given.strip():
         raise UsageProblem('the prompt is empty: give one behind the model ("..."), or pipe one in')
-    return given
+    return _decoded(given)
+
+
+def _decoded(word: str) -> str:
+    """Of the command line: bytes in it that are no text are replaced, as in what is piped in."""
+    return word.encode(errors="surrogateescape").decode(errors="replace")

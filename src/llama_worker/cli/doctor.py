@@ -75,7 +75,7 @@ def _examine(
         findings += doctor_findings.of_model(model, machine, server)
     port = machine.free_port
     if model is not None and server is not None and server.version is not None and port is not None:
-        config = worker_config(model, server.path, port=port, extra_args=server_args)
+        config = worker_config(model, server.path, port=port, server_args=server_args)
         command = config.server_cmd
         if server_args:
             with interrupts.raising():

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from llama_worker.cli import run_report
-from llama_worker.cli.exits import Problem
+from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import Model
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
 from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.errors import WorkerStartError
+from llama_worker.errors import ConfigError, WorkerStartError
 from llama_worker.runtime.process import server_program
 from llama_worker.runtime.process.server_program import FoundServer
 from llama_worker.types.worker import WorkerState
@@ -31,21 +32,33 @@ def find_server(named: str | None, *, option: str = "--server") -> FoundServer:
 
 
 def worker_config(
-    model: Model, executable: str, *, timeouts: TimeoutProfile | None = None, **config: Any
+    model: Model,
+    executable: str,
+    *,
+    server_args: Sequence[str] = (),
+    words: Sequence[str] = (),
+    timeouts: TimeoutProfile | None = None,
+    **config: Any,
 ) -> WorkerConfig:
     """One worker that is never restarted by itself: who sits at the terminal is told.
 
-    `timeouts`: `slow_prefill` if left out; `config`: further arguments of `WorkerConfig.for_model`.
-    Raises ConfigError. Pure.
+    `server_args`: what --server-arg adds to its command, behind our own `words`. `timeouts`:
+    `slow_prefill` if left out; `config`: further arguments of `WorkerConfig.for_model`. Raises
+    UsageProblem. Pure.
     """
-    return WorkerConfig.for_model(
-        model.path,
-        name="run",
-        executable=executable,
-        timeouts=replace(timeouts or TimeoutProfile.slow_prefill(), stop_grace_s=_STOP_GRACE_S),
-        restart=RestartPolicy.never(),
-        **config,
-    )
+    try:
+        return WorkerConfig.for_model(
+            model.path,
+            name="run",
+            executable=executable,
+            timeouts=replace(timeouts or TimeoutProfile.slow_prefill(), stop_grace_s=_STOP_GRACE_S),
+            restart=RestartPolicy.never(),
+            extra_args=(*words, *server_args),
+            **config,
+        )
+    except ConfigError as error:
+        hint = "; host, port and slots are no --server-arg" if server_args else ""
+        raise UsageProblem(f"{error}{hint}") from error
 
 
 def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> None:
