@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,17 @@ def test_what_breaks_the_protocol_ends_the_connection(
     assert fake.create().status == 200
 
 
-def test_a_handshake_that_is_none_is_refused(fake: Client) -> None:
-    with fake.dial(_UPGRADE.replace(b"Version: 13", b"Version: 12")) as connection:
-        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+@pytest.mark.parametrize(
+    ("odd", "status"),
+    [
+        (_UPGRADE.replace(b"Version: 13", b"Version: 12"), 400),
+        (re.sub(rb"HTTP/1.1\r\nHost: [^\r]+", b"HTTP/1.0", _UPGRADE), 400),
+        (_UPGRADE.replace(b"GET ", b"DELETE "), 404),  # by the upstream
+    ],
+)
+def test_a_handshake_that_is_none_is_refused(fake: Client, odd: bytes, status: int) -> None:
+    with fake.dial(odd) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 %d " % status)
 
 
 def test_a_web_page_gets_no_socket(fake: Client) -> None:

@@ -105,7 +105,11 @@ class ResponsesApp:
             client.end()
         elif method == "POST" and _CREATE.fullmatch(path):
             self._create(exchange, request, client)
-        elif request.header("upgrade").lower() == "websocket" and _CREATE.fullmatch(path):
+        elif (
+            method == "GET"
+            and request.header("upgrade").lower() == "websocket"
+            and _CREATE.fullmatch(path)
+        ):
             self._serve_socket(request, client)
         elif method == "POST" and _COMPACT.fullmatch(path):
             self._compact(exchange, request, client)

@@ -49,6 +49,8 @@ class ClientSocket:
             (name.encode("latin-1"), value.encode("latin-1"))
             for name, value in request.headers.values()
         ]
+        if "host" not in request.headers:  # HTTP/1.0, which knows no upgrade
+            raise ApiError(400, "not a WebSocket handshake: it has no Host")
         try:
             self._protocol.initiate_upgrade_connection(headers, request.target)
             list(self._protocol.events())
