@@ -492,6 +492,12 @@ def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
     assert list(offered(request)) == names
 
 
+def test_only_tools_that_count_are_echoed_as_allowed() -> None:
+    choice = {**ALLOWED, "tools": [{"name": "add"}, {"type": "web_search"}]}
+    echo = normalise({"input": "a", "tools": [ADD], "tool_choice": choice}).echo["tool_choice"]
+    assert echo == {**ALLOWED, "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+
+
 def test_tools_are_echoed_as_they_were_given() -> None:
     request = normalise({"input": "a", "tools": [ADD, MCP]})
     assert request.echo["tools"][1]["tools"][0]["name"] == "lookup"

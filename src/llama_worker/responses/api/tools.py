@@ -278,15 +278,12 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
         )
     if kind == "allowed_tools":
         allowed, mode = given.get("tools"), given.get("mode", "auto")
-        allowed = (
-            [tool for tool in allowed if isinstance(tool, Mapping)]
-            if isinstance(allowed, list)
-            else []
-        )
-        ours = [tool for tool in allowed if tool.get("type", "function") in ("function", "custom")]
+        allowed = allowed if isinstance(allowed, list) else []
+        named = [{"type": "function", **tool} for tool in allowed if isinstance(tool, Mapping)]
+        ours = [tool for tool in named if tool["type"] in ("function", "custom")]
         if mode not in ("auto", "required"):
             raise ApiError(400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice")
-        echo = {"type": "allowed_tools", "mode": mode, "tools": [dict(tool) for tool in allowed]}
+        echo = {"type": "allowed_tools", "mode": mode, "tools": ours}
         offered = _chosen(ours, tools)
         return Choice(mode=mode if offered else "auto", offered=offered, echo=echo)
     warning = f"tool_choice of type {kind!r} is ignored"
