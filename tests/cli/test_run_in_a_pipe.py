@@ -210,7 +210,7 @@ def test_a_failure_is_told_with_what_to_do(
         ),
         (["MODEL", "Hi", "--slots", "0"], 2, "--slots", ""),
         (["MODEL", "Hi", "--temperature", "inf"], 2, "--temperature", "less than or equal"),
-        ([], 2, "Missing", "MODEL"),
+        ([], 2, "Missing", "run [OPTIONS] MODEL [PROMPT]"),
     ],
 )
 def test_wrong_usage_says_what_to_do(

@@ -27,10 +27,13 @@ P = ParamSpec("P")
 
 
 class _Command(TyperCommand):
-    """A command whose help has no marks of the parser's own."""
+    """A command whose help has no marks of the parser's own, nor have its errors."""
 
     def get_help(self, ctx: Any) -> str:
         return plain_help(super().get_help(ctx))
+
+    def get_usage(self, ctx: Any) -> str:
+        return plain_help(super().get_usage(ctx))
 
 
 app = typer.Typer(
