@@ -154,6 +154,8 @@ def launch_over(life: Lifecycle, ending: Ending, now: float) -> tuple[Lifecycle,
         case ToFailed():
             failed = (Resolve(Start, error),) if error is not None else ()
             last_error = str(error) if error is not None else life.last_error
+            if error is not None and error.detail == life.last_error:  # a lockout names its cause
+                last_error = str(error).removeprefix(f"{error.reason}: ")
             return replace(life, state=Failed(), last_error=last_error), failed
         case ToRestart(resume_at=at):
             if now >= at:

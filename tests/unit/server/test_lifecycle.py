@@ -281,6 +281,8 @@ def test_a_death_after_the_last_restart_is_failed() -> None:
     life, effects = exited(life, 40.1)
     assert (life.state, life.budget.restart_count) == (Failed(), 1)
     assert "code 1" in error_of(effects).detail
+    assert life.last_error is not None
+    assert life.last_error.startswith("server_died: the server ended with return code 1; restarted")
     life, effects = start(life, 41.0)
     assert (effects, life.budget) == ((Launch(epoch=3),), RestartBudget(restart_count=1))
 
