@@ -35,6 +35,7 @@ from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
 from tests.recordings import builds
 from tests.recordings.conformance import LEFT_OUT
 from tests.responses.clients.__main__ import CLIENTS
+from tests.simulation.test_planted_bugs import BUGS
 
 # ---------------------------------------------------------------- reference.md
 
@@ -254,6 +255,10 @@ def test_what_the_simulated_server_leaves_out_is_listed() -> None:
     listed = table((DOCS / "servers.md").read_text(), "situation")
     told = [(name, about.strip("`"), why) for name, about, why in listed if name != "every"]
     assert told == [(*key, why) for key, why in LEFT_OUT.items()]
+
+
+def test_the_page_counts_the_bugs_that_are_planted() -> None:
+    assert f"has {len(BUGS)} bugs" in (DOCS / "testing.md").read_text()
 
 
 def test_the_changelog_begins_with_this_version() -> None:
