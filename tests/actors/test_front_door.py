@@ -255,6 +255,12 @@ def test_a_prompt_is_counted_as_it_would_be_sent_and_takes_no_slot(
     assert rig.status()["active_request_ids"] == [busy]
 
 
+def test_a_prompt_far_too_large_is_counted(rig: Rig) -> None:
+    count = rig.worker.count_tokens("", "word " * 1_000_000).get(timeout=WAIT_S)
+    assert count["n_prompt_tokens"] > 1_000_000
+    assert count["n_left"] == 4096 - count["n_prompt_tokens"]
+
+
 @pytest.mark.parametrize(
     ("script", "says"),
     [

@@ -210,10 +210,11 @@ def ask(
     body: object = None,
     headers: Mapping[str, str] | None = None,
     abort: Abort | None = None,
+    max_bytes: int = _MAX_REPLY_BYTES,
 ) -> tuple[int, bytes]:
     """(status, body) of a small question, all of it within `timeout_s`; `body` goes as JSON.
 
-    Raises as `send`; ValueError for more than 4 MiB.
+    Raises as `send`; ValueError for a body of more than `max_bytes`.
     """
     reply = send(
         abort or Abort(),
@@ -228,8 +229,8 @@ def ask(
     with contextlib.closing(reply):
         while data := reply.read():
             received += data
-            if len(received) > _MAX_REPLY_BYTES:
-                raise ValueError(f"a reply of more than {_MAX_REPLY_BYTES} bytes")
+            if len(received) > max_bytes:
+                raise ValueError(f"a reply of more than {max_bytes} bytes")
     return reply.status, bytes(received)
 
 

@@ -19,6 +19,7 @@ from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.types.request import TokenCount
 
 COUNT_S = 10.0
+_MAX_REPLY_BYTES = 128 * 1024 * 1024  # the prompt as JSON, or its tokens, some 7 bytes each
 
 
 def count_tokens(
@@ -49,7 +50,15 @@ def count_tokens(
     def asked(path: str, body: Mapping[str, Any], key: str) -> Any:
         """What the server's answer has under the key."""
         left_s = max(0.0, deadline - time.monotonic())
-        status, reply = ask(endpoint, "POST", path, timeout_s=left_s, body=dict(body), abort=abort)
+        status, reply = ask(
+            endpoint,
+            "POST",
+            path,
+            timeout_s=left_s,
+            body=dict(body),
+            abort=abort,
+            max_bytes=_MAX_REPLY_BYTES,
+        )
         answer = json_of(reply)
         value = answer.get(key) if isinstance(answer, dict) else None
         if status != 200 or not isinstance(value, list | str):
