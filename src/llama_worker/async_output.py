@@ -21,8 +21,8 @@ def stream(
     """Yield what the request puts out, from the offsets on; the last chunk, and no other, has
     `done` True.
 
-    Each chunk holds what is new since the one before; there is at most one in `poll_interval_s`,
-    and none is asked for in vain. The result is not released, and an iteration that ends early
+    Each chunk holds what is new since the one before; there is at most one per `poll_interval_s`
+    seconds, and nothing is polled. The result is not released, and an iteration that ends early
     (`break`, a cancelled task) leaves the request running. A request that has ended already gives
     one chunk.
 

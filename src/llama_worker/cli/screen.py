@@ -146,7 +146,7 @@ def console_for(stream: TextIO) -> Console:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """The columns of a terminal; None where it is none."""
+    """The columns of the terminal; None if it is no terminal."""
     return console_for(stream).width if stream.isatty() else None
 
 

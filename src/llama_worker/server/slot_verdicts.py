@@ -87,8 +87,8 @@ class _Round:
             return None
         if self._is_lost():
             detail = (
-                f"the server has lost it: at {len(self._looks)} looks at /slots no slot was left "
-                "that worked on it"
+                f"the server has lost it: at {len(self._looks)} looks at /slots no slot was "
+                "working on it"
             )
             return self._verdict(RequestFailReason.REQUEST_LOST, detail, alone=True)
         if not any(map(moved, self._tracks)):
