@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import threading
 import time
@@ -87,8 +88,9 @@ def test_a_future_that_is_printed_says_how_to_get_its_value(future: WorkerFuture
 @pytest.mark.parametrize("value", [1, None])
 def test_the_first_answer_or_failure_counts(future: WorkerFuture[Any], value: Any) -> None:
     assert isinstance(future, pykka.ThreadingFuture)
-    with pytest.raises(pykka.Timeout):
-        future.get(timeout=0.01)
+    for timeout in (0.01, 0, -1, math.nan):
+        with pytest.raises(pykka.Timeout):
+            future.get(timeout=timeout)
     assert not future.done()
     future.answer(value)
     failed: WorkerFuture[Any] = WorkerFuture()

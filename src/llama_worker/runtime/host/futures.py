@@ -201,7 +201,7 @@ def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
     )
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while not woken.acquire(timeout=max(0.0, min(until - time.monotonic(), slice_s))):
-        if time.monotonic() >= until:
+        if not time.monotonic() < until:  # a timeout that is NaN, too, is over at once
             return
 
 
