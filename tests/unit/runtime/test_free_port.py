@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -33,6 +34,13 @@ def test_a_port_that_somebody_listens_on_is_not_free(
         pytest.raises(OSError, match=f"no port from {taken} to {taken} is free"),
     ):
         llama_worker.free_port(host)
+
+
+def test_brackets_are_no_part_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    can_listen = Mock(return_value=True)
+    monkeypatch.setattr(ports, "can_listen", can_listen)
+    port = llama_worker.free_port("[::1]")
+    can_listen.assert_called_once_with(("::1", port))
 
 
 def test_a_forked_process_is_given_another_port() -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 
+from llama_worker.config.command import without_brackets
 from llama_worker.config.validation import checked_str
 
 _PORTS = range(20000, 32000)  # below those that the kernel hands out by itself
@@ -25,7 +26,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     for _ in _PORTS:
         turn = next(_turns) + 97 * os.getpid()  # a forked process has its parent's count
         port = _PORTS[turn % len(_PORTS)]
-        if can_listen((host, port)):
+        if can_listen((without_brackets(host), port)):
             return port
     raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free on {host}")
 
