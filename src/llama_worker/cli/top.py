@@ -196,7 +196,7 @@ class FleetSource:
             raise Problem("no_fleet", f"{path}: {error.strerror}", todo) from error
         except LlamaWorkerError as error:
             raise Problem(
-                "no_fleet", str(error), "mend the file; docs/fleet.md describes it"
+                "no_fleet", str(error), "correct the file; docs/fleet.md describes it"
             ) from error
         self._history = ServersHistory()
 
