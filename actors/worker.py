@@ -104,7 +104,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if self._config.check_invariants:
             self._check_invariants(message)
 
-    def _take(self, message: WorkerMessage, now: float) -> None:
+    def _take(self, message: WorkerMessage, now: float) -> None:  # noqa: C901  a case per message
         match message:
             case Submit():
                 self._submit(message, now)
@@ -131,8 +131,14 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 reply.answer(self._debug_info())
             case RequestEnded(record=record):
                 self._request_ended(record, now)
-            case SignalEmitted() | ToolsRefused() | ToolThreadStuck() | ToolThreadReturned():
-                self._heard_of_tools(message, now)
+            case SignalEmitted():
+                self._signal_emitted(message)
+            case ToolsRefused():
+                self._tools_are_refused(message, now)
+            case ToolThreadStuck():
+                self._journal.stuck_tool_threads_count += 1
+            case ToolThreadReturned():
+                self._journal.stuck_tool_threads_count -= 1
             case Observed():
                 self._journal.observed = message
             case ActorDied():
@@ -272,23 +278,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             self._table.release(record.request_id)
         self._server.request_ended(record, now)
 
-    def _heard_of_tools(
-        self,
-        news: SignalEmitted | ToolsRefused | ToolThreadStuck | ToolThreadReturned,
-        now: float,
-    ) -> None:
-        match news:
-            case SignalEmitted():
-                self._signal_emitted(news)
-            case ToolsRefused(detail=detail):
-                self._tools_refused = True
-                self._journal.warn(
-                    f"the server refuses tools ({detail}); they are offered in prompted mode", now
-                )
-            case ToolThreadStuck():
-                self._journal.stuck_tool_threads_count += 1
-            case ToolThreadReturned():
-                self._journal.stuck_tool_threads_count -= 1
+    def _tools_are_refused(self, refusal: ToolsRefused, now: float) -> None:
+        self._tools_refused = True
+        line = f"the server refuses tools ({refusal.detail}); they are offered in prompted mode"
+        self._journal.warn(line, now)
 
     def _signal_emitted(self, emitted: SignalEmitted) -> None:
         request_id, job_name, signal = emitted.request_id, emitted.job_name, emitted.signal
