@@ -94,7 +94,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
             self._watch.adopt(next(self._epochs), now)
         request_id = order.exchange.request_id
         self._exchanges[request_id] = order.exchange
-        self._step(Watch(request_id=request_id, request=_AskedDirectly()), now)
+        self._step(Watch(request_id=request_id), now)
 
     def _step(self, message: WatchdogMessage, now: float) -> None:
         messages = deque([message])
@@ -165,13 +165,6 @@ class UpstreamLeases:
             api_key=self._api_key,
             unix_offset=self._clock.unix_offset(),
         )
-
-
-class _AskedDirectly:
-    """In the place of mailboxes: what is to be reported is asked for where it lies."""
-
-    def tell(self, message: object) -> bool:
-        return False
 
 
 def _unwatch(exchange: LeasedExchange) -> Unwatch:

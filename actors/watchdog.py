@@ -40,7 +40,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
         match message:
             case Tick():
                 self._alarm.rang()
-            case messages.Watch(request_id=request_id, request=request):
+            case messages.Watch(request_id=request_id, request=request) if request is not None:
                 self._requests[request_id] = request
             case messages.Unwatch(request_id=request_id):
                 self._requests.pop(request_id, None)

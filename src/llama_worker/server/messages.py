@@ -174,10 +174,10 @@ class MeasureMemory(Struct, frozen=True, kw_only=True):
 
 
 class Watch(Struct, frozen=True, kw_only=True):
-    """A request is in flight on this mailbox."""
+    """A request is in flight on this mailbox; None: who watches can ask it without one."""
 
     request_id: int
-    request: Mailbox[ReportProgress]
+    request: Mailbox[ReportProgress] | None = None
 
 
 class Unwatch(Struct, frozen=True, kw_only=True):
