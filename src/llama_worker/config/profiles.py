@@ -32,8 +32,11 @@ Repeats: TypeAlias = Annotated[int, partial(checked_int, at_least=2)]
 @names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutProfile:
-    """How long to wait for what, in seconds; None turns off what may be turned off. Defaults: slow
-    hardware."""
+    """How long to wait for what, in seconds; None turns a limit off, where that is allowed.
+
+    The defaults are for slow hardware. docs/how-to/slow-hardware.md says what each limit is for,
+    docs/hung-or-slow.md what those of a request measure.
+    """
 
     connect_timeout_s: Seconds = 3.0
     headers_timeout_s: Seconds = 30.0
@@ -109,8 +112,8 @@ TIMEOUT_PRESETS: dict[str, Callable[[], TimeoutProfile]] = {
 @names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recycle:
-    """When an idle server is replaced as planned, because it leaks or ages; at least one limit.
-    None: no limit."""
+    """When an idle server is replaced, because it leaks memory (`max_anon_mib`), has served many
+    requests, or is old. None: no such limit; at least one is needed."""
 
     max_anon_mib: Count | None = None
     max_requests: Count | None = None
@@ -127,7 +130,8 @@ class Recycle:
 class Canary:
     """One greedy completion that a server has to get right before it is READY.
 
-    `check` gets the answer's text and says whether it will do; it runs on a thread of its own.
+    `check` gets the answer's text and returns whether it is good; it runs on a thread of its own.
+    What it raises counts as False.
     """
 
     prompt: Annotated[str, partial(checked_str, empty=False)]
@@ -147,7 +151,8 @@ class Canary:
 @names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a server is started again, how soon, and how often before the worker gives up."""
+    """When a server is started again, how soon, and how often before the worker gives up.
+    docs/configuration.md says what each field does."""
 
     restart_backoff_s: SecondsOrZero = 5.0
     backoff_factor: Annotated[float, partial(checked_number, at_least=1)] = 2.0
@@ -173,10 +178,8 @@ class RestartPolicy:
 @names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopDetector:
-    """When output that repeats itself is a loop: counts of characters and of consecutive repeats.
-
-    By lines, and by any period of the last `min_repeated_chars` characters.
-    """
+    """When output that repeats itself is a loop: by its lines, or by any repeated piece at its end.
+    docs/configuration.md says what each number counts."""
 
     min_line_chars: Count = 32
     long_line_chars: Count = 64

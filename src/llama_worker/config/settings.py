@@ -75,7 +75,10 @@ _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE
 @names_near_fields
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One worker: one llama-server on one port."""
+    """One worker: one llama-server on one port. docs/configuration.md says what each field does.
+
+    Raises ConfigError for a value that cannot work, TypeError for a wrong type.
+    """
 
     name: Annotated[str, _check_name]
     host: Annotated[str, _check_host]
