@@ -128,8 +128,14 @@ def as_count(value: object) -> int | None:
     return value if 0 <= value < _MAX_COUNT else None
 
 
+def plain_str(text: str) -> str:
+    """The same as a str itself: what a subclass holds may be beyond copying, or change."""
+    return str.__str__(text)
+
+
 def checked_json_object(name: str, value: object) -> dict[str, Any]:
-    """A copy of a mapping that JSON can hold: str keys, no NaN, no lone surrogates."""
+    """A copy of a mapping that JSON can hold, of plain types: str keys, no NaN, no lone
+    surrogates."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping, not {type(value).__name__}: {shown(value)}")
     copied = _copied(name, value, 1)
@@ -148,17 +154,21 @@ def _copied(where: str, value: object, depth: int) -> object:
             return value
         case str():
             checked_str(where, value)
-            return value
-        case int() | float():
+            return plain_str(value)
+        case int():
             checked_number(where, value)
-            return value
+            return int.__int__(value)
+        case float():
+            checked_number(where, value)
+            return float.__float__(value)
         case Mapping():
             for key in value:
                 if not isinstance(key, str):
                     raise TypeError(f"{where} has the key {key!r}; JSON needs str keys")
                 checked_str(f"a key of {where}", key)
             return {
-                key: _copied(f"{where}[{key!r}]", item, depth + 1) for key, item in value.items()
+                plain_str(key): _copied(f"{where}[{key!r}]", item, depth + 1)
+                for key, item in value.items()
             }
         case list() | tuple():
             return [

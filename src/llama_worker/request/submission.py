@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.config.validation import checked_json_object, checked_str, shown
+from llama_worker.config.validation import checked_json_object, checked_str, plain_str, shown
 from llama_worker.errors import ConfigError
 from llama_worker.types.chat import ChatMessage, ContentPart
 
@@ -60,8 +60,8 @@ def validate_submit(
         checked.append(plain)  # type: ignore[arg-type]
     prompt = _checked_content("user_prompt", user_prompt)
     return Submission(
-        job_name=job_name,
-        system_prompt=system_prompt,
+        job_name=plain_str(job_name),
+        system_prompt=plain_str(system_prompt),
         user_prompt=prompt,
         params=checked_json_object("params", params if params is not None else {}),
         messages=tuple(checked),
@@ -79,7 +79,7 @@ def _checked_content(name: str, value: object) -> str | list[ContentPart]:
     """Text, or a copy of a list of parts; the server judges parts of unknown kinds."""
     if isinstance(value, str):
         checked_str(name, value)
-        return value
+        return plain_str(value)
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Sequence):
         raise TypeError(
             f"{name} must be a str or a list of content parts, not {type(value).__name__}: "

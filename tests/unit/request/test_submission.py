@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
+from enum import IntEnum
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
 from llama_worker import ConfigError
 from llama_worker.request.submission import Submission, validate_submit
@@ -49,6 +52,44 @@ def test_content_parts_are_copied_as_they_are() -> None:
 def test_params_and_messages_may_be_left_out() -> None:
     bare = submit()
     assert (bare.user_prompt, bare.params, bare.messages) == ("", {}, ())
+
+
+class Watched(str):
+    """Text of a host's library, with something that cannot be copied."""
+
+    __slots__ = ("lock",)
+
+    def __init__(self, text: str) -> None:
+        self.lock = threading.Lock()
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Share(float):
+    pass
+
+
+def types_in(value: object) -> set[type]:
+    """Those of a submission's parts, and of theirs."""
+    if isinstance(value, Submission):
+        value = list(asdict(value).values())
+    if isinstance(value, dict):
+        return {dict}.union(*map(types_in, value.keys()), *map(types_in, value.values()))
+    if isinstance(value, (list, tuple)):
+        return {type(value)}.union(*map(types_in, value))
+    return {type(value)}
+
+
+def test_nothing_of_the_hosts_own_types_is_kept() -> None:
+    text = Watched("text")
+    odd = {text: [text, Level.HIGH, Share(0.5), True, None]}
+    messages = [{"role": text, "content": [{"type": text, "text": text}], "extra": odd}]
+    got = submit(job_name=text, system_prompt=text, user_prompt=text, params=odd, messages=messages)
+    assert got.params == {"text": ["text", 3, 0.5, True, None]}
+    assert types_in(got) <= {bool, dict, float, frozenset, int, list, str, tuple, type(None)}
+    assert copy.deepcopy(got) == got
 
 
 @pytest.mark.parametrize("case", BAD_PARTS)
