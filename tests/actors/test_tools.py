@@ -154,6 +154,28 @@ def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWor
     assert rig.status()["restart_count"] == 0
 
 
+def test_a_runner_that_is_lost_fails_its_request_only(
+    make_worker: MakeWorker, tools: Tools
+) -> None:
+    class Remote:
+        """A stand-in for a runner elsewhere: each look at it may fail."""
+
+        is_lost = False
+
+        @property
+        def run_tool(self) -> Any:
+            if self.is_lost:
+                raise ConnectionError("it is gone")
+            return tools.run_tool
+
+    remote = Remote()
+    rig = make_worker(normal_tools=tools.definitions, tool_runner=remote)
+    remote.is_lost = True
+    assert "ConnectionError: it is gone" in rig.run(*calling(call("add")))["fail_detail"]
+    assert rig.run()["text"] == "Hello"
+    assert rig.status()["restart_count"] == 0
+
+
 def test_once_the_server_has_refused_tools_they_are_not_offered_again(
     make_worker: MakeWorker, tools: Tools
 ) -> None:

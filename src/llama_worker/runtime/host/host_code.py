@@ -36,7 +36,7 @@ class ToolCallThread:
     def __init__(self, order: messages.RunTool, config: WorkerConfig, name: str) -> None:
         assert config.tool_runner is not None
         self._order = order
-        self._run_tool = config.tool_runner.run_tool
+        self._runner = config.tool_runner  # what it has is looked up on the thread, too
         deadline = time.monotonic() + config.tool_timeout_s
         self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
         self._cancel_task: Callable[[], object] | None = None  # of an async runner
@@ -78,8 +78,9 @@ class ToolCallThread:
             self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
 
     def _returned(self) -> Any:
-        more = {"call": self._call} if takes(self._run_tool, "call") else {}
-        value = self._run_tool(
+        run_tool: Callable[..., Any] = self._runner.run_tool
+        more = {"call": self._call} if takes(run_tool, "call") else {}
+        value = run_tool(
             name=self._order.call.name,
             arguments=copy.deepcopy(self._order.call.arguments),
             request_id=self._order.turn_id[0],
