@@ -197,7 +197,7 @@ class WorkerConfig:
     @property
     def has_builtin_bios(self) -> bool:
         """The BIOS is `default_bios`, or none: pure and quick, unlike what a host may plug in."""
-        return self.bios_provider in (default_bios, None)
+        return self.bios_provider is default_bios or self.bios_provider is None
 
     @property
     def warnings(self) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from llama_worker import (
+    BiosContext,
     Canary,
     ConfigError,
     LoopDetector,
@@ -400,6 +401,26 @@ DATA_CHANGES: dict[str, Any] = {
     "log_lines": 501,
     "result_ttl_s": 60,
 }
+
+
+class Incomparable:
+    """A provider like an array: to compare it is an error."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, ctx: BiosContext) -> str:
+        return ""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value is ambiguous")
+
+
+def test_a_provider_is_not_compared() -> None:
+    assert not config(bios_provider=Incomparable()).has_builtin_bios
+    assert config().has_builtin_bios
+    assert config(bios_provider=None).has_builtin_bios
+
+
 NOT_DATA = {"api_key", "tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes"}
 
 
