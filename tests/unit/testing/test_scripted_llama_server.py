@@ -16,6 +16,8 @@ import psutil
 import pytest
 import requests
 
+from llama_worker import testing
+from llama_worker.testing.scripted_llama_server import steps
 from llama_worker.testing.scripts import (
     Burn,
     ChildProcess,
@@ -30,6 +32,9 @@ from llama_worker.testing.scripts import (
     steps_json,
 )
 
+STEPS: dict[str, Any] = {
+    name: getattr(testing, name) for name in testing.__all__ if hasattr(steps, name)
+}
 HOST = "127.0.0.1"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -53,6 +58,26 @@ class Fake:
         return self.ask(
             "/v1/chat/completions", {"messages": MESSAGES, "scripted_reply": steps_json(*steps)}
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "more", "says"),
+    [
+        ("Tokens", (3,), {"intervall_s": 1}, "Tokens: got an unexpected keyword .*'intervall_s'"),
+        ("Sleep", (), {}, "Sleep: missing a required argument: 'seconds'"),
+        ("Sleep", (1, 2), {}, "Sleep: too many positional arguments"),
+    ],
+)
+def test_a_step_that_cannot_be_played_is_refused(
+    name: str, given: tuple[Any, ...], more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(TypeError, match=says):
+        STEPS[name](*given, **more)
+
+
+def test_every_step_says_what_it_does() -> None:
+    assert len(STEPS) > 20
+    assert [name for name, step in STEPS.items() if not step.__doc__] == []
 
 
 @pytest.fixture

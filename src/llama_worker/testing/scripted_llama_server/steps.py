@@ -52,6 +52,7 @@ def HttpError(
 
 @step
 def Redirect(s: ReplyStream, location: str, status: int = 302) -> None:
+    """Instead of a stream: a redirect."""
     s.send_headers(status, Location=location, Content_Length=0)
     raise EndReply("complete")
 
@@ -85,6 +86,7 @@ def Text(s: ReplyStream, text: str) -> None:
 
 @step
 def Reasoning(s: ReplyStream, text: str) -> None:
+    """One delta of reasoning."""
     s.send_deltas({"reasoning_content": text})
 
 
@@ -114,21 +116,22 @@ def ToolCall(
 
 @step
 def PromptProgress(s: ReplyStream, processed: int, total: int) -> None:
-    progress = {"total": total, "cache": 0, "processed": processed, "time_ms": 0}
-    s.send(s.chunk({"role": "assistant", "content": None}, prompt_progress=progress))
+    """One report of how many tokens of the prompt are read."""
+    _report_progress(s, processed, total)
 
 
 @step
 def Prefill(s: ReplyStream, total: int, batch: int, interval_s: float) -> None:
     """Progress chunks from 0 to `total`, `interval_s` between them."""
     for processed in range(0, total + batch, batch):
-        s.run([PromptProgress(min(processed, total), total)])
+        _report_progress(s, min(processed, total), total)
         if processed < total:
             s.wait(PACE * interval_s)
 
 
 @step
 def Finish(s: ReplyStream, reason: str = "stop") -> None:
+    """The finish reason, with timings."""
     s.send(s.chunk({}, reason, timings=s.timings()))
 
 
@@ -228,6 +231,7 @@ def PingEvery(s: ReplyStream, every_s: float) -> None:
 
 @step
 def Sleep(s: ReplyStream, seconds: float) -> None:
+    """Silence for so long; keepalives go on, if there are any."""
     s.wait(seconds)
 
 
@@ -317,6 +321,11 @@ def StopSelf(s: ReplyStream) -> None:
 def plain_reply(*steps: Step, reason: str = "stop") -> list[Step]:
     """`steps` in a whole reply: headers and role before; finish, usage and `[DONE]` after."""
     return [Headers(), Role(), *steps, Finish(reason), Usage(), DoneMarker()]
+
+
+def _report_progress(s: ReplyStream, processed: int, total: int) -> None:
+    progress = {"total": total, "cache": 0, "processed": processed, "time_ms": 0}
+    s.send(s.chunk({"role": "assistant", "content": None}, prompt_progress=progress))
 
 
 def message_text(message: Json) -> str:

@@ -145,13 +145,19 @@ class ReplyStream:
 
 def step(play: Callable[Concatenate[ReplyStream, P], None]) -> Callable[P, Step]:
     """Something that a reply can do. Played by the server; in a script, a call of its name
-    describes it."""
+    describes it. Raises TypeError where the server could not play it."""
     STEPS[play.__name__] = play
-    names = play.__code__.co_varnames[1:]
 
     def describe(*args: P.args, **kwargs: P.kwargs) -> Step:
-        return {"do": play.__name__, **dict(zip(names, args, strict=False)), **kwargs}
+        import inspect  # not at the start of a server, which describes nothing
 
+        try:
+            given = inspect.signature(play).bind(None, *args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{play.__name__}: {error}") from None
+        return {"do": play.__name__, **dict(list(given.items())[1:])}
+
+    describe.__name__, describe.__doc__ = play.__name__, play.__doc__
     return describe
 
 
