@@ -19,7 +19,7 @@ STATUS_CLOSE = "</worker_status>"
 _EXIT_TOOL_USES = {
     "signal_issue": (
         "your confidence is low, the input is missing or contradictory, or a tool fails. "
-        "Say what and how grave it is."
+        "Say what it is, and how severe."
     ),
     "request_escalation": (
         "you need information from outside, or an ability that you lack. "
