@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_worker import RestartPolicy, TimeoutProfile, WorkerConfig, free_port
+from llama_worker.config.validation import shown
 from llama_worker.testing import scripts
 from llama_worker.testing.scripts import JournalReader, Script, ScriptedReply, Step
 
@@ -70,7 +71,13 @@ class ScriptedServer:
             to: for requests whose last user message holds this; None: for all others.
             times: how often; None: for ever.
             reason: the finish reason: `tool_calls` behind calls of tools, `length` where it is cut.
+
+        Raises:
+            TypeError: what was given is neither text nor a step.
         """
+        for each in said:
+            if not isinstance(each, str) and not (isinstance(each, dict) and "do" in each):
+                raise TypeError(f"a reply is made of str and of steps, not {shown(each)}")
         steps = [scripts.Text(each) if isinstance(each, str) else each for each in said]
         if not steps or steps[0]["do"] not in _BEFORE_A_REPLY:
             steps = scripts.plain_reply(*steps, reason=reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -73,6 +74,12 @@ def test_a_step_that_cannot_be_played_is_refused(
 ) -> None:
     with pytest.raises(TypeError, match=says):
         STEPS[name](*given, **more)
+
+
+@pytest.mark.parametrize("odd", [["a", "b"], 4, {"text": "a"}], ids=repr)
+def test_a_reply_is_made_of_text_and_steps(odd: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"not {re.escape(repr(odd))}"):
+        testing.ScriptedServer(tmp_path).reply("Once", odd)
 
 
 def test_every_step_says_what_it_does() -> None:
