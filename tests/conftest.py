@@ -190,6 +190,18 @@ class Speechless(Exception):
         raise RuntimeError("no text")
 
 
+class OwnText(str):
+    """Of a host's library: it cannot be copied or formatted, which no actor may try."""
+
+    __slots__ = ("lock",)
+
+    def __init__(self, text: str) -> None:
+        self.lock = threading.Lock()
+
+    def __format__(self, spec: str) -> str:
+        raise RuntimeError("not on this thread")
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     before = Leftovers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
+from llama_worker.config.validation import plain_str
 from llama_worker.errors import described_error
 from llama_worker.types.chat import ToolDef
 from llama_worker.types.hooks import BiosContext, BiosProvider, BiosText
@@ -128,19 +129,20 @@ def no_bios(ctx: BiosContext) -> str:
 
 def run_bios(provider: BiosProvider | None, ctx: BiosContext) -> BiosText | str:
     """What the provider returns, checked; raises PromptError for anything but proper text."""
-    provider = provider or no_bios
     try:
-        bios = provider(ctx)
+        bios = (no_bios if provider is None else provider)(ctx)
     except BaseException as exc:  # CancelledError and SystemExit, too, are only the provider's
         raise PromptError(f"the BIOS provider raised {described_error(exc)}") from exc
+    plain: list[str] = []
     for text in (bios.stable, bios.volatile) if isinstance(bios, BiosText) else (bios,):
         if not isinstance(text, str):
             raise PromptError(
                 "the BIOS provider must return a str, or a BiosText of two strs; there was "
                 f"{type(text).__name__}"
             )
+        plain.append(plain_str(text))
         try:
-            text.encode()
+            plain[-1].encode()
         except UnicodeEncodeError as exc:
             raise PromptError(f"the BIOS provider's text is not valid Unicode: {exc}") from exc
-    return bios
+    return BiosText(*plain) if isinstance(bios, BiosText) else plain[0]

@@ -15,7 +15,7 @@ from llama_worker.stream.calls import RawCall
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.types.chat import ToolDef
 from llama_worker.types.hooks import BiosContext, BiosText, ToolCallMode
-from tests.conftest import Speechless
+from tests.conftest import OwnText, Speechless
 
 ADD: ToolDef = {
     "type": "function",
@@ -119,6 +119,22 @@ def test_the_parser_reads_the_convention_that_is_shown(shown: str, strict: bool)
 @pytest.mark.parametrize("bios", ["text", "", BiosText("a", "b"), BiosText("a")])
 def test_the_text_of_a_provider_is_unchanged(bios: BiosText | str) -> None:
     assert run_bios(lambda ctx: bios, CONTEXT) == bios
+
+
+@pytest.mark.parametrize("bios", [OwnText("a"), BiosText(OwnText("a"), OwnText("b"))])
+def test_the_text_of_a_provider_is_plain(bios: BiosText | str) -> None:
+    text = run_bios(lambda ctx: bios, CONTEXT)
+    assert text == bios
+    parts = (text.stable, text.volatile) if isinstance(text, BiosText) else (text,)
+    assert {type(part) for part in parts} == {str}
+
+
+def test_a_provider_that_is_empty_is_asked() -> None:
+    class Sections(list[str]):
+        def __call__(self, ctx: BiosContext) -> str:
+            return "its own"
+
+    assert run_bios(Sections(), CONTEXT) == "its own"
 
 
 @pytest.mark.parametrize(

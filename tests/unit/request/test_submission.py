@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from enum import IntEnum
 from typing import Any
 
@@ -13,6 +12,7 @@ from msgspec.structs import asdict
 
 from llama_worker import ConfigError
 from llama_worker.request.submission import Submission, validate_submit
+from tests.conftest import OwnText
 from tests.unit.config.cases import SURROGATE, bad, refuses
 
 GOOD: dict[str, Any] = dict.fromkeys(("job_name", "system_prompt", "user_prompt"), "")
@@ -54,15 +54,6 @@ def test_params_and_messages_may_be_left_out() -> None:
     assert (bare.user_prompt, bare.params, bare.messages) == ("", {}, ())
 
 
-class Watched(str):
-    """Text of a host's library, with something that cannot be copied."""
-
-    __slots__ = ("lock",)
-
-    def __init__(self, text: str) -> None:
-        self.lock = threading.Lock()
-
-
 class Level(IntEnum):
     HIGH = 3
 
@@ -83,7 +74,7 @@ def types_in(value: object) -> set[type]:
 
 
 def test_nothing_of_the_hosts_own_types_is_kept() -> None:
-    text = Watched("text")
+    text = OwnText("text")
     odd = {text: [text, Level.HIGH, Share(0.5), True, None]}
     messages = [{"role": text, "content": [{"type": text, "text": text}], "extra": odd}]
     got = submit(job_name=text, system_prompt=text, user_prompt=text, params=odd, messages=messages)
