@@ -28,6 +28,7 @@ from llama_worker.config.validation import (
     checked_seconds,
     checked_str,
     optional,
+    plain_str,
 )
 from llama_worker.request.messages import CancelRequest, CountTokens, GetStatus, ReadOutput
 from llama_worker.request.output import read_output
@@ -174,7 +175,7 @@ class LlamaWorker(Startable):
 
         def order(reply: WorkerFuture[WorkerStatus]) -> Restart:
             checked_str("reason", reason)
-            return Restart(reason=reason, reply=reply)
+            return Restart(reason=plain_str(reason), reply=reply)
 
         return self._ask(order)
 

@@ -19,6 +19,7 @@ from llama_worker.testing.scripts import (
     plain_reply,
 )
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_restart
+from tests.conftest import OwnText
 
 
 def submit_error(rig: Rig) -> str | None:
@@ -96,7 +97,7 @@ def test_restart_replaces_the_server_at_once(make_worker: MakeWorker) -> None:
     running = rig.submit(Headers(), Text("one"), WaitClose())
     rig.wait_text(running, "one")
     before = rig.status()["pid"]
-    status = rig.worker.restart("new weights").get(timeout=WAIT_S)
+    status = rig.worker.restart(OwnText("new weights")).get(timeout=WAIT_S)
     assert (status["state"], status["restart_count"]) == ("ready", 1)
     assert status["pid"] != before
     result = rig.ended(running)

@@ -50,6 +50,7 @@ from llama_worker.config.validation import (
     checked_json_object,
     checked_str,
     names_near_fields,
+    plain_str,
     shown,
     takes,
 )
@@ -160,7 +161,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _check_not_a_preset(self.timeouts)
         check_fields(self)
-        self._set("host", without_brackets(self.host))
+        self._set("name", plain_str(self.name))
+        self._set("host", without_brackets(plain_str(self.host)))
         self._set("server_cmd", checked_words("server_cmd", self.server_cmd))
         self._set("env", _checked_env(self.env))
         self._set("normal_tools", checked_tools("normal_tools", self.normal_tools))

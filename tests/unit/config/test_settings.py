@@ -29,6 +29,7 @@ from llama_worker.config.command import llama_server_cmd
 from llama_worker.errors import MASK
 from llama_worker.types.chat import ToolDef
 from llama_worker.worker import LlamaWorker
+from tests.conftest import OwnText
 from tests.unit.config.cases import CMD, SURROGATE, bad, config, refuses
 
 
@@ -401,6 +402,11 @@ DATA_CHANGES: dict[str, Any] = {
     "log_lines": 501,
     "result_ttl_s": 60,
 }
+
+
+def test_name_and_host_are_plain_text() -> None:
+    made = config(name=OwnText("w"), host=OwnText("127.0.0.1"))
+    assert {type(made.name), type(made.host)} == {str}
 
 
 class Incomparable:
