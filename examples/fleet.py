@@ -68,9 +68,10 @@ def main() -> None:
             stack.callback(worker.close)
         start(workers)
         for placed, result in answers(workers, jobs):
-            told = result["fail_reason"] or result["finish_reason"]
+            reason = result["fail_reason"] or result["finish_reason"]
             print(
-                f"{placed.job.name} by {placed.worker_name}, {told}: {result['text']!r}", flush=True
+                f"{placed.job.name} by {placed.worker_name}, {reason}: {result['text']!r}",
+                flush=True,
             )
         # side by side; close() alone is one by one
         for stopping in [worker.stop() for worker in workers.values()]:

@@ -112,8 +112,8 @@ def stream(worker: LlamaWorker, request_id: int, gone: Callable[[], bool]) -> It
             yield json.dumps({"text": chunk["text"]}) + "\n" if chunk["text"] else "\n"
         result = worker.get_result(request_id).get()
         assert result["ok"], result
-        told = {key: result[key] for key in ("state", "finish_reason", "fail_reason")}
-        yield json.dumps(told) + "\n"
+        outcome = {key: result[key] for key in ("state", "finish_reason", "fail_reason")}
+        yield json.dumps(outcome) + "\n"
     finally:  # also where waitress closes the generator, since a write failed
         if not done:
             worker.cancel(request_id).get()
