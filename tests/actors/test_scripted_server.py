@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -109,3 +111,12 @@ def test_a_double_of_a_worker_returns_futures() -> None:
     assert not later.done()
     later.answer(7)
     assert later.get(timeout=0) == 7
+
+
+def test_any_thread_may_add_a_reply(tmp_path: Path) -> None:
+    server = ScriptedServer(tmp_path)
+    texts = [f"said {number}" for number in range(100)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(server.reply, texts))
+    written = json.loads((tmp_path / "script.json").read_text())
+    assert all(json.dumps(written).count(f'"{text}"') == 1 for text in texts)

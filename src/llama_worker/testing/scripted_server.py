@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class ScriptedServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._script = script or Script()
         self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # guards the script, and the file that holds it
         self.journal = JournalReader(self._folder / "journal")
         self._write()
 
@@ -82,8 +84,9 @@ class ScriptedServer:
         if not steps or steps[0]["do"] not in _BEFORE_A_REPLY:
             steps = scripts.plain_reply(*steps, reason=reason)
         added = ScriptedReply(steps, marker=to, times=times)
-        self._script = replace(self._script, replies=(*self._script.replies, added))
-        self._write()
+        with self._lock:
+            self._script = replace(self._script, replies=(*self._script.replies, added))
+            self._write()
 
     def hold(self) -> Hold:
         """A place for a reply where the server waits until the test lets go."""
