@@ -102,7 +102,8 @@ def _single_keys() -> Iterator[None]:
         return
     before = termios.tcgetattr(sys.stdin)
     try:
-        tty.setcbreak(sys.stdin)
+        # what was pressed during the first look counts
+        tty.setcbreak(sys.stdin, termios.TCSADRAIN)
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
