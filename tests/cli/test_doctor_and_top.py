@@ -195,8 +195,17 @@ def test_top_cuts_names_rather_than_reasons(terminal: OpenTerminal, fleet: Path)
     assert max(map(len, screen.shown.splitlines())) <= COLUMNS
 
 
-def test_a_single_table_mentions_no_keys(terminal: OpenTerminal, fleet: Path) -> None:
-    screen = terminal("top", str(fleet), "--once")
+def test_a_key_counts_during_the_first_look(terminal: OpenTerminal, fleet: Path) -> None:
+    screen = terminal("top", str(fleet), "--interval", "86400")
+    screen.send("q")
+    assert screen.wait() == 0
+
+
+@pytest.mark.parametrize("env", [{}, {"COLUMNS": "0"}], ids=str)
+def test_a_single_table_mentions_no_keys(
+    terminal: OpenTerminal, fleet: Path, env: dict[str, str]
+) -> None:
+    screen = terminal("top", str(fleet), "--once", **env)
     assert screen.wait() == 0
     assert "planner" in screen.shown
     assert "Ctrl-C" not in screen.shown

@@ -17,6 +17,7 @@ from llama_worker.cli.text import ShownText, one_line, wrapped
 
 _BAR_CHARS = 16
 _AROUND_CHARS = 14  # a spinner, the time, and what parts them
+_UNKNOWN_COLUMNS = 80
 _SAID_EVERY_S = 10.0  # where no bar can be drawn
 
 
@@ -140,9 +141,12 @@ class _Bar:
 def console_for(stream: TextIO) -> Console:
     """Draws on a stream only if that is a terminal, whatever the environment says; model text is
     never markup."""
-    return Console(
+    console = Console(
         file=stream, force_terminal=stream.isatty(), markup=False, emoji=False, highlight=False
     )
+    if not console.width:  # COLUMNS=0, as shells without a terminal hand it on
+        console.width = _UNKNOWN_COLUMNS
+    return console
 
 
 def width_of(stream: TextIO) -> int | None:
