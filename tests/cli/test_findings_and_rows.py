@@ -369,6 +369,26 @@ def test_a_server_whose_slots_differ_from_the_file() -> None:
     assert (row.slots_used, row.slots_total, row.last_reason) == (2, 2, "the file says 1 slots")
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"slots": [slot(0, 1, 9) | {"id": [], "id_task": {}}]},
+        *({"slots": [slot(0, 1, value)]} for value in (10**400, True)),
+        *(
+            {"metrics": f"llamacpp:requests_processing {value}"}
+            for value in ("1.2.3", "e", "1e+999", "9" * 400)
+        ),
+    ],
+    ids=lambda odd: str(odd)[:60],
+)
+def test_an_odd_answer_ends_no_table(odd: dict[str, Any]) -> None:
+    history = ServersHistory()
+    for at in (0.0, 2.0):
+        answer = Answers(worker="w", slots_configured=1, health=200, **odd)
+        (row,) = history.rows([answer], at)
+        assert row.state == "ready"
+
+
 def test_metrics_serve_where_slots_are_off() -> None:
     history = ServersHistory()
     text = "# HELP llamacpp:x\nllamacpp:tokens_predicted_total {}\nllamacpp:requests_processing 1\n"

@@ -11,12 +11,14 @@ from typing import Any
 from msgspec import Struct, field
 
 from llama_worker.cli.text import harmless, one_line
+from llama_worker.config.validation import as_count
 
 # a worker counts a request's tokens when it ends: a shorter window would flicker
 _RATE_WINDOW_S = 60.0
 UNKNOWN = "-"
 _SERVER_METRIC = re.compile(
-    r"^llamacpp:(requests_processing|tokens_predicted_total) ([\d.e+]+)$", re.MULTILINE
+    r"^llamacpp:(requests_processing|tokens_predicted_total) (\d{1,20}(?:\.\d+)?(?:e\+\d\d)?)$",
+    re.MULTILINE,
 )
 
 
@@ -201,7 +203,7 @@ class ServersHistory:
     """Answers of the same servers, in their order."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[float, dict[tuple[object, object], float]]] = {}
+        self._before: dict[str, tuple[float, dict[tuple[str, str], float]]] = {}
 
     def rows(self, answers: Iterable[Answers], at: float) -> list[Row]:
         """The workers after this round; `at` is monotonic seconds."""
@@ -210,17 +212,19 @@ class ServersHistory:
     def _row(self, answer: Answers, at: float) -> Row:
         state, reason = _health(answer.health)
         used, total = None, answer.slots_configured
-        tokens: dict[tuple[object, object], float] = {}
+        tokens: dict[tuple[str, str], float] = {}
         if answer.slots is not None:
             slots = [slot for slot in answer.slots if isinstance(slot, dict)]
             used, total = sum(bool(slot.get("is_processing")) for slot in slots), len(slots)
-            tokens = {(slot.get("id"), slot.get("id_task")): _decoded(slot) for slot in slots}
+            tokens = {
+                (str(slot.get("id")), str(slot.get("id_task"))): _decoded(slot) for slot in slots
+            }
             if total != answer.slots_configured:
                 reason = f"the file says {answer.slots_configured} slots"
         elif answer.metrics is not None:
             metrics = {name: float(value) for name, value in _SERVER_METRIC.findall(answer.metrics)}
             used = int(metrics.get("requests_processing", 0))
-            tokens = {("all", None): metrics.get("tokens_predicted_total", 0.0)}
+            tokens = {("all", ""): metrics.get("tokens_predicted_total", 0.0)}
         return Row(
             worker=answer.worker,
             state=state,
@@ -230,9 +234,7 @@ class ServersHistory:
             last_reason=reason,
         )
 
-    def _rate(
-        self, worker: str, tokens: dict[tuple[object, object], float], at: float
-    ) -> float | None:
+    def _rate(self, worker: str, tokens: dict[tuple[str, str], float], at: float) -> float | None:
         before = self._before.get(worker)
         self._before[worker] = (at, tokens)
         if before is None or not tokens or at <= before[0]:
@@ -260,5 +262,4 @@ def _decoded(slot: Mapping[str, Any]) -> float:
     token = slot.get("next_token")
     if isinstance(token, list):
         token = token[0] if token else None
-    count = token.get("n_decoded") if isinstance(token, dict) else None
-    return float(count) if isinstance(count, int) else 0.0
+    return float((as_count(token.get("n_decoded")) if isinstance(token, dict) else None) or 0)
