@@ -8,7 +8,7 @@ import pytest
 
 from llama_worker.responses import app
 from llama_worker.testing import scripts as fs
-from tests.responses.conftest import Client, MakeClient
+from tests.responses.conftest import Client, MakeClient, Through, answer
 
 Steps = list[fs.Step]
 HALF: Steps = [fs.Headers(), fs.Role(), fs.Text("Once ")]
@@ -63,6 +63,19 @@ def test_a_refusal_of_the_server_keeps_its_status(
     assert (reply.status, error["type"], error["code"]) == (status, error_type, code)
     assert ("retry-after" in reply.headers) == (status == 503)
     assert "because" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("status", "stated", "told"),
+    [(429, "30", "30"), (503, "30", "30"), (429, "soon", None), (503, "soon", "5")],
+)
+def test_the_upstream_says_when_to_try_again(
+    through: Through, status: int, stated: str, told: str | None
+) -> None:
+    headers = f"Retry-After: {stated}\r\n".encode()
+    client, _ = through(answer(b"{}", b"%d No" % status, headers))
+    reply = client.create()
+    assert (reply.status, reply.headers.get("retry-after")) == (status, told)
 
 
 def test_an_absent_upstream_is_502(make_client: MakeClient, free_port: Callable[[], int]) -> None:

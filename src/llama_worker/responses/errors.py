@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _TYPES = {
@@ -11,6 +12,7 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _LOADING_S = 5
+_SECONDS = re.compile("[0-9]{1,6}")
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
@@ -49,13 +51,15 @@ class ApiError(Exception):
         return retry if self.should_retry else [("X-Should-Retry", "false")]
 
 
-def refused_by_server(status: int, detail: str) -> ApiError:
-    """The server's own refusal, passed on: `detail` is what `describe_http_error` made of it."""
+def refused_by_server(status: int, detail: str, retry_after: str = "") -> ApiError:
+    """The server's own refusal, passed on: `detail` is what `describe_http_error` made of it,
+    `retry_after` its header of that name."""
+    stated_s = int(retry_after) if _SECONDS.fullmatch(retry_after) else None
     return ApiError(
         status if 400 <= status < 600 else 502,
         detail,
         code=error_code(detail),
-        retry_after_s=_LOADING_S if status == 503 else None,
+        retry_after_s=_LOADING_S if stated_s is None and status == 503 else stated_s,
     )
 
 

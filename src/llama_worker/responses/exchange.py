@@ -175,14 +175,15 @@ def _is_media(content: object) -> bool:
     )
 
 
-def no_stream(failure: StreamFailure, exchange: Exchange) -> ApiError:
-    """What to tell the client where the upstream did not begin to answer."""
+def no_stream(failure: StreamFailure, exchange: Exchange, retry_after: str = "") -> ApiError:
+    """What to tell the client where the upstream did not begin to answer; `retry_after`: its header
+    of that name, where it refused."""
     if exchange.leased.is_given_up and exchange.upstream.restarts:
         return ApiError(503, failure.detail, code="upstream_failed", retry_after_s=_RESTARTING_S)
     if exchange.leased.is_given_up:
         return ApiError(504, failure.detail, code="upstream_failed")
     if failure.http_status is not None:
-        return refused_by_server(failure.http_status, failure.detail)
+        return refused_by_server(failure.http_status, failure.detail, retry_after)
     code = (
         "upstream_unreachable"
         if failure.reason is RequestFailReason.CONNECT_FAILED

@@ -62,6 +62,7 @@ class ChatExchange:
         silence_s: float | None,
     ) -> None:
         self.failure: StreamFailure | None = None
+        self.retry_after = ""  # the header of a refusal
         self.silence_s = silence_s
         self._abort = abort
         self._endpoint = endpoint
@@ -94,6 +95,7 @@ class ChatExchange:
             self.failure = self._leased.closed(failure)
             return False
         if reply.status != 200:
+            self.retry_after = reply.header("retry-after")
             self.failure = self._leased.closed(reply.failure())
             self.close()
             return False
@@ -334,7 +336,7 @@ class ResponseGenerator:
             run.to_the_end(chat)
         else:
             assert chat.failure is not None
-            refused = no_stream(chat.failure, exchange)
+            refused = no_stream(chat.failure, exchange, chat.retry_after)
             if not run.has_begun:
                 raise refused
             run.fail(refused)
