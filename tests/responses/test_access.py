@@ -75,8 +75,9 @@ def test_only_an_allowed_page_may_read(
 
 
 def test_an_allowed_page_reads_streams_and_refusals(make_fake: MakeClient) -> None:
-    client = make_fake(allow_origins=(PAGE,))
+    client = make_fake(allow_origins=(PAGE,), max_body_bytes=100)
     headers = {"Origin": PAGE}
-    for body, status in ((b'{"input": "Hi", "stream": true}', 200), (b"{", 400)):
+    bodies = ((b'{"input": "Hi", "stream": true}', 200), (b"{", 400), (b" " * 101, 413))
+    for body, status in bodies:
         reply = client.send("POST", "/v1/responses", body, headers)
         assert (reply.status, reply.headers["access-control-allow-origin"]) == (status, PAGE)

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import page_headers
-from llama_worker.responses.http.reply import ReplyFramer
 from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
 
 Headers = Iterable[tuple[str, str]]
@@ -69,8 +68,7 @@ class Client:
 
         Raises OSError where the client has left or takes nothing, as `write` and `end` do.
         """
-        own = page_headers(request, self.origin) if self.origin is not None else []
-        head = self.http.reply.begin(status, [*headers, *own], reason)
+        head = self.http.reply.begin(status, [*headers, *self._page_headers(request)], reason)
         self._send(head + self.http.reply.data(data) if data else head)
 
     def write(self, data: bytes) -> None:
@@ -116,6 +114,18 @@ class Client:
                 self.socket.sendall(data[sent:])
             finally:
                 self.socket.setblocking(False)
+
+    def _page_headers(self, request: HttpRequest | None) -> Headers:
+        return page_headers(request, self.origin) if request and self.origin is not None else ()
+
+    # ------------------------------------------------------------ the listener's thread
+
+    def refusal(self, refused: ApiError) -> bytes:
+        """The whole reply to a request that could not be read, or was not to be."""
+        reply, body = self.http.reply, json.dumps(refused.body()).encode()
+        headers = [*_json_headers(body), ("Connection", "close"), *refused.headers()]
+        begins = reply.begin(refused.status, [*headers, *self._page_headers(self.http.head)])
+        return begins + reply.data(body) + reply.end()
 
     # ------------------------------------------------------------ any thread
 
@@ -188,13 +198,6 @@ class WaitingClients(Generic[C]):
         return next(
             (next(iter(self._waiting[phase])) for phase in order if self._waiting[phase]), None
         )
-
-
-def refusal_bytes(reply: ReplyFramer, refused: ApiError) -> bytes:
-    """The whole reply to a request that could not be read, or was not to be."""
-    body = json.dumps(refused.body()).encode()
-    headers = [*_json_headers(body), ("Connection", "close"), *refused.headers()]
-    return reply.begin(refused.status, headers) + reply.data(body) + reply.end()
 
 
 def _json_headers(body: bytes) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from functools import partial
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import access_policy
-from llama_worker.responses.http.client import Client, WaitingClients, refusal_bytes
+from llama_worker.responses.http.client import Client, WaitingClients
 from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
 from llama_worker.runtime.host.threads import run_on_thread
 
@@ -178,6 +178,7 @@ class SocketListener:
         self._on_ready(client)  # its request is mostly here by now
 
     def _check(self, client: Client, request: HttpRequest) -> None:
+        client.origin = None  # not the page of the request before, where this one is refused
         client.origin = self._access.allowed_origin(request, client.local_address)
 
     def _on_ready(self, client: Client) -> None:
@@ -231,7 +232,7 @@ class SocketListener:
 
     def _refuse(self, client: Client, refused: ApiError) -> None:
         if not client.http.reply.has_begun:
-            self._send(client, refusal_bytes(client.http.reply, refused))
+            self._send(client, client.refusal(refused))
         self._linger(client)
 
     def _send(self, client: Client, data: bytes) -> None:

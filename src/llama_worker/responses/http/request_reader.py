@@ -75,7 +75,7 @@ class RequestReader:
         self._headers = _Headers()
         self._parser = httptools.HttpRequestParser(self._headers)
         self._head_bytes = bytearray()
-        self._head: HttpRequest | None = None
+        self.head: HttpRequest | None = None  # of the request that is being read
         self._body = bytearray()  # no list: of tiny pieces, it would take 30 times as much
         self._length = 0  # of a body that is not chunked
         self._chunks: ChunkedBody | None = None
@@ -158,7 +158,7 @@ class RequestReader:
                 400, "malformed HTTP request: its first line is not that of an HTTP/1.1 request"
             )
         method, target, version = (part.decode("ascii") for part in line.groups())
-        head = self._head = HttpRequest(
+        head = self.head = HttpRequest(
             method=method, target=target, headers=self._headers.values, body=b""
         )
         self.reply = ReplyFramer(method, version)
@@ -196,9 +196,9 @@ class RequestReader:
         return len(data) >= missing
 
     def _complete(self) -> HttpRequest:
-        assert self._head is not None
+        assert self.head is not None
         self.phase = Phase.BUSY
-        head, body = self._head, bytes(self._body)
+        head, body = self.head, bytes(self._body)
         self._body.clear()  # which the parser, too, would hold while the request runs
         return HttpRequest(method=head.method, target=head.target, headers=head.headers, body=body)
 
