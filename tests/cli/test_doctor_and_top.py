@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -148,12 +149,14 @@ def test_the_doctor_tries_the_real_server(run: Run, thin_model: str, tmp_path: P
     assert trial["n_ctx"] > 0
 
 
+@pytest.mark.parametrize("name", ["llama-server", "nvidia-smi"])
 def test_the_doctor_leaves_no_silent_program_running(
-    terminal: OpenTerminal, tmp_path: Path
+    terminal: OpenTerminal, tmp_path: Path, name: str
 ) -> None:
     pid_file, script = tmp_path / "pid", "echo $$ > pid.new && mv pid.new pid\nexec sleep 1000"
-    server = shell_program(tmp_path / "llama-server", f"cd {tmp_path}\n{script}")
-    screen = terminal("doctor", "--server", server)
+    shell_program(tmp_path / name, f"cd {tmp_path}\n{script}")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    screen = terminal("doctor", "--server", str(tmp_path / "llama-server"), PATH=path)
     eventually(pid_file.exists, "the program was started")
     screen.process.terminate()
     assert screen.wait() == 143

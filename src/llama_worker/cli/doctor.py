@@ -60,9 +60,9 @@ def _examine(
     findings: list[Finding] = []
     with interrupts.raising():  # a program that does not end is ended, too
         server = _found("llama-server", findings, partial(_server, server_named))
+        machine = doctor_facts.look_at_machine()
     if server is not None:
         findings += doctor_findings.of_server(server)
-    machine = doctor_facts.look_at_machine()
     findings += doctor_findings.of_gpus(machine, server)
     model, trial = None, None
     command: Sequence[str] = ()
