@@ -4,6 +4,7 @@ server."""
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import sys
 from pathlib import Path
@@ -142,6 +143,13 @@ def test_what_is_no_path_is_no_model() -> None:
         find_model("why " * 200)
     assert caught.value.reason == "no_model"
     assert "chmod" not in caught.value.todo
+
+
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(Problem, match="a pipe or a device") as caught:
+        find_model(str(tmp_path / "m.gguf"))
+    assert caught.value.reason == "no_model"
 
 
 def test_the_home_of_nobody_holds_nothing() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,6 +101,9 @@ def _model_at(path: Path, named: str) -> Model:
     """Raises OSError, too."""
     if path.is_dir():
         raise Problem("no_model", f"{named} is a folder, not a model file", _name_one(path))
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe might take for ever
+        todo = "give the path of the file itself, which the server opens on its own"
+        raise Problem("no_model", f"{named} is a pipe or a device, not a model file", todo)
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if misfit := not_a_gguf(head):
