@@ -83,13 +83,14 @@ def tell(to: str, text: str) -> Step:
 def test_a_hive_works_on_while_one_model_is_swapped_and_one_is_killed(
     make_server: Callable[[Script], None], journal: JournalReader, tmp_path: Path
 ) -> None:
-    swapped, killed = tmp_path / "swapped", tmp_path / "killed"
+    swapped, killed, renamed = (tmp_path / name for name in ("swapped", "killed", "renamed"))
     sayings = {
         "user says": [Text("Let us begin."), tell("coder", "Write it.")],
         "planner says": [Gate(swapped), Text("Written."), tell("critic", "Review it.")],
         "coder says": [Text("Hm."), Gate(killed), tell("coder", "Rename it.")],
         "critic says": [Text("Renamed."), tell("planner", "It is done.")],
         "It is done.": [
+            Gate(renamed),
             Text("So it is."),
             ToolCall("declare_outcome", {"outcome": "success", "summary": "Done."}),
         ],
@@ -111,6 +112,8 @@ def test_a_hive_works_on_while_one_model_is_swapped_and_one_is_killed(
                 swapped.touch()  # until then the old one was at work
             if told[-1] == "critic: killed":
                 killed.touch()
+            if told[-1] == "coder: 'Renamed.'":
+                renamed.touch()  # the program ends with the outcome, whoever still speaks
         assert program.wait() == 0
     assert told[:3] == ["planner-a is ready", "coder-old is ready", "critic-b is ready"]
     # What one says and what becomes of another have no order.
