@@ -347,8 +347,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._end_launch(death.member, death.detail, now)
         lost = self._table.in_slot(slot) if slot is not None else None
         if lost is not None:
-            offset = self._runtime.unix_offset()
-            self._request_ended(lost_record(lost, death.detail, now, offset), now)
+            offset, secret = self._runtime.unix_offset(), self._config.api_key
+            record = lost_record(lost, death.detail, now, unix_offset=offset, secret=secret)
+            self._request_ended(record, now)
 
     def _end_launch(self, dead: Member, detail: str, now: float) -> None:
         """Nuke and repave: its requests fail, its server and its other actors end; the next launch

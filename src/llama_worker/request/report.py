@@ -206,7 +206,9 @@ def build_record(
     )
 
 
-def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float) -> RequestRecord:
+def lost_record(
+    admitted: Admitted, detail: str, now: float, *, unix_offset: float, secret: str | None
+) -> RequestRecord:
     """For a request whose actor died: it failed, and nothing else is known of it."""
     totals = RequestTotals(
         request_id=admitted.request_id,
@@ -218,7 +220,7 @@ def lost_record(admitted: Admitted, detail: str, now: float, unix_offset: float)
     )
     turn = TurnProgress(admitted.created_at)
     progress = build_progress(totals, turn, RequestPhase.DONE, concluding=True)
-    lost = failed(RequestFailReason.UNKNOWN_ERROR, detail)
+    lost = failed(RequestFailReason.UNKNOWN_ERROR, detail).for_host(secret)
     record = build_record(totals, turn, progress, lost, [], now)
     return replace(record, is_leased=admitted.is_leased)
 

@@ -21,6 +21,8 @@ from llama_worker.request.messages import (
     ToolsRefused,
     WriteBios,
 )
+from llama_worker.request.report import lost_record
+from llama_worker.request.table import Admitted
 from llama_worker.request.turn import Turn
 from llama_worker.stream.events import (
     Done,
@@ -360,6 +362,13 @@ def test_a_failure_of_its_own_keeps_what_was_shown(
         play >> CANCEL
     assert play.fail("a bug") << CLOSE << Ends("unknown_error", text=text, fail_detail="a bug")
     assert play.fail("once more")
+
+
+def test_what_is_told_of_a_lost_request_is_bounded() -> None:
+    lost, detail = Admitted(1, 0, "j", 0.0), f"KeyError: s3cret \ud800{'.' * 3000}"
+    record = lost_record(lost, detail, 1.0, unix_offset=UNIX, secret="s3cret")
+    shown = f"KeyError: *** \ufffd{'.' * 3000}"[:2000]
+    assert (record.result["fail_detail"], record.status["fail_detail"]) == (shown, shown)
 
 
 def test_a_signal_is_told_although_the_step_raised(monkeypatch: pytest.MonkeyPatch) -> None:
