@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from queue import SimpleQueue
 from typing import Any
+
+import pytest
 
 from llama_worker.testing.scripts import Text, plain_reply
 from tests.actors.conftest import WAIT_S, MakeWorker
@@ -43,3 +46,31 @@ def test_a_handler_that_waits_holds_up_no_call(make_worker: MakeWorker) -> None:
         rig.stop()
     finally:
         go_on.set()
+
+
+class Stuck(logging.Handler):
+    """Of a host whose terminal was halted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.go_on.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("name", ["llama_worker", "pykka"])
+def test_a_log_that_is_stuck_holds_up_no_call(make_worker: MakeWorker, name: str) -> None:
+    logger, handler = logging.getLogger(name), Stuck()
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        rig = make_worker()
+        assert rig.run(*plain_reply(Text("x")))["text"] == "x"
+        rig.stop()
+    finally:
+        handler.go_on.set()
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -332,8 +332,9 @@ def log_exception(logger: logging.Logger, text: str) -> None:
             traceback.print_exc()
 
 
+_LOG_THREAD = "llama_worker-log"
 _callbacks = _CallbackThread()
-_lines = _CallbackThread("llama_worker-log")
+_lines = _CallbackThread(_LOG_THREAD)
 
 
 def call_host(call: Callable[[], object], name: str) -> None:
@@ -349,9 +350,22 @@ def write_log(logger: logging.Logger, level: int, text: str) -> None:
         _lines.run(lambda: logger.log(level, "%s", text))
 
 
+def _is_written_here(record: logging.LogRecord) -> bool:
+    """A filter: what Pykka logs on an actor's thread, where one starts or ends, is written as our
+    own lines are."""
+    thread_name = threading.current_thread().name
+    if thread_name == _LOG_THREAD or not thread_name.startswith("llama_worker-"):
+        return True
+    _lines.run(lambda: logging.getLogger(record.name).handle(record))
+    return False
+
+
+logging.getLogger("pykka").addFilter(_is_written_here)
+
+
 def _forget_after_fork() -> None:
     global _callbacks, _lines  # the parent's threads do not exist in the child
-    _callbacks, _lines = _CallbackThread(), _CallbackThread("llama_worker-log")
+    _callbacks, _lines = _CallbackThread(), _CallbackThread(_LOG_THREAD)
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
