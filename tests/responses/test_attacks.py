@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -141,6 +142,25 @@ def test_what_has_no_end_is_refused(
                 client.sendall(more)
         assert client.recv(65536).startswith(b"HTTP/1.1 %d " % status)
     assert fake.create().status == 200
+
+
+def test_who_still_sends_may_read_why_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(listener, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0, max_body_bytes=9)
+    refusing = SocketListener(config, lambda request, client: None)
+    with contextlib.ExitStack() as stack:
+        stack.callback(refusing.serve)
+        stack.callback(refusing.stop)
+        client = stack.enter_context(socket.create_connection((HOST, refusing.port)))
+        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n")
+        refusing._turn()
+        while refusing._clients:
+            now[0] += 1.5
+            client.sendall(b"x")
+            refusing._turn()
+        assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+    assert 128 < now[0] < 132, "it is cut off at last"
 
 
 def test_too_much_pending_costs_its_sender(make_fake: MakeClient) -> None:

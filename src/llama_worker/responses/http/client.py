@@ -21,7 +21,8 @@ C = TypeVar("C")
 SILENT_S = 120.0  # a connection that sends nothing, a kept one too
 HEAD_S = 20.0  # from a head's first byte to its last
 BODY_S = 30.0  # without a byte of a body
-LINGER_S = 2.0  # after the last reply: for the client to read it and to close
+LINGER_S = 2.0  # after the last reply: for the client to read it and to close, or to send more
+MAX_LINGER_S = 30.0  # for one that goes on sending: many read nothing before they have sent all
 _ALLOWED_S = {Phase.SILENT: SILENT_S, Phase.HEAD: HEAD_S, Phase.BODY: BODY_S, None: LINGER_S}
 
 
@@ -39,7 +40,9 @@ class Client:
         self.http = http
         self.local_address = local_address
         self.origin: str | None = None  # the allowed page that sent the request
-        self.pending_bytes = 0  # of a request that is not whole; for the listener's thread
+        # for the listener's thread
+        self.pending_bytes = 0  # of a request that is not whole
+        self.lingers_until = 0.0  # monotonic; at most, after the last reply
         self._write_timeout_s = write_timeout_s
         self._has_left = False
         self._on_left: Callable[[], object] | None = None

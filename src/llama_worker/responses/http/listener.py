@@ -25,7 +25,12 @@ from functools import partial
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import access_policy
-from llama_worker.responses.http.client import Client, WaitingClients
+from llama_worker.responses.http.client import (
+    LINGER_S,
+    MAX_LINGER_S,
+    Client,
+    WaitingClients,
+)
 from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
 from llama_worker.runtime.host.threads import run_on_thread
 
@@ -196,6 +201,8 @@ class SocketListener:
             self._drop(client)
         elif client.http.phase is not Phase.BUSY:  # else it lingers
             self._read(client, lambda: client.http.receive(data))
+        elif (now := time.monotonic()) < client.lingers_until:
+            self._waiting_clients.enter(client, None, now)
 
     def _read(self, client: Client, receive: Callable[[], HttpRequest | None]) -> None:
         """Take what has come of a request; run it once it is whole."""
@@ -251,7 +258,9 @@ class SocketListener:
         except OSError:
             self._drop(client)
             return
-        self._waiting_clients.enter(client, None, time.monotonic())
+        now = time.monotonic()
+        client.lingers_until = now + MAX_LINGER_S - LINGER_S
+        self._waiting_clients.enter(client, None, now)
 
     def _drop(self, client: Client) -> None:
         self._stop_waiting(client)
