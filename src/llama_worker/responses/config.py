@@ -21,6 +21,7 @@ from llama_worker.config.validation import (
 from llama_worker.errors import ConfigError
 
 _MIB = 1024 * 1024
+_LOCAL_NAMES = ("localhost", "0.0.0.0", "::")  # who connects to one of these gets here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,22 @@ class ResponsesProxyConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        upstream = urlsplit(self.upstream or "")
+        there = _address(upstream.hostname or ""), upstream.port
+        if self.port and there == (_address(self.host), self.port):
+            raise ConfigError(
+                f"upstream {self.upstream} is where the proxy itself is to listen: give the "
+                "server's address, or another port"
+            )
 
     @property
     def base_url(self) -> str:
         """The upstream without a slash at the end."""
         return (self.upstream or "").rstrip("/")
+
+
+def _address(host: str) -> str:
+    return "127.0.0.1" if host.lower() in _LOCAL_NAMES else host.lower()
 
 
 def _check_upstream(field: str, upstream: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -97,6 +98,25 @@ def test_origins_are_a_sequence(origins: Any) -> None:
 def test_an_upstream_is_a_url(url: str) -> None:
     with pytest.raises(ConfigError, match="upstream must be a URL"):
         ResponsesProxyConfig(upstream=url)
+
+
+@pytest.mark.parametrize(
+    ("host", "upstream", "is_itself"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80/v1", True),
+        ("127.0.0.1", "http://LOCALHOST:80", True),
+        ("0.0.0.0", "http://localhost:80", True),
+        ("::1", "http://[::1]:80", True),
+        ("127.0.0.1", "http://127.0.0.2:80", False),
+        ("127.0.0.1", "http://127.0.0.1:81", False),
+        ("0.0.0.0", "http://gpu:80", False),
+    ],
+)
+def test_a_proxy_is_not_its_own_upstream(host: str, upstream: str, is_itself: bool) -> None:
+    refused = pytest.raises(ConfigError, match="another port") if is_itself else nullcontext()
+    with refused:
+        ResponsesProxyConfig(host=host, port=80, upstream=upstream)
+    ResponsesProxyConfig(host=host, port=0, upstream=upstream)
 
 
 @pytest.mark.parametrize(
