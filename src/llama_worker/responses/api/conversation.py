@@ -181,17 +181,24 @@ class _Writer:
         role, content = item.get("role"), item.get("content")
         match role:
             case "system" | "developer":
-                text = plain_text(content)
+                text = self._text_of(content)
                 if text:
                     self._instruct(text)
             case "assistant":
-                self._said(plain_text(content, joint=""))
+                self._said(self._text_of(content, joint=""))
             case "user" | "tool":
                 self._end_turn()
                 self._release_held()
                 self._messages.append({"role": "user", "content": _content(content)})
             case _:
                 raise ApiError(400, f"unknown role {role!r} of an input message", param="input")
+
+    def _text_of(self, content: object, *, joint: str = "\n") -> str:
+        """Of a message that templates take as text only."""
+        parts = _content(content, joint=joint)
+        if not isinstance(parts, str):
+            self.warnings.append("images and audio are ignored in all but user messages")
+        return _joined(parts, joint)
 
     def _summary(self, item: Item) -> None:
         text = unseal(item.get("encrypted_content"))
@@ -284,12 +291,13 @@ class _Writer:
 
 def plain_text(content: object, *, joint: str = "\n") -> str:
     """The text of a content, other parts left out."""
-    parts = _content(content, joint=joint)
-    return (
-        parts
-        if isinstance(parts, str)
-        else joint.join(part["text"] for part in parts if part["type"] == "text")
-    )
+    return _joined(_content(content, joint=joint), joint)
+
+
+def _joined(parts: str | list[Message], joint: str) -> str:
+    if isinstance(parts, str):
+        return parts
+    return joint.join(part["text"] for part in parts if part["type"] == "text")
 
 
 def _content(content: object, *, joint: str = "\n") -> str | list[Message]:
