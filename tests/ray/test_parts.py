@@ -183,9 +183,12 @@ def test_every_host_gets_dicts_of_its_own() -> None:
 # ---------------------------------------------------------------- the actor's methods
 
 
+BY_RAY = ("_ray_trace_ctx",)  # is added to the methods of a class that was made an actor
+
+
 def public_methods(kind: type) -> dict[str, list[str]]:
     return {
-        name: list(inspect.signature(method).parameters)
+        name: [word for word in inspect.signature(method).parameters if word not in BY_RAY]
         for name, method in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_")
     }
