@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -194,6 +195,9 @@ def test_an_error_body_that_does_not_come_is_awaited_for_a_moment(
     assert (failure.http_status, failure.detail) == (500, "HTTP 500: part")
 
 
+OTHER = "127.0.0.2"  # an address of this machine, too
+
+
 @contextlib.contextmanager
 def unanswered() -> Iterator[str]:
     """A port where a connect is neither taken nor refused: its queue is full."""
@@ -212,6 +216,19 @@ def test_a_connect_that_is_not_answered_is_connect_failed_when_its_time_is_up(
     with unanswered() as url:
         failed = make_client(url, connect_timeout_s=0.2).failed()
     assert failed == (RequestFailReason.CONNECT_FAILED, "no connection within 0.2 s")
+
+
+def test_a_host_whose_first_address_does_not_answer_has_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with unanswered() as url:
+        port = urlsplit(url).port or 0
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (at, port)) for at in (HOST, OTHER)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+        with socket.create_server((OTHER, port)):
+            connected = abortable_socket.connect(Abort(), "of.two.addresses", port, 0.2)
+            with contextlib.closing(connected):
+                assert connected.getpeername() == (OTHER, port)
 
 
 def test_an_abort_ends_a_connect_that_is_not_answered(make_client: MakeClient) -> None:

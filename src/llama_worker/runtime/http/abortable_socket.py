@@ -153,10 +153,12 @@ class _TlsSocket(_Abortable, ssl.SSLSocket):
 # ---------------------------------------------------------------- connecting
 
 
-def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> AbortableSocket:
+def connect(
+    abort: Abort, host: str, port: int, timeout_s: float | None, deadline: float | None = None
+) -> AbortableSocket:
     """A connected socket, which `abort` knows from the moment at which it begins to connect.
 
-    Each of the host's addresses has `timeout_s`.
+    Each of the host's addresses has `timeout_s`, all of them together until the deadline.
     """
     refused: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -169,13 +171,12 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
             code = connection.connect_ex(address)
             # Not earlier: to shut down a socket that does not connect yet is without effect.
             abort.attach(connection)
-            _finish_connecting(connection, code, timeout_s)
+            _finish_connecting(connection, code, left_s(deadline, timeout_s))
             return connection
         except BaseException as error:
             abort.detach()
             connection.close()
-            gives_up = isinstance(error, TimeoutError) or error is abort.error
-            if gives_up or not isinstance(error, OSError) or is_shortage(error):
+            if error is abort.error or not isinstance(error, OSError) or is_shortage(error):
                 raise
             refused = error
     raise refused or OSError(f"{host} has no address")

@@ -318,7 +318,7 @@ class _Adapter(requests.adapters.BaseAdapter):
         server = request.server
         kind = HTTPSConnection if server.scheme == "https" else HTTPConnection
         http = kind((server.host or "").strip("[]"), server.port)
-        connection = connect(request.abort, http.host, http.port, left_s(request.deadline, timeout))
+        connection = connect(request.abort, http.host, http.port, timeout, request.deadline)
         if kind is HTTPSConnection:
             connection = secure(request.abort, connection, http.host, str(verify))
         request.abort.connected = True
