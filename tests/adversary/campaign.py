@@ -20,13 +20,21 @@ from typing import NamedTuple
 
 from tests.adversary.case import Case, Outcome
 from tests.adversary.wedges import WEDGES
-from tests.simulation.many_runs import Figures, collected_at_the_end, times_by_name
+from tests.simulation.many_runs import Figures, collected_at_the_end
 from tests.simulation.trace import Trace
 
 SHOWN_STEPS = 40
 # cases of one part at most: a process that does more keeps the others waiting at the end
 _PART = 250
 _SEED_STEP, _RETRY_STEP = 1_000_003, 10**12
+
+
+class Found(NamedTuple):
+    """A wedged server that was given up, so many seconds after its wedge began."""
+
+    kind: str
+    after_s: float
+    seed: int
 
 
 class Wrong(NamedTuple):
@@ -41,8 +49,7 @@ class Wrong(NamedTuple):
 class CaseFigures(Figures):
     honest: int = 0
     false_kills: list[Wrong] = field(default_factory=list)
-    # which wedge, and after how many seconds
-    found: list[tuple[str, float]] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
     late: list[Wrong] = field(default_factory=list)
     missed: list[Wrong] = field(default_factory=list)
     slots_asked: int = 0
@@ -96,7 +103,7 @@ def _play(figures: CaseFigures, number: int, name: str) -> None:
     if after_s is None:
         figures.missed.append(Wrong(name, number, outcome.detail))
         return
-    figures.found.append((name, after_s))
+    figures.found.append(Found(name, after_s, number))
     if promised_s is not None and after_s > promised_s:
         figures.late.append(
             Wrong(name, number, f"{outcome.detail} ({after_s:.1f} s, promised {promised_s:.1f} s)")
@@ -116,19 +123,20 @@ def _counted(figures: CaseFigures, number: int, name: str) -> Outcome:
 
 def table(figures: CaseFigures) -> list[str]:
     """The figures, for a person."""
-    times = times_by_name(figures.found)
-    if times:
-        times["all"] = sorted(after_s for _, after_s in figures.found)
+    by_time = sorted(figures.found, key=lambda each: each.after_s)
+    rows = {kind: [each for each in by_time if each.kind == kind] for kind in sorted(WEDGES)}
+    rows["all"] = by_time
     return [
         f"{'':28}{'spared':>10}{'given up':>10}",
         f"{'honest':28}{figures.honest - len(figures.false_kills):10}{len(figures.false_kills):10}",
         f"{'wedged':28}{len(figures.missed):10}{len(figures.found):10}",
         "",
-        f"{'wedge':28}{'found':>10}{'median s':>10}{'95 % s':>10}{'worst s':>10}",
+        f"{'wedge':28}{'found':>10}{'median s':>10}{'95 % s':>10}{'worst s':>10}  of seed",
         *(
-            f"{name:28}{len(each):10}{statistics.median(each):10.1f}"
-            f"{each[int(0.95 * len(each))]:10.1f}{each[-1]:10.1f}"
-            for name, each in times.items()
+            f"{name:28}{len(row):10}{statistics.median(each.after_s for each in row):10.1f}"
+            f"{row[int(0.95 * len(row))].after_s:10.1f}{row[-1].after_s:10.1f}  {row[-1].seed}"
+            for name, row in rows.items()
+            if row
         ),
         "",
         f"later than promised: {len(figures.late)}",

@@ -18,7 +18,7 @@ from tests.adversary.wedges import WEDGES
 def test_no_honest_server_is_given_up_and_every_wedge_is_found_in_time() -> None:
     figures = run(45, seed=20)
     assert figures.wrong == []
-    assert {name for name, _ in figures.found} == set(WEDGES)
+    assert {each.kind for each in figures.found} == set(WEDGES)
 
 
 def test_a_pause_behind_a_strangers_request_is_spared() -> None:
