@@ -200,6 +200,12 @@ def test_the_actor_has_every_method_of_the_handle() -> None:
     assert {name: actor.get(name) for name in handle} == handle
 
 
+def test_the_handles_own_methods_are_left_as_they_are() -> None:
+    ray.remote(RayWorker)
+    assert BY_RAY[0] in inspect.signature(RayWorker.submit).parameters
+    assert BY_RAY[0] not in inspect.signature(LlamaWorker.submit).parameters
+
+
 HELD_UP = """
 import asyncio, time
 from llama_worker import WorkerConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import threading
@@ -45,6 +46,9 @@ def _of_handle(
     async def call(self: RayWorker, /, *args: P.args, **named: P.kwargs) -> T:
         return await method(self._worker, *args, **named)
 
+    # Ray writes into the signature of whatever it finds behind a method: not into the handle's
+    call.__dict__.update(__signature__=inspect.signature(method))
+    del call.__dict__["__wrapped__"]
     return call
 
 
