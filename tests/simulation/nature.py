@@ -418,10 +418,13 @@ class Nature:
         bound_s = kind.found_within(self._profile, Stage.UNKNOWN)
         if bound_s is not None:
             what = f"{kind.name} of launch {server.epoch}"
+            self._loading_faults[server.epoch] = fault  # until a signal; SIGTERM is its host's
             self._invariants.expect(
-                Promise.HUNG_OR_SLOW, bound_s + load_s, what, lambda: server.gone or server.killed
+                Promise.HUNG_OR_SLOW,
+                bound_s + load_s,
+                what,
+                lambda: server.gone or server.epoch not in self._loading_faults,
             )
-            self._loading_faults[server.epoch] = fault
 
     def _to_process(self, kind: Kind, server: LlamaServer) -> None:
         self._fault(kind.name, epoch=server.epoch)

@@ -86,6 +86,12 @@ CALM = (1.0, 0.046593980057776534)
             (1.0, 0.04659398005777654),
             id="its repeats came a minute apart",
         ),
+        pytest.param(
+            78314829161864,
+            4.534096138311952,
+            (75.34246575342465, 6.84931506849315),
+            id="its host stopped a load that hung, and it ignored SIGTERM",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(
