@@ -92,6 +92,12 @@ CALM = (1.0, 0.046593980057776534)
             (75.34246575342465, 6.84931506849315),
             id="its host stopped a load that hung, and it ignored SIGTERM",
         ),
+        pytest.param(
+            75430103562003,
+            178.18094298047092,
+            (1.0, 0.04659398005777654),
+            id="it was restarted before its process began",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(
