@@ -52,14 +52,14 @@ class Backend:
     def check_open(self) -> None:
         """Raises WorkerClosed after the end, and in a forked child, which has none of the
         threads."""
-        closed = WorkerClosed(self.config.name)
         if os.getpid() != self._pid:
-            closed.add_note(f"this process was forked; the worker is that of process {self._pid}")
-            raise closed
+            forked = WorkerClosed(self.config.name)
+            forked.add_note(f"this process was forked; the worker is that of process {self._pid}")
+            raise forked
         if self._futures.closed_by is not None:
-            raise closed from self._futures.closed_by
+            raise WorkerClosed(self.config.name) from self._futures.closed_by
         if self._stopping is not None:
-            raise closed
+            raise WorkerClosed(self.config.name)
 
     def ask(self, message: HostMessage, future: F) -> F:
         """Send the message that carries the future; the future is answered in any case."""

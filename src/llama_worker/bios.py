@@ -130,7 +130,7 @@ def no_bios(ctx: BiosContext) -> str:
 def run_bios(provider: BiosProvider | None, ctx: BiosContext) -> BiosText | str:
     """What the provider returns, checked; raises PromptError for anything but proper text."""
     try:
-        bios = (no_bios if provider is None else provider)(ctx)
+        bios = no_bios(ctx) if provider is None else provider(ctx)
     except BaseException as exc:  # CancelledError and SystemExit, too, are only the provider's
         raise PromptError(f"the BIOS provider raised {described_error(exc)}") from exc
     plain: list[str] = []

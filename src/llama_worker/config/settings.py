@@ -155,7 +155,8 @@ class WorkerConfig:
             cache_ram_mib=cache_ram_mib,
             batch_size=batch_size,
         )
-        name = Path(model).stem if name is None else name
+        if name is None:
+            name = Path(model).stem
         return cls(name, host, port, command, slots=slots, **fields)
 
     def __post_init__(self) -> None:
@@ -199,7 +200,7 @@ class WorkerConfig:
     @property
     def has_builtin_bios(self) -> bool:
         """The BIOS is `default_bios`, or none: pure and quick, unlike what a host may plug in."""
-        return self.bios_provider is default_bios or self.bios_provider is None
+        return self.bios_provider is None or self.bios_provider is default_bios
 
     @property
     def warnings(self) -> list[str]:
