@@ -663,6 +663,7 @@ class Invariants:
             if not hurried and waited_s < self._grace_s - LATE_S:
                 what = f"launch {epoch} is killed {waited_s:.1f} s after SIGTERM"
                 raise Violation(Promise.KILLS_AND_RESTARTS, what)
+        # at the instant of its launch it has done nothing that could be evidence
         elif signal is Signal.KILL and self._grace_s > 0.0 and now > launched_at:
             kept_at = self.killed_with_evidence[-1][0] if self.killed_with_evidence else -math.inf
             if kept_at < launched_at and not self._has_excuse(epoch, None):

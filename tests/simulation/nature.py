@@ -418,13 +418,18 @@ class Nature:
         bound_s = kind.found_within(self._profile, Stage.UNKNOWN)
         if bound_s is not None:
             what = f"{kind.name} of launch {server.epoch}"
-            self._loading_faults[server.epoch] = fault  # until a signal; SIGTERM is its host's
+            self._loading_faults[server.epoch] = fault
             self._invariants.expect(
                 Promise.HUNG_OR_SLOW,
                 bound_s + load_s,
                 what,
-                lambda: server.gone or server.epoch not in self._loading_faults,
+                lambda: server.gone or server.killed or self._host_ends_it_since(fault.began_at),
             )
+
+    def _host_ends_it_since(self, since: float) -> bool:
+        """It has its grace period then, and needs no verdict."""
+        called_at = max(self._invariants.stop_called_at, self._invariants.drain_called_at)
+        return called_at >= since
 
     def _to_process(self, kind: Kind, server: LlamaServer) -> None:
         self._fault(kind.name, epoch=server.epoch)
