@@ -189,12 +189,12 @@ def test_the_api_key_is_sent_and_shown_nowhere(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     refusal = f"Invalid API Key: {KEY}"
-    refused = Answer(401, {"error": {"message": refusal}})
-    script = Script(startup=Startup(log=[f"started with --api-key {KEY}"]), tokenize=[refused])
+    answer = Answer(401, {"error": {"message": refusal}})
+    script = Script(startup=Startup(log=[f"started with --api-key {KEY}"]), tokenize=[answer])
     rig = make_worker(script, api_key=KEY, env={"LLAMA_API_KEY": KEY})
     assert rig.run()["state"] == "completed"
-    told = rig.ended(rig.submit(HttpError(401, message=refusal)))
-    also = rig.ended(rig.submit(Headers(), ErrorData(message=refusal)))
+    refused = rig.ended(rig.submit(HttpError(401, message=refusal)))
+    failed = rig.ended(rig.submit(Headers(), ErrorData(message=refusal)))
     with pytest.raises(LlamaWorkerError, match=r"Invalid API Key: \*\*\*") as not_counted:
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
     script = Script(replies=[ScriptedReply([HttpError(401, message=refusal)])])
@@ -203,8 +203,8 @@ def test_the_api_key_is_sent_and_shown_nowhere(
     with pytest.raises(WorkerStartError, match=r"Invalid API Key: \*\*\*") as not_started:
         unfit.worker.start().get(timeout=WAIT_S)
     shown = [
-        told,
-        also,
+        refused,
+        failed,
         rig.status(),
         rig.worker.get_debug_info().get(),
         rig.worker,

@@ -62,7 +62,7 @@ def test_the_reference_has_every_call_with_its_parameters() -> None:
 # -------------------------------------------------------- configuration.md, how-to/slow-hardware.md
 
 
-def told(field: Field[Any]) -> str:
+def shown_default(field: Field[Any]) -> str:
     """A field's default, as the page writes it."""
     if field.default_factory is not MISSING:
         made = field.default_factory()
@@ -80,13 +80,15 @@ def told(field: Field[Any]) -> str:
 def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]) -> None:
     section = (DOCS / "configuration.md").read_text().partition(f"## `{kind.__name__}`")[2]
     rows = [(name.strip("`"), default) for name, default, _ in table(section, "field")]
-    assert rows == [(field.name, told(field)) for field in fields(kind)]
+    assert rows == [(field.name, shown_default(field)) for field in fields(kind)]
 
 
 def test_the_responses_page_has_every_field_with_its_default() -> None:
     rows = table((DOCS / "responses.md").read_text(), "field")
-    told_fields = [(name.strip("`"), default) for name, default, _ in rows]
-    assert told_fields == [(field.name, told(field)) for field in fields(ResponsesProxyConfig)]
+    documented = [(name.strip("`"), default) for name, default, _ in rows]
+    assert documented == [
+        (field.name, shown_default(field)) for field in fields(ResponsesProxyConfig)
+    ]
 
 
 def test_the_page_shows_the_bios_of_a_worker_without_tools() -> None:

@@ -66,16 +66,16 @@ def test_a_refusal_of_the_server_keeps_its_status(
 
 
 @pytest.mark.parametrize(
-    ("status", "stated", "told"),
+    ("status", "stated", "passed_on"),
     [(429, "30", "30"), (503, "30", "30"), (429, "soon", None), (503, "soon", "5")],
 )
 def test_the_upstream_says_when_to_try_again(
-    through: Through, status: int, stated: str, told: str | None
+    through: Through, status: int, stated: str, passed_on: str | None
 ) -> None:
     headers = f"Retry-After: {stated}\r\n".encode()
     client, _ = through(answer(b"{}", b"%d No" % status, headers))
     reply = client.create()
-    assert (reply.status, reply.headers.get("retry-after")) == (status, told)
+    assert (reply.status, reply.headers.get("retry-after")) == (status, passed_on)
 
 
 def test_an_absent_upstream_is_502(make_client: MakeClient, free_port: Callable[[], int]) -> None:

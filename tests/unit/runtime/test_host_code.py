@@ -49,42 +49,45 @@ def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
 
     logger = logging.getLogger("llama_worker")
     order = Look(epoch=1, probe=0, round=1, fresh=False)
-    told, probe = Told(), Probe(error)
+    mailbox, probe = Told(), Probe(error)
     if logging_raises:
         logger.addFilter(refuse)
     try:
-        look(probe, order, 1, told)
+        look(probe, order, 1, mailbox)
         probe.error = None
-        look(probe, order, 1, told)
+        look(probe, order, 1, mailbox)
     finally:
         logger.removeFilter(refuse)
-    assert [(evidence.alive, evidence.detail) for evidence in told] == [(False, ""), (True, "work")]
-    assert not told[0].blind
+    assert [(evidence.alive, evidence.detail) for evidence in mailbox] == [
+        (False, ""),
+        (True, "work"),
+    ]
+    assert not mailbox[0].blind
     assert logging_raises or "a liveness probe failed" in caplog.text
 
 
 def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Callable[[], object]] = []
     monkeypatch.setattr(host_code, "run_probe", begun.append)
-    told, seen = Told(), list[str]()
+    mailbox, seen = Told(), list[str]()
 
     class Slow(Probe):
         def probe(self, root_pid: int, now: float) -> LivenessEvidence:
             seen.append(f"into {root_pid}")
             if root_pid == 1:  # meanwhile the server is started anew, twice
                 for pid in (2, 3):
-                    looks.look(Look(epoch=pid, probe=0, round=1, fresh=True), pid, told)
+                    looks.look(Look(epoch=pid, probe=0, round=1, fresh=True), pid, mailbox)
             seen.append(f"out of {root_pid}")
             return super().probe(root_pid, now)
 
     looks = OneAtATime(Slow(None))
-    looks.look(Look(epoch=1, probe=0, round=1, fresh=False), 1, told)
+    looks.look(Look(epoch=1, probe=0, round=1, fresh=False), 1, mailbox)
     (call,) = begun
     call()
     assert seen == ["into 1", "out of 1", "into 3", "out of 3"]
-    assert [evidence.look.epoch for evidence in told] == [1, 3]
+    assert [evidence.look.epoch for evidence in mailbox] == [1, 3]
     assert len(begun) == 1
-    looks.look(Look(epoch=3, probe=0, round=2, fresh=False), 3, told)
+    looks.look(Look(epoch=3, probe=0, round=2, fresh=False), 3, mailbox)
     assert len(begun) == 2
 
 
@@ -92,14 +95,14 @@ def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(call: Callable[[], object]) -> None:
         raise RuntimeError("can't start new thread")
 
-    looks, order, told = (
+    looks, order, mailbox = (
         OneAtATime(Probe(None)),
         Look(epoch=1, probe=0, round=1, fresh=True),
         Told(),
     )
     monkeypatch.setattr(host_code, "run_probe", refuse)
     with pytest.raises(RuntimeError):
-        looks.look(order, 1, told)
+        looks.look(order, 1, mailbox)
     monkeypatch.setattr(host_code, "run_probe", lambda call: call())
-    looks.look(order, 1, told)
-    assert [evidence.alive for evidence in told] == [True]
+    looks.look(order, 1, mailbox)
+    assert [evidence.alive for evidence in mailbox] == [True]
