@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker import RequestRefused, WorkerStartError
+from llama_worker import RequestRefused, RestartPolicy, WorkerStartError
 from llama_worker.testing.scripts import (
+    ErrorData,
     Exit,
     Gate,
     Headers,
     KillSelf,
+    Reset,
     Script,
+    Step,
     Text,
     WaitClose,
     plain_reply,
@@ -54,6 +57,34 @@ def test_drain_loses_nothing_that_runs(make_worker: MakeWorker, gate: Path) -> N
     assert rig.ended(running)["text"] == "one two"
     rig.start()
     assert rig.run(*plain_reply(Text("anew")))["text"] == "anew"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [plain_reply()[1:], [ErrorData(500, "broken")], [Reset()]],
+    ids=["nothing", "error", "reset"],
+)
+def test_how_another_request_ends_cuts_no_drain_short(
+    make_worker: MakeWorker, tmp_path: Path, gate: Path, bad: list[Step]
+) -> None:
+    policy = RestartPolicy(
+        transport_failures_before_restart=1,
+        server_errors_before_restart=1,
+        degenerate_outputs_before_restart=1,
+    )
+    rig = make_worker(slots=2, restart=policy)
+    running = rig.submit(*plain_reply(Text("one "), Gate(gate), Text("two")))
+    bad_gate = tmp_path / "bad"
+    failing = rig.submit(Headers(), Gate(bad_gate), *bad)
+    rig.wait_text(running, "one ")
+    drained = rig.worker.drain()
+    bad_gate.touch()
+    assert rig.ended(failing)["text"] == ""
+    assert rig.status()["draining"]
+    gate.touch()
+    assert rig.ended(running)["text"] == "one two"
+    drained.get(timeout=WAIT_S)
+    assert (rig.status()["state"], rig.status()["restart_count"]) == ("stopped", 0)
 
 
 def test_drain_of_an_idle_or_a_stopped_worker_is_a_stop(rig: Rig) -> None:

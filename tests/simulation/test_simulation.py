@@ -98,6 +98,12 @@ CALM = (1.0, 0.046593980057776534)
             (1.0, 0.04659398005777654),
             id="it was restarted before its process began",
         ),
+        pytest.param(
+            122918312022039,
+            5.807026001719291,
+            (37.671232876712324, 3.424657534246575),
+            id="a request ended badly beside another while the worker drained",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(
