@@ -110,6 +110,17 @@ def test_stop_cuts_a_drain_short_and_start_begins_anew_after_it(rig: Rig) -> Non
     assert started.get(timeout=WAIT_S)["state"] == "ready"
 
 
+def test_a_later_drain_takes_back_a_start(rig: Rig) -> None:
+    running = rig.submit(Headers(), WaitClose())
+    rig.worker.drain()
+    started, drained = rig.worker.start(), rig.worker.drain()
+    with pytest.raises(WorkerStartError, match=r"drain\(\) was called"):
+        started.get(timeout=WAIT_S)
+    rig.worker.cancel(running).get(timeout=WAIT_S)
+    drained.get(timeout=WAIT_S)
+    assert rig.status()["state"] == "stopped"
+
+
 def test_a_server_that_dies_while_it_drains_is_not_started_again(rig: Rig, gate: Path) -> None:
     running = rig.submit(Headers(), Text("one"), Gate(gate), KillSelf())
     rig.wait_text(running, "one")

@@ -99,6 +99,9 @@ def step(  # noqa: C901  one line per case
             return _stop(life, now, life.stop_grace_s if grace_s is None else grace_s)
         case Ready(), Drain():
             return replace(life, state=Draining(epoch=life.epoch)), ()
+        case Draining(then_start=True) as draining, Drain():  # the later order counts
+            drained_only = replace(life, state=replace(draining, then_start=False))
+            return drained_only, (Resolve(Start, _stopped_by("drain()")),)
         case Draining(), Drain():
             return life, ()
         case _, Drain():  # no request is in flight
@@ -174,8 +177,7 @@ def _stop(
 ) -> tuple[Lifecycle, Effects]:
     """`stop()`, or (`draining`) a `drain()` that has nothing to wait for. Whoever waits is answered
     by a Resolve, now or later."""
-    called = "drain()" if draining else "stop()"
-    stopped = WorkerStartError(StartFailReason.STOPPED, f"{called} was called")
+    stopped = _stopped_by("drain()" if draining else "stop()")
     goal = ToStopped(draining=draining)
     match life.state:
         case Stopped() | Failed():
@@ -201,6 +203,11 @@ def _stop(
             if ending.closing_until is None:
                 hurry = (Terminate(epoch=ending.epoch, grace_s=sooner.grace_s),)
             return replace(life, state=sooner), (Resolve(Start, stopped), *hurry)
+
+
+def _stopped_by(called: str) -> WorkerStartError:
+    """What a `start()` that waits is told."""
+    return WorkerStartError(StartFailReason.STOPPED, f"{called} was called")
 
 
 def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, Effects]:
