@@ -421,6 +421,25 @@ def test_recycling_waits_for_a_response(make_stage: MakeStage, tmp_path: Path) -
     eventually(lambda: len(stage.rig.journal.facts("launched")) == 2, "a new server", WAIT_S)
 
 
+@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+def test_a_client_that_tries_again_is_one_job(
+    make_stage: MakeStage, tmp_path: Path, target: str
+) -> None:
+    """A 500 is mostly the fault of what is asked: only several jobs accuse the server."""
+    stage = make_stage(restart=fast_restart(server_errors_before_restart=2))
+    gate = tmp_path / "gate"
+    host = stage.rig.submit(*HALF, fs.Gate(gate), *fs.plain_reply()[1:])
+    asked: Any = {"target": target, "messages": WHOLE}
+    for _ in range(3):
+        assert stage.client.create(fs.HttpError(500), **asked).status == 500
+    gate.touch()
+    assert stage.rig.ended(host)["state"] == "completed"
+    for words in ("Who?", "Where?"):
+        other = [{"role": "user", "content": words}]
+        stage.client.create(fs.HttpError(500), target=target, messages=other, input=words)
+    stage.rig.wait_restarted()
+
+
 def test_a_restart_by_hand_tells_the_client(make_stage: MakeStage) -> None:
     stage = make_stage()
     with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once ") as (data, reply):

@@ -97,7 +97,8 @@ _State = _Streaming | _ReadingRest | _Over | _Disconnected | _Ended
 
 
 class LeasedRequest:
-    """`in_one_piece`: its reply comes at once when it is complete, not as a stream."""
+    """`in_one_piece`: its reply comes at once when it is complete, not as a stream. `question`:
+    what is asked, in short; the same where its client asks again."""
 
     def __init__(
         self,
@@ -107,11 +108,13 @@ class LeasedRequest:
         unix_offset: float,
         has_media: bool = False,
         in_one_piece: bool = False,
+        question: str = "",
     ) -> None:
         self.request_id = admitted.request_id
         self.given_up: Outcome | None = None  # by the worker, and why
         self._api_key = api_key
         self._in_one_piece = in_one_piece
+        self._question = question
         self._totals = RequestTotals(
             request_id=admitted.request_id,
             job_name=admitted.job_name,
@@ -320,7 +323,7 @@ class LeasedRequest:
         self._totals.add_turn(self._turn, None)
         record = build_record(self._totals, self._turn, self.progress(), outcome, [], now)
         self._as_seen(record.status)
-        return replace(record, is_leased=True)
+        return replace(record, is_leased=True, question=self._question)
 
     def _as_seen(self, status: RequestStatus) -> RequestStatus:
         """What passed by here: of a reply in one piece nothing is taken apart."""

@@ -24,6 +24,12 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     batches: tuple[Batch, ...] = ()  # of its last turn's prompt
     http_status: int | None = None  # of an `http_error` or a `server_error`
     is_leased: bool = False  # its output is its client's: it is not kept here
+    question: str = ""  # of a lease: what its client asks, in short
+
+    @property
+    def job(self) -> str:
+        """Who asks the same again after a failure is one job; each lease has a name of its own."""
+        return self.question or self.job_name
 
     def copy_of_status(self) -> RequestStatus:
         """For one host to keep: no two get the same dicts."""

@@ -101,9 +101,9 @@ class Exchange:
         elif not ask(self._proxy, entering, reply):
             raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
 
-    def lease(self, job_name: str, *, has_media: bool = False, in_one_piece: bool = False) -> None:
+    def lease(self, job_name: str, messages: object, *, in_one_piece: bool = False) -> None:
         """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
-        where there is none."""
+        where there is none. `messages`: of the chat, whatever their form."""
         grant = self.upstream.grant
 
         def order(reply: WorkerFuture[SubmitResult]) -> Lease:
@@ -113,8 +113,9 @@ class Exchange:
             self.abort,
             lambda exchange: self._end_lease(),
             tell_lease=None if grant is None else lambda: self._watch.tell(order(WorkerFuture())),
-            has_media=has_media,
+            has_media=_has_media(messages),
             in_one_piece=in_one_piece,
+            question=_question(messages),
         )
         self._client.when_slow(self.leased.pauses)
         self._wants_lease = True
@@ -162,8 +163,15 @@ def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
     )
 
 
-def has_media(messages: object) -> bool:
-    """Whether there are images or sounds among the messages of a chat, whatever their form."""
+def _question(messages: object) -> str:
+    """The same where a client sends the same again, as most do after an error."""
+    if not isinstance(messages, Sequence):
+        return ""
+    return f"message {len(messages)}, {hash(repr(messages[-1:])):x}"
+
+
+def _has_media(messages: object) -> bool:
+    """Whether there are images or sounds among the messages."""
     return isinstance(messages, Sequence) and any(
         isinstance(message, Mapping) and _is_media(message.get("content")) for message in messages
     )

@@ -20,7 +20,7 @@ from llama_worker.responses.api.echo import sampling_echo, sampling_of
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest, item_id_of, response_id_of
 from llama_worker.responses.errors import ApiError, error_code
-from llama_worker.responses.exchange import Exchange, Upstream, has_media, no_stream
+from llama_worker.responses.exchange import Exchange, Upstream, no_stream
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import forwarded
 from llama_worker.runtime.http import session
@@ -285,10 +285,7 @@ class ResponseGenerator:
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
         chat_request = build()
         exchange.enter_response(response_id_of(unique), is_stored=chat_request.store)
-        exchange.lease(
-            f"responses:{response_id_of(unique)}",
-            has_media=has_media(chat_request.body["messages"]),
-        )
+        exchange.lease(f"responses:{response_id_of(unique)}", chat_request.body["messages"])
         if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
             chat_request = build(late_role="system")
         sampling = self._server_sampling(exchange, request)

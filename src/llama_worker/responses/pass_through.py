@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from llama_worker.responses.errors import ApiError
-from llama_worker.responses.exchange import Exchange, has_media, no_stream
+from llama_worker.responses.exchange import Exchange, no_stream
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import MalformedReply
 from llama_worker.responses.http.request_reader import HttpRequest, header_words
@@ -69,7 +69,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
         has_one_end = chat.get("n") in (None, 1)
         exchange.lease(
             f"responses:chat_{uuid.uuid4().hex}",
-            has_media=has_media(chat.get("messages")),
+            chat.get("messages"),
             in_one_piece=chat.get("stream") is not True,
         )
     leased, endpoint = exchange.leased, exchange.upstream.endpoint

@@ -147,7 +147,7 @@ class RequestEnds(Struct, frozen=True):
         reason = record.result["fail_reason"]
         limit = policy.degenerate_outputs_before_restart
         if limit is not None and is_degenerate(record):
-            jobs = self.degenerate_jobs | {record.job_name}
+            jobs = self.degenerate_jobs | {record.job}
             detail = f"{len(jobs)} jobs in a row ended in a loop or in nothing"
             restart = RestartCause(
                 "degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})"
@@ -164,7 +164,7 @@ class RequestEnds(Struct, frozen=True):
             )
             return replace(self, transport_failures=failures), finding
         if reason in _APPLICATION_ERRORS:
-            errors, cause = self.server_errors.failed(record.job_name, record.http_status, policy)
+            errors, cause = self.server_errors.failed(record.job, record.http_status, policy)
             spoken = replace(self, transport_failures=TransportFailures(), server_errors=errors)
             return spoken, RestartCause("server_errors", cause) if cause else None
         return self, None

@@ -121,10 +121,10 @@ class ServerErrors(Struct, frozen=True):
     and again counts once, and only several jobs together accuse the server.
     """
 
-    job_names: frozenset[str] = frozenset()
+    jobs: frozenset[str] = frozenset()
 
     def failed(
-        self, job_name: str, code: int | None, policy: RestartPolicy
+        self, job: str, code: int | None, policy: RestartPolicy
     ) -> tuple[ServerErrors, str | None]:
         """One more application error; and why that calls for a restart, or None.
 
@@ -133,8 +133,8 @@ class ServerErrors(Struct, frozen=True):
         """
         if code is None or not 500 <= code <= 599:
             return self, None
-        errors = ServerErrors(self.job_names | {job_name})
-        count = len(errors.job_names)
+        errors = ServerErrors(self.jobs | {job})
+        count = len(errors.jobs)
         limit = policy.server_errors_before_restart
         cause = None
         if count >= limit:

@@ -57,12 +57,15 @@ class LeasedExchange:
         tell_lease: Callable[[], object] | None = None,
         has_media: bool = False,
         in_one_piece: bool = False,
+        question: str = "",
     ) -> None:
         self._tell_end = tell_end
         self._abort = abort
         self._lock = threading.RLock()  # guards the request
         self._over = threading.Condition(self._lock)
-        self._new = partial(LeasedRequest, has_media=has_media, in_one_piece=in_one_piece)
+        self._new = partial(
+            LeasedRequest, has_media=has_media, in_one_piece=in_one_piece, question=question
+        )
         self._request = self._new(_NOBODYS, api_key=None, unix_offset=0.0)
         # for the exchange's thread
         self._tell_lease = tell_lease
