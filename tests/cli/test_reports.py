@@ -156,12 +156,6 @@ def test_json_tells_the_same_keys_whatever_happened() -> None:
     assert set(run_report.json_without_answer("not_started", "exited", "d")) == set(answered)
 
 
-def test_a_turn_without_an_answer_leaves_no_trace() -> None:
-    before = run_report.history_with([], "Hi", result())
-    assert [message["role"] for message in before] == ["user", "assistant"]
-    assert run_report.history_with(before, "more", result(text="")) == before
-
-
 # ---------------------------------------------------------------- what to do
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from llama_worker.cli.app import run_app
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import (
     ContextNeeds,
@@ -188,17 +187,6 @@ def test_a_split_model_is_given_by_part_one(tmp_path: Path) -> None:
 )
 def test_words_break_at_spaces(text: str, width: int | None, shown: str) -> None:
     assert wrapped(text, width) == shown
-
-
-@pytest.mark.parametrize("command", ["run", "doctor", "top", "responses-proxy"])
-def test_help_has_no_marks_of_the_parsers_own(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run_app([command, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert " <" not in shown
-    assert "{" not in shown.partition("Options:")[0]
 
 
 def test_where_a_server_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

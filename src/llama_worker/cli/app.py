@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import errno
-import functools
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, ParamSpec
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from llama_worker.bios import default_bios
 from llama_worker.cli import exits, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
-from llama_worker.cli.text import plain_help, wrapped
+from llama_worker.cli.text import wrapped
 from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset, TimeoutProfile
 from llama_worker.errors import LlamaWorkerError
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.runtime.process.free_port import free_port
 
-P = ParamSpec("P")
 
-
-class _Command(TyperCommand):
-    """A command whose help has no marks of the parser's own, nor have its errors."""
-
-    def get_help(self, ctx: Any) -> str:
-        return plain_help(super().get_help(ctx))
-
-    def get_usage(self, ctx: Any) -> str:
-        return plain_help(super().get_usage(ctx))
+def _end(code: int) -> None:
+    """A command's result is its exit code."""
+    sys.stdout.flush()
+    raise typer.Exit(code)
 
 
 app = typer.Typer(
     name="llama-worker",
     help="llama.cpp's llama-server: ask it, check it, watch it.\n\n" + exits.HELP,
+    result_callback=_end,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -57,34 +50,11 @@ def run_app(arguments: Sequence[str]) -> int:
         if isinstance(ended.__context__, BrokenPipeError):  # typer and rich end so where they write
             return _ended_by(ended.__context__)
         return ended.code if isinstance(ended.code, int) else exits.FAILED
-    except OSError as error:  # of the help
+    except OSError as error:
         return _ended_by(error)
-    return exits.DONE
-
-
-def _ends(command: Callable[P, int]) -> Callable[P, None]:
-    """The command as typer wants it: what it returns or raises becomes an exit code, and a line for
-    a person."""
-
-    @functools.wraps(command)
-    def ended(*args: P.args, **kwargs: P.kwargs) -> None:
-        raise typer.Exit(_exit_code(lambda: command(*args, **kwargs)))
-
-    return ended
-
-
-def _exit_code(command: Callable[[], int]) -> int:
-    try:
-        code = command()
-        sys.stdout.flush()
-        return code
     except UsageProblem as problem:
         _complain(problem)
         return exits.USAGE
-    except KeyboardInterrupt:
-        return exits.CANCELED
-    except OSError as error:
-        return _ended_by(error)
     except (Problem, LlamaWorkerError, TypeError, ValueError) as problem:
         _complain(problem)
     return exits.FAILED
@@ -126,8 +96,7 @@ JsonOption = Annotated[
 ]
 
 
-@app.command("run", cls=_Command, epilog=exits.HELP)
-@_ends
+@app.command("run", epilog=exits.HELP)
 def run_command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="The model: a GGUF file.", show_default=False)
@@ -225,8 +194,7 @@ def run_command(
         raise
 
 
-@app.command("doctor", cls=_Command, epilog=exits.HELP)
-@_ends
+@app.command("doctor", epilog=exits.HELP)
 def doctor_command(
     model: Annotated[
         str | None,
@@ -252,8 +220,7 @@ def doctor_command(
     return examine(model, server, server_arg or (), as_json=as_json)
 
 
-@app.command("top", cls=_Command, epilog=exits.HELP)
-@_ends
+@app.command("top", epilog=exits.HELP)
 def top_command(
     fleet: Annotated[
         str | None, typer.Argument(metavar="FLEET.toml", help="Ask the servers of a fleet file.")
@@ -280,8 +247,7 @@ def top_command(
     return top.watch(source, once=once, interval_s=interval)
 
 
-@app.command("responses-proxy", cls=_Command, epilog=exits.HELP)
-@_ends
+@app.command("responses-proxy", epilog=exits.HELP)
 def responses_proxy_command(
     upstream: Annotated[
         str | None, typer.Option(metavar="URL", help="A llama-server that runs [LLAMA_CPP_URL].")

@@ -89,7 +89,8 @@ class _ChatSession:
                 self._make_ready()
                 result = self._ask(prompt, history)
                 self._end_of(result)
-                history = run_report.history_with(history, prompt, result)
+                if result["text"]:  # templates want turns to alternate
+                    history += result["conversation"]
                 if self._interrupts.ended_by is not None:
                     break
                 self._interrupts.presses = 0

@@ -15,7 +15,6 @@ from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import harmless, one_line, seconds
 from llama_worker.errors import WorkerStartError
 from llama_worker.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
-from llama_worker.types.chat import ChatMessage
 from llama_worker.types.request import (
     ExitSignal,
     RequestFailReason,
@@ -221,17 +220,3 @@ def start_problem(error: WorkerStartError) -> Problem:
         error.advice or _BY_START_FAILURE[error.reason],
         more,
     )
-
-
-def history_with(
-    history: Sequence[ChatMessage], prompt: str, result: RequestResult
-) -> list[ChatMessage]:
-    """The conversation after a turn. One without an answer leaves no trace: templates want turns to
-    alternate."""
-    if not result["text"]:
-        return list(history)
-    turn: list[ChatMessage] = [
-        {"role": "user", "content": prompt},
-        {"role": "assistant", "content": result["text"]},
-    ]
-    return [*history, *turn]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from typing import Literal
 
@@ -57,13 +56,6 @@ def wrapped(text: str, width: int | None, hang: int = 2) -> str:
         )
         lines.append(line if len(line) <= width else within.fill(line.lstrip()))
     return "\n".join(lines)
-
-
-def plain_help(text: str) -> str:
-    """A command's help without the braces and types that the parser puts around names."""
-    usage, newline, rest = text.partition("\n")
-    usage = re.sub(r"\{([\w|.]+)\}", r"\1", usage)
-    return usage + newline + re.sub(r" <[a-z ]+>", lambda found: " " * len(found[0]), rest)
 
 
 def size(count_bytes: float) -> str:
