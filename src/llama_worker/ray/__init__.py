@@ -1,5 +1,6 @@
 """Workers on more than one machine, placed by Ray. Needs the extra `ray`; docs/ray.md shows how to
 use it."""
+# ruff: noqa: I001 - the names of a module stand together
 
 try:
     import ray as _  # noqa: F401
@@ -8,30 +9,16 @@ except ModuleNotFoundError as error:
         "ray is missing: pip install 'llama-worker[ray]'", name=error.name
     ) from error
 
-from llama_worker.ray.fleet import Fleet
+from llama_worker.ray.fleet import Fleet as Fleet
 from llama_worker.ray.types import (
-    ConfigFor,
-    FleetClosed,
-    FleetStatus,
-    NoLiveReplica,
-    Place,
-    ReplicaLost,
-    ReplicaState,
-    ReplicaStatus,
-    RequestUpdate,
+    ConfigFor as ConfigFor,
+    FleetClosed as FleetClosed,
+    FleetStatus as FleetStatus,
+    NoLiveReplica as NoLiveReplica,
+    Place as Place,
+    ReplicaLost as ReplicaLost,
+    ReplicaState as ReplicaState,
+    ReplicaStatus as ReplicaStatus,
+    RequestUpdate as RequestUpdate,
 )
-from llama_worker.ray.worker import RayWorker
-
-__all__ = [
-    "ConfigFor",
-    "Fleet",
-    "FleetClosed",
-    "FleetStatus",
-    "NoLiveReplica",
-    "Place",
-    "RayWorker",
-    "ReplicaLost",
-    "ReplicaState",
-    "ReplicaStatus",
-    "RequestUpdate",
-]
+from llama_worker.ray.worker import RayWorker as RayWorker
