@@ -33,7 +33,9 @@ WELL = MachineFacts(
     pidfd=True,
 )
 WITH_GPU = replace(WELL, gpus=("H200",), nvml=True)
-SERVER = ServerFacts(path="/s", how="--server", version="7", build=None, devices=())
+SERVER = ServerFacts(
+    path="/s", how="--server", version="7", build=None, devices=(), said="", returncode=0
+)
 UNTOLD = replace(SERVER, devices=None)  # by an older build
 CAPS = {"supports_tools": True, "supports_tool_calls": True, "supports_system_role": True}
 PROPS: dict[str, Any] = {

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-_CANCELED = 130  # see llama_worker.cli.exits
+from llama_worker.cli import exits
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     """
     # else it is ignored, as behind an & in a script
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, lambda *_: os._exit(exits.CANCELED))
     for name in ("stdin", "stdout", "stderr"):
         # closed by who started it: the next file opened would get its number
         if getattr(sys, name) is None:
@@ -33,7 +33,3 @@ def main() -> int:
         )
         return 1
     return run_app(sys.argv[1:])
-
-
-def _end(number: int, frame: object) -> None:
-    os._exit(_CANCELED)

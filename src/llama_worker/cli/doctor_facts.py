@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ class ServerFacts:
     version: str | None
     build: int | None
     devices: tuple[str, ...] | None
-    said: str = ""
+    said: str
     # negative: the signal's number; None: it did not end, or could not be run
-    returncode: int | None = None
+    returncode: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +84,22 @@ class Trial:
 def look_at_server(found: FoundServer) -> ServerFacts:
     """Runs the program twice, for its version and its devices."""
     code, said = _run(found.path, "--version")
-    version = next((line for line in said.splitlines() if line.startswith("version:")), None)
-    if code != 0 or version is None:
-        facts = ServerFacts(path=found.path, how=found.how, version=None, build=None, devices=None)
-        return replace(facts, said=said.strip(), returncode=code)
-    code, listed = _run(found.path, "--list-devices")
-    lines = map(str.strip, listed.partition("Available devices:")[2].splitlines())
+    found_versions = re.findall("^version:(.*)", said, re.MULTILINE) if code == 0 else []
     return ServerFacts(
         path=found.path,
         how=found.how,
-        version=version.removeprefix("version:").strip(),
+        version=found_versions[0].strip() if found_versions else None,
         build=build_number(said),
-        devices=tuple(line for line in lines if line not in ("", "(none)")) if code == 0 else None,
+        devices=_devices(found.path) if found_versions else None,
+        said=said.strip(),
+        returncode=code,
     )
+
+
+def _devices(program: str) -> tuple[str, ...] | None:
+    code, listed = _run(program, "--list-devices")
+    lines = map(str.strip, listed.partition("Available devices:")[2].splitlines())
+    return tuple(line for line in lines if line not in ("", "(none)")) if code == 0 else None
 
 
 def build_of(program: str) -> int | None:
@@ -121,8 +125,8 @@ def look_at_machine() -> MachineFacts:
         free_port=port,
         gpus=_gpus(),
         nvml=_has_nvml(),
-        proc_stat=_is_readable(f"/proc/{me}/stat"),
-        proc_io=_is_readable(f"/proc/{me}/io"),
+        proc_stat=bool(_read(f"/proc/{me}/stat")),
+        proc_io=bool(_read(f"/proc/{me}/io")),
         hidepid=_hidepid(),
         memory_bytes=memory_bytes(),
         available_bytes=_available_bytes(),
@@ -144,8 +148,8 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
         return trial_of(
             props,
             started_in_s=started_in_s,
-            proc_stat=_is_readable(f"/proc/{pid}/stat"),
-            proc_io=_is_readable(f"/proc/{pid}/io"),
+            proc_stat=bool(_read(f"/proc/{pid}/stat")),
+            proc_io=bool(_read(f"/proc/{pid}/io")),
             gpus=gpus_in_use(pid),
         )
 
@@ -218,16 +222,8 @@ def _has_nvml() -> bool:
     return True
 
 
-def _is_readable(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return bool(file.read(1))
-    except OSError:
-        return False
-
-
 def _hidepid() -> str | None:
-    for line in (_read(Path("/proc/self/mounts")) or "").splitlines():
+    for line in _read("/proc/self/mounts").splitlines():
         words = line.split()
         if words[1:3] == ["/proc", "proc"]:
             for option in words[3].split(","):
@@ -248,7 +244,7 @@ def _available_bytes() -> int:
 def _page_cache_bytes() -> int:
     """What the container's use holds of files, a model that was read before among them: the kernel
     gives it up."""
-    lines = (line.split() for line in (_read(CGROUP / "memory.stat") or "").splitlines())
+    lines = (line.split() for line in _read(CGROUP / "memory.stat").splitlines())
     return sum(int(words[1]) for words in lines if words[0] in ("active_file", "inactive_file"))
 
 
@@ -292,8 +288,9 @@ def _has_pidfd() -> bool:
     return True
 
 
-def _read(path: Path) -> str | None:
+def _read(path: str | Path) -> str:
+    """ "" where it cannot be read."""
     try:
-        return path.read_text(errors="replace")
+        return Path(path).read_text(errors="replace")
     except OSError:
-        return None
+        return ""

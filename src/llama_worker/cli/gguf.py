@@ -22,21 +22,18 @@ _SHOWN_MODELS = 3
 _SHOWN_CHARS = 80  # of what is no path: a prompt without a model before it
 _PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)")
 _DOWNLOAD_AGAIN = "download the model again, the file itself, in the GGUF format"
-_LOOKS_LIKE: tuple[tuple[bytes, str, str], ...] = (
-    (b"", "it is empty", _DOWNLOAD_AGAIN),
+_CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py"
+_LOOKS_LIKE = (  # how a file begins, what it is then, and what to do
+    (rb"\Z", "it is empty", _DOWNLOAD_AGAIN),
     (
-        b"version https://git-lfs",
+        rb"version https://git-lfs",
         "it is a pointer of Git LFS",
         "run `git lfs pull` where it was cloned",
     ),
-    (b"<", "it is a web page", _DOWNLOAD_AGAIN + ": on Hugging Face by its download link"),
-    (
-        b"PK",
-        "it is a PyTorch file or a zip archive",
-        "convert it with llama.cpp's convert_hf_to_gguf.py",
-    ),
+    (rb"\s*<", "it is a web page", _DOWNLOAD_AGAIN + ": on Hugging Face by its download link"),
+    (rb"PK", "it is a PyTorch file or a zip archive", _CONVERT),
+    (rb'(?s:.{7})\0\{"', "it is a safetensors file", _CONVERT),
 )
-_SAFETENSORS = re.compile(rb'.{7}\x00\{"', re.DOTALL)
 
 _SCALARS = {
     0: "B",
@@ -127,11 +124,9 @@ def not_a_gguf(head: bytes) -> tuple[str, str] | None:
     """What a file with these first bytes is instead, and what to do; None for a GGUF. Pure."""
     if head.startswith(MAGIC):
         return None
-    for start, what, todo in _LOOKS_LIKE:
-        if head.lstrip().startswith(start) if start else not head:
+    for pattern, what, todo in _LOOKS_LIKE:
+        if re.match(pattern, head):
             return what, todo
-    if _SAFETENSORS.match(head):
-        return "it is a safetensors file", "convert it with llama.cpp's convert_hf_to_gguf.py"
     begins = one_line(head[:8].decode("latin-1"), 8)
     return f"it begins with {begins!r}, not with 'GGUF'", _DOWNLOAD_AGAIN
 

@@ -12,13 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker import (
-    ConfigError,
-    LlamaWorker,
-    TimeoutProfile,
-    WorkerConfig,
-    free_port,
-)
+from llama_worker import ConfigError, LlamaWorker, TimeoutProfile, WorkerConfig, free_port
 from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
@@ -51,13 +45,10 @@ def serve(upstream: ServerChoice, *, api_key_env: str | None, **config: Any) -> 
         _check_ca_file(config["ca_file"])
         with (
             Interrupts() as interrupts,
-            _server(upstream, api_key, config["timeouts"], interrupts) as server,
+            _server(upstream, api_key, config["timeouts"], interrupts) as (url, worker),
         ):
-            worker = server if isinstance(server, LlamaWorker) else None
-            url = server if isinstance(server, str) else None
-            _serve(
-                ResponsesProxyConfig(upstream=url, api_key=api_key, **config), worker, interrupts
-            )
+            proxied = ResponsesProxyConfig(upstream=url, api_key=api_key, **config)
+            _serve(proxied, worker, interrupts)
     except KeyboardInterrupt:
         pass
     except ConfigError as error:  # every value is an option's
@@ -88,7 +79,7 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
 @contextlib.contextmanager
 def _server(
     upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile, interrupts: Interrupts
-) -> Iterator[str | LlamaWorker]:
+) -> Iterator[tuple[str | None, LlamaWorker | None]]:
     """The URL of the server that is there, or the worker of one that is started and, at the end,
     stopped.
 
@@ -101,12 +92,12 @@ def _server(
         url = upstream.url or os.environ.get("LLAMA_CPP_URL")
         if not url:
             raise UsageProblem("give --upstream (or LLAMA_CPP_URL), --model or --server-cmd")
-        yield url
+        yield url, None
         return
     config = _worker_config(upstream, api_key, timeouts)
     with contextlib.closing(LlamaWorker(config)) as worker:
         make_ready(worker, Screen(quiet=True), interrupts)
-        yield worker
+        yield None, worker
 
 
 def _worker_config(

@@ -6,17 +6,12 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct, field
 
-from llama_worker import (
-    ChatMessage,
-    LlamaWorker,
-    RequestResult,
-    WorkerConfig,
-)
+from llama_worker import ChatMessage, LlamaWorker, RequestResult, WorkerConfig
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
@@ -114,7 +109,7 @@ class _ChatSession:
                 self._warned.add(line)
                 self._screen.say(f"note: {harmless(line)}")
 
-    def _ask(self, prompt: str, history: list[ChatMessage] | tuple[()]) -> RequestResult:
+    def _ask(self, prompt: str, history: Sequence[ChatMessage]) -> RequestResult:
         """The answer, shown as it comes; Ctrl-C cancels it."""
         talk = self._talk
         admitted = self._worker.submit(
