@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -369,6 +369,21 @@ def test_the_host_cancels_a_response(make_stage: MakeStage) -> None:
         assert stage.worker_jobs == {}
         events = read_sse(data + reply.read())
     assert "canceled" in ended(events)["error"]["message"]
+
+
+@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+def test_who_is_canceled_before_the_headers_is_not_to_try_again(
+    make_stage: MakeStage, target: str
+) -> None:
+    stage = make_stage(slots=1)
+    with stage.client.ask(fs.WaitClose(), target=target, messages=WHOLE) as connection:
+        (request_id,) = stage.wait_jobs(1)
+        stage.rig.journal.wait("started", timeout=WAIT_S)
+        assert stage.rig.worker.cancel(request_id).get(timeout=WAIT_S) is True
+        reply = HTTPResponse(connection)
+        reply.begin()
+    advice = reply.getheader("x-should-retry"), reply.getheader("retry-after")
+    assert (reply.status, advice) == (499, ("false", None))
 
 
 # ---------------------------------------------------------------- the worker's own life

@@ -31,6 +31,7 @@ _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
     "WORKER_FAILED": ("the server has failed, and is not started again by itself", 30),
 }
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
+_CANCELED = 499  # no HTTP, but known: clients try again what fails with a 5xx
 _RESTARTING_S = 5  # until a server that was given up is there again, about
 
 
@@ -186,6 +187,8 @@ def _is_media(content: object) -> bool:
 def no_stream(failure: StreamFailure, exchange: Exchange, retry_after: str = "") -> ApiError:
     """What to tell the client where the upstream did not begin to answer; `retry_after`: its header
     of that name, where it refused."""
+    if failure.reason is RequestFailReason.CANCELED:  # by the host: not to be asked for again
+        return ApiError(_CANCELED, failure.detail, code="canceled", should_retry=False)
     if exchange.leased.is_given_up and exchange.upstream.restarts:
         return ApiError(503, failure.detail, code="upstream_failed", retry_after_s=_RESTARTING_S)
     if exchange.leased.is_given_up:
