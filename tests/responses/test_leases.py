@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -20,6 +21,7 @@ from llama_worker.actors.messages import BeginLease, RequestMessage
 from llama_worker.actors.request import RequestActor
 from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
+from llama_worker.runtime.http import session
 from llama_worker.server import request_watch, slots
 from llama_worker.stream import turn_end
 from llama_worker.testing import scripts as fs
@@ -453,6 +455,21 @@ def test_a_client_that_tries_again_is_one_job(
         other = [{"role": "user", "content": words}]
         stage.client.create(fs.HttpError(500), target=target, messages=other, input=words)
     stage.rig.wait_restarted()
+
+
+@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+def test_a_lack_of_descriptors_blames_no_server(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    stage = make_stage(restart=fast_restart(transport_failures_before_restart=1))
+    with monkeypatch.context() as crowded:
+        lack = OSError(errno.EMFILE, "Too many open files")
+        crowded.setattr(session, "connect", Mock(side_effect=lack))
+        reply = stage.client.create(target=target, messages=WHOLE)
+    assert (reply.status, b"Too many open files" in reply.data) == (502, True)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"]["failed"] == {"unknown_error": 1}
+    assert (stage.client.create().status, stage.rig.status()["restart_count"]) == (200, 0)
 
 
 def test_a_restart_by_hand_tells_the_client(make_stage: MakeStage) -> None:

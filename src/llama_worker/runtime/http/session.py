@@ -25,6 +25,7 @@ from msgspec import Struct
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from llama_worker.config.settings import WorkerConfig
+from llama_worker.errors import described_error, is_shortage
 from llama_worker.runtime.http.abortable_socket import (
     Abort,
     AbortableSocket,
@@ -243,7 +244,11 @@ def json_of(body: bytes) -> Any:
 
 
 def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailure:
-    """What `send` raised, as the failure of a chat request."""
+    """What `send` raised, as the failure of a chat request. What this machine lacks is no news of
+    the server."""
+    if is_shortage(error):
+        detail = f"no connection could be made: {described_error(error)}"
+        return StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=detail)
     if abort.connected:
         return disconnected("before the response headers", str(error) or type(error).__name__)
     match error:

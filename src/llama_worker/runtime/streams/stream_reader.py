@@ -104,8 +104,6 @@ class StreamReader:
         except (OSError, ValueError) as error:
             if self._abort.error is not None:
                 return disconnected("when it was aborted")
-            if is_shortage(error):
-                raise
             return no_reply(error, self._abort, self._endpoint)
         with contextlib.closing(reply):
             return self._read(reply) if reply.status == 200 else reply.failure()
