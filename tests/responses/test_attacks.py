@@ -74,16 +74,19 @@ def first_event_s(client: Client) -> float:
     return min(taken)
 
 
+def request_threads_count() -> int:
+    return [thread.name for thread in threading.enumerate()].count(listener.REQUEST_THREAD)
+
+
 @pytest.mark.usefixtures("many_descriptors")
 def test_a_silent_crowd_delays_nobody(fake: Client) -> None:
     """Alone and beside the crowd in turns: what else the machine does falls on both."""
     alone, crowded = math.inf, math.inf
-    threads = threading.active_count()
     for _ in range(_ROUNDS):
         alone = min(alone, first_event_s(fake))
         with crowd(fake, list(HALVES.values()), CROWD):
             crowded = min(crowded, first_event_s(fake))
-            assert threading.active_count() <= threads + 5
+            assert request_threads_count() <= 1
         if crowded < 1.5 * alone:
             return
     pytest.fail(f"{crowded} s beside the crowd, {alone} s alone")
@@ -111,12 +114,11 @@ def test_a_client_that_takes_nothing_is_cut_off(make_fake: MakeClient) -> None:
 
 
 def test_threads_are_given_back(fake: Client) -> None:
-    before = threading.active_count()
     request = request_bytes("/v1/responses", {"input": "Hi"}, port=fake.proxy.port)
     with crowd(fake, [request], 40) as connections:
         for connection in connections:
             assert b"200 OK" in connection.recv(65536)
-        eventually(lambda: threading.active_count() <= before, "threads that have ended")
+        eventually(lambda: request_threads_count() == 0, "threads that have ended")
 
 
 @pytest.mark.parametrize(

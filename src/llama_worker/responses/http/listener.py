@@ -34,6 +34,7 @@ from llama_worker.responses.http.client import (
 from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
 from llama_worker.runtime.host.threads import run_on_thread
 
+REQUEST_THREAD = "llama_worker-response"
 Serve = Callable[[HttpRequest, Client], None]
 """Answers one request, on a thread of its own. OSError: the client's connection is broken."""
 
@@ -285,7 +286,7 @@ class SocketListener:
         whole, self._whole = self._whole, []
         for client, request in whole:
             try:
-                run_on_thread("llama_worker-response", partial(self._run_request, client, request))
+                run_on_thread(REQUEST_THREAD, partial(self._run_request, client, request))
             except RuntimeError:
                 self._busy.discard(client)
                 self._epoll.modify(client.socket, select.EPOLLIN)
