@@ -457,6 +457,21 @@ def test_a_client_that_tries_again_is_one_job(
     stage.rig.wait_restarted()
 
 
+def test_a_models_malformed_call_blames_no_server(make_stage: MakeStage) -> None:
+    """The server's report of it has the code of a server error."""
+    stage = make_stage(restart=fast_restart(server_errors_before_restart=1))
+    report = fs.ErrorData(500, "Failed to parse tool call arguments as JSON")
+    for target, tool in (
+        (RESPONSES, {"type": "function", "name": "look", "parameters": {}}),
+        (CHAT, {"type": "function", "function": {"name": "look", "parameters": {}}}),
+    ):
+        said: Any = {"target": target, "messages": WHOLE, "tools": [tool]}
+        assert b"parse tool call" in stage.client.create(*HALF, report, stream=True, **said).data
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"]["failed"] == {"tool_parse_error": 2}
+    assert stage.rig.status()["restart_count"] == 0
+
+
 @pytest.mark.parametrize("target", [RESPONSES, CHAT])
 def test_a_lack_of_descriptors_blames_no_server(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, target: str

@@ -108,12 +108,14 @@ class LeasedRequest:
         unix_offset: float,
         has_media: bool = False,
         in_one_piece: bool = False,
+        offers_tools: bool = False,
         question: str = "",
     ) -> None:
         self.request_id = admitted.request_id
         self.given_up: Outcome | None = None  # by the worker, and why
         self._api_key = api_key
         self._in_one_piece = in_one_piece
+        self._offers_tools = offers_tools
         self._question = question
         self._totals = RequestTotals(
             request_id=admitted.request_id,
@@ -296,7 +298,8 @@ class LeasedRequest:
                 until, known = self._state.until, self.given_up
                 self._state = _Disconnected(known or failed_by(ended), until, known is not None)
             case ServerError() | StreamFailure():
-                self._state = _Over(failed_by(ended), self._state.until)
+                outcome = failed_by(ended, offers_tools=self._offers_tools)
+                self._state = _Over(outcome, self._state.until)
 
     def _conclude_finished(self) -> None:
         """Nothing more follows what the model has finished."""

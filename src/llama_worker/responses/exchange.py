@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pykka
 from msgspec import Struct
@@ -102,10 +102,10 @@ class Exchange:
         elif not ask(self._proxy, entering, reply):
             raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
 
-    def lease(self, job_name: str, messages: object, *, in_one_piece: bool = False) -> None:
+    def lease(self, job_name: str, chat: Mapping[str, Any]) -> None:
         """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
-        where there is none. `messages`: of the chat, whatever their form."""
-        grant = self.upstream.grant
+        where there is none. `chat`: the body that is sent, whatever is in it."""
+        grant, messages = self.upstream.grant, chat.get("messages")
 
         def order(reply: WorkerFuture[SubmitResult]) -> Lease:
             return Lease(job_name=job_name, exchange=self.leased, reply=reply)
@@ -115,7 +115,8 @@ class Exchange:
             lambda exchange: self._end_lease(),
             tell_lease=None if grant is None else lambda: self._watch.tell(order(WorkerFuture())),
             has_media=_has_media(messages),
-            in_one_piece=in_one_piece,
+            in_one_piece=chat.get("stream") is not True,
+            offers_tools=bool(chat.get("tools")),
             question=_question(messages),
         )
         self._client.when_slow(self.leased.pauses)

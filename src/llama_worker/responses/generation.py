@@ -285,7 +285,7 @@ class ResponseGenerator:
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
         chat_request = build()
         exchange.enter_response(response_id_of(unique), is_stored=chat_request.store)
-        exchange.lease(f"responses:{response_id_of(unique)}", chat_request.body["messages"])
+        exchange.lease(f"responses:{response_id_of(unique)}", chat_request.body)
         if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
             chat_request = build(late_role="system")
         sampling = self._server_sampling(exchange, request)

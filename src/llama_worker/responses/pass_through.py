@@ -67,11 +67,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
         chat = session.json_of(request.body)
         chat = chat if isinstance(chat, Mapping) else {}
         has_one_end = chat.get("n") in (None, 1)
-        exchange.lease(
-            f"responses:chat_{uuid.uuid4().hex}",
-            chat.get("messages"),
-            in_one_piece=chat.get("stream") is not True,
-        )
+        exchange.lease(f"responses:chat_{uuid.uuid4().hex}", chat)
     leased, endpoint = exchange.leased, exchange.upstream.endpoint
     has_body = (
         request.body or request.header("content-length") or request.header("transfer-encoding")

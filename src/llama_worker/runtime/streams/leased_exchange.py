@@ -57,6 +57,7 @@ class LeasedExchange:
         tell_lease: Callable[[], object] | None = None,
         has_media: bool = False,
         in_one_piece: bool = False,
+        offers_tools: bool = False,
         question: str = "",
     ) -> None:
         self._tell_end = tell_end
@@ -64,7 +65,11 @@ class LeasedExchange:
         self._lock = threading.RLock()  # guards the request
         self._over = threading.Condition(self._lock)
         self._new = partial(
-            LeasedRequest, has_media=has_media, in_one_piece=in_one_piece, question=question
+            LeasedRequest,
+            has_media=has_media,
+            in_one_piece=in_one_piece,
+            offers_tools=offers_tools,
+            question=question,
         )
         self._request = self._new(_NOBODYS, api_key=None, unix_offset=0.0)
         # for the exchange's thread
