@@ -457,6 +457,16 @@ def test_a_client_that_tries_again_is_one_job(
     stage.rig.wait_restarted()
 
 
+@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+def test_a_refusal_has_the_reason_that_the_server_says(make_stage: MakeStage, target: str) -> None:
+    stage = make_stage()
+    refusal = fs.HttpError(400, "the prompt is too long", "exceed_context_size_error")
+    assert stage.client.create(refusal, target=target, messages=WHOLE).status == 400
+    stage.wait_jobs(0)
+    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
+    assert totals["requests"]["failed"] == {"context_exceeded": 1}
+
+
 def test_a_models_malformed_call_blames_no_server(make_stage: MakeStage) -> None:
     """The server's report of it has the code of a server error."""
     stage = make_stage(restart=fast_restart(server_errors_before_restart=1))

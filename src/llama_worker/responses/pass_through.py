@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 
 from msgspec import Struct
 
@@ -20,7 +21,7 @@ from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import HttpReply
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.decoder import StreamDecoder
-from llama_worker.stream.failure import disconnected
+from llama_worker.stream.failure import describe_http_error, disconnected
 
 _CHAT = re.compile(r"(/v1)?/chat/completions/?")
 Headers = list[tuple[str, str]]
@@ -31,6 +32,7 @@ _HOP_BY_HOP = frozenset({
 })  # fmt: skip
 _SET_BY_US = frozenset({"host", "content-length", "expect"})
 _CORS = "access-control-"
+_MAX_REFUSAL_BYTES = 64 * 1024  # of what an error status says, for the worker
 
 
 def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, str]:
@@ -88,8 +90,8 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
         failure = leased.closed(failure) or failure
         raise no_stream(failure, exchange) from error
     with contextlib.closing(reply):
-        if leased.request_id:
-            leased.replied(reply.status, time.monotonic())
+        if leased.request_id and reply.status == HTTPStatus.OK:
+            leased.opened(time.monotonic())
         _pass_back(reply, leased, request, client, has_one_end=has_one_end)
 
 
@@ -112,13 +114,17 @@ def _pass_back(
         raise ApiError(
             502, "the upstream server: its reply is malformed", code="upstream_failed"
         ) from None
+    is_refused, said = reply.status != HTTPStatus.OK, bytearray()
     is_stream = "text/event-stream" in reply.header("content-type")
     decoder = StreamDecoder() if is_stream and leased.request_id else None
     while True:
         try:
             piece = _next_piece(reply, leased.settled_at if has_one_end else None)
         except OSError as error:
-            failure = leased.closed(disconnected("in mid-stream", str(error)))
+            broken = disconnected("in mid-stream", str(error))
+            failure = leased.closed(
+                describe_http_error(reply.status, said) if is_refused else broken
+            )
             if not (leased.is_given_up and failure is not None and decoder is not None):
                 raise
             # As the server itself tells of an error in a stream.
@@ -126,8 +132,10 @@ def _pass_back(
             client.write(f"\n\ndata: {json.dumps(last)}\n\n".encode())
             break
         if not piece:
-            leased.closed(None)
+            leased.closed(describe_http_error(reply.status, said) if is_refused else None)
             break
+        if is_refused and len(said) < _MAX_REFUSAL_BYTES:
+            said += piece
         if leased.request_id:
             events = decoder.feed(piece) if decoder is not None else ()
             leased.heard(events, time.monotonic())

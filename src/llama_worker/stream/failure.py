@@ -37,7 +37,7 @@ def context_use(error: Mapping[str, Any]) -> ContextUse | None:
     return {"n_prompt_tokens": prompt, "n_ctx": context}
 
 
-def describe_http_error(status: int, body: bytes) -> StreamFailure:
+def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
     """The failure, with the server's own message and the status."""
     text = body.decode(errors="replace").strip()
     try:

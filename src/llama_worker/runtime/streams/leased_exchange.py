@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from http import HTTPStatus
 from typing import Concatenate, ParamSpec, TypeVar
 
 from llama_worker.request.leased import LeasedRequest
@@ -15,7 +14,7 @@ from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.stream.events import StreamEvent
-from llama_worker.stream.failure import StreamFailure, describe_http_error
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason
 
 SOON_S = 0.01  # a server that replies within it is not waited for
@@ -118,13 +117,6 @@ class LeasedExchange:
         if self._tell_lease is not None:
             self._tell_lease()
             self._tell_lease = None
-
-    def replied(self, status: int, at: float) -> None:
-        """The headers have come, of a reply that is passed on as it is."""
-        if status == HTTPStatus.OK:
-            self.opened(at)
-        else:
-            self.closed(describe_http_error(status, b""))
 
     def heard(self, events: Sequence[StreamEvent], at: float) -> None:
         """Something came; no events where it was keepalives only."""
