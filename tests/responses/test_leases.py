@@ -327,6 +327,24 @@ def test_one_after_the_other_needs_one_slot(make_stage: MakeStage) -> None:
     assert stage.rig.status()["slots_used"] == 0
 
 
+@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_slot_is_free_before_its_client_knows_the_end(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, target: str, *, stream: bool
+) -> None:
+    stage, end, over = make_stage(slots=1), ServedClient.end, threading.Event()
+
+    def end_and_halt(client: ServedClient) -> None:
+        end(client)
+        over.wait(WAIT_S)
+
+    monkeypatch.setattr(ServedClient, "end", end_and_halt)
+    asked: Any = {"target": target, "messages": WHOLE, "stream": stream}
+    for _ in range(2):
+        assert stage.client.create(*fs.plain_reply(fs.Text("Once")), **asked).status == 200
+    over.set()
+
+
 def test_a_client_that_leaves_gives_its_slot_back(make_stage: MakeStage) -> None:
     stage = make_stage(slots=1)
     with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once "):

@@ -19,8 +19,8 @@ from llama_worker.responses.http.reply import MalformedReply
 from llama_worker.responses.http.request_reader import HttpRequest, header_words
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import HttpReply
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.decoder import StreamDecoder
+from llama_worker.stream.events import Done
 from llama_worker.stream.failure import describe_http_error, disconnected
 
 _CHAT = re.compile(r"(/v1)?/chat/completions/?")
@@ -92,12 +92,12 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     with contextlib.closing(reply):
         if leased.request_id and reply.status == HTTPStatus.OK:
             leased.opened(time.monotonic())
-        _pass_back(reply, leased, request, client, has_one_end=has_one_end)
+        _pass_back(reply, exchange, request, client, has_one_end=has_one_end)
 
 
 def _pass_back(
     reply: HttpReply,
-    leased: LeasedExchange,
+    exchange: Exchange,
     request: HttpRequest,
     client: Client,
     *,
@@ -114,6 +114,7 @@ def _pass_back(
         raise ApiError(
             502, "the upstream server: its reply is malformed", code="upstream_failed"
         ) from None
+    leased = exchange.leased
     is_refused, said = reply.status != HTTPStatus.OK, bytearray()
     is_stream = "text/event-stream" in reply.header("content-type")
     decoder = StreamDecoder() if is_stream and leased.request_id else None
@@ -131,15 +132,21 @@ def _pass_back(
             last = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
             client.write(f"\n\ndata: {json.dumps(last)}\n\n".encode())
             break
-        if not piece:
-            leased.closed(describe_http_error(reply.status, said) if is_refused else None)
-            break
         if is_refused and len(said) < _MAX_REFUSAL_BYTES:
             said += piece
-        if leased.request_id:
-            events = decoder.feed(piece) if decoder is not None else ()
+        events = decoder.feed(piece) if decoder is not None else ()
+        if leased.request_id and piece:
             leased.heard(events, time.monotonic())
-        client.write(piece)  # what this raises says nothing of the server
+        is_over = not piece or reply.is_complete
+        if is_over:
+            leased.closed(describe_http_error(reply.status, said) if is_refused else None)
+        is_over = is_over or Done() in events
+        if is_over:
+            exchange.leave()  # first: who has read the end may have its place
+        if piece:
+            client.write(piece)  # what this raises says nothing of the server
+        if is_over:
+            break
     client.end()
 
 

@@ -101,6 +101,11 @@ class HttpReply:
         """The header's values, "" for none. `name`: in lower case."""
         return self._parser.header(name)
 
+    @property
+    def is_complete(self) -> bool:
+        """Nothing follows what was read."""
+        return self._parser.is_complete
+
     def read(self, *, until: float | None = None) -> bytes:
         """The next of the body, as it comes; b"" at its end. Raises OSError where it breaks off,
         TimeoutError where nothing comes `until` (monotonic seconds), ValueError where it is no
