@@ -46,6 +46,7 @@ from llama_worker.config.validation import (
     Seconds,
     check_fields,
     check_takes,
+    checked_api_key,
     checked_int,
     checked_json_object,
     checked_str,
@@ -107,7 +108,7 @@ class WorkerConfig:
     loop_detector: LoopDetector | None = field(default_factory=LoopDetector)
     liveness_probes: Sequence[LivenessProbe] | None = None
     canary: Canary | None = None
-    api_key: Annotated[str, _check_api_key] | None = field(default=None, repr=False)
+    api_key: Annotated[str, checked_api_key] | None = field(default=None, repr=False)
     log_lines: Annotated[int, partial(checked_int, at_least=1, at_most=1_000_000)] = 500
     result_ttl_s: Seconds | None = None
     check_invariants: bool = False
@@ -314,12 +315,6 @@ def _check_zone(field: str, name: Any) -> None:
         raise ConfigError(
             f"{field} {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is needed"
         ) from error
-
-
-def _check_api_key(field: str, key: Any) -> None:
-    checked_str(field, key, empty=False, secret=True)
-    if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{field} must be printable ASCII: it travels in an HTTP header")
 
 
 def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:

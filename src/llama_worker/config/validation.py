@@ -112,6 +112,18 @@ def checked_str(
         ) from None
 
 
+def checked_api_key(name: str, key: Any) -> None:
+    """Text for an HTTP header: a line break in it would begin another one."""
+    checked_str(name, key, empty=False, secret=True)
+    if key != key.strip():
+        raise ConfigError(
+            f"{name} must not begin or end with white space: a key file ends with a line break, "
+            "so read it with Path(...).read_text().strip()"
+        )
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{name} must be printable ASCII: it travels in an HTTP header")
+
+
 def checked_path(name: str, value: object) -> str:
     """The path of a file, as text."""
     if not isinstance(value, (str, os.PathLike)):

@@ -14,6 +14,7 @@ from llama_worker.config.validation import (
     CountOrZero,
     Seconds,
     check_fields,
+    checked_api_key,
     checked_int,
     checked_str,
     shown,
@@ -40,7 +41,7 @@ class ResponsesProxyConfig:
     upstream: Annotated[str, _check_upstream] | None = None
     host: Annotated[str, partial(checked_str, empty=False, nul=False)] = "127.0.0.1"
     port: Annotated[int, partial(checked_int, at_least=0, at_most=65535)] = 9998
-    api_key: Annotated[str, _check_api_key] | None = field(default=None, repr=False)
+    api_key: Annotated[str, checked_api_key] | None = field(default=None, repr=False)
     max_concurrent: Count | None = None
     allow_origins: Annotated[tuple[str, ...], _check_origins] = ()
     ca_file: Annotated[str, partial(checked_str, empty=False, nul=False)] | None = None
@@ -102,15 +103,3 @@ def _parts_of(url: str) -> SplitResult | None:
     except ValueError:
         return None
     return parts if good else None
-
-
-def _check_api_key(field: str, key: Any) -> None:
-    """It travels in an HTTP header: a line break in it would begin another one."""
-    checked_str(field, key, empty=False, secret=True)
-    if key != key.strip():
-        raise ConfigError(
-            f"{field} must not begin or end with white space: a key file ends with a line break, "
-            "so read it with Path(...).read_text().strip()"
-        )
-    if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{field} must be printable ASCII: it travels in an HTTP header")
