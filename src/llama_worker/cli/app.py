@@ -86,6 +86,9 @@ ServerArgOption = Annotated[
     list[str] | None,
     typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated."),
 ]
+SlotsOption = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Requests that a started server takes side by side.")
+]
 Timeouts = Literal["slow", TimeoutPreset]
 TimeoutsOption = Annotated[
     Timeouts,
@@ -138,9 +141,7 @@ def run_command(
     gpu_layers: Annotated[
         str | None, typer.Option(metavar="N|auto|all", help="Layers on GPUs [auto].")
     ] = None,
-    slots: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests that the server takes side by side.")
-    ] = 1,
+    slots: SlotsOption = 1,
     server_arg: ServerArgOption = None,
     port: Annotated[
         int | None,
@@ -294,12 +295,7 @@ def responses_proxy_command(
         str | None, typer.Option(metavar="FILE", help="Start a llama-server with this GGUF file.")
     ] = None,
     server: ServerOption = None,
-    slots: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Requests that the started server takes side by side."
-        ),
-    ] = 1,
+    slots: SlotsOption = 1,
     server_cmd: Annotated[
         str | None,
         typer.Option(

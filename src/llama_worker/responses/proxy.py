@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pykka
@@ -79,10 +78,11 @@ class ResponsesProxy(Startable):
             watch = self._upstream = Ref(actor)
             grant = UpstreamLeases(runtime, config.api_key).grant
         upstream = Upstream(endpoint=endpoint, watch=watch, grant=grant)
-        listener = partial(_listener, upstream=upstream)
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(
-            self._live, config, listener
+            self._live,
+            config,
+            lambda config, me: SocketListener(config, ResponsesApp(config, me, upstream).serve),
         )
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
 
@@ -114,12 +114,3 @@ class ResponsesProxy(Startable):
         if self._upstream is not None:
             self._upstream.stop()
         self._live.wait(_LEAVE_S)
-
-
-def _listener(
-    config: ResponsesProxyConfig,
-    proxy: Ref[ProxyMessage],
-    *,
-    upstream: Upstream,
-) -> SocketListener:
-    return SocketListener(config, ResponsesApp(config, proxy, upstream).serve)

@@ -10,11 +10,11 @@ import pytest
 from llama_worker import ConfigError
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
-from llama_worker.responses.http.access import access_policy
+from llama_worker.responses.http.access import AccessPolicy
 from llama_worker.responses.http.request_reader import HttpRequest
 
 PAGE = "https://ui.example:8443"
-POLICY = access_policy("box.lan", [PAGE])
+POLICY = AccessPolicy("box.lan", [PAGE])
 
 
 def head(**headers: str) -> HttpRequest:

@@ -376,11 +376,7 @@ def _settle_conflict(choice: Choice, text_format: Mapping[str, Any] | None) -> _
 def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
     if text_format["type"] == "json_object":
         return dict(text_format)
-    schema = {
-        key: text_format[key]
-        for key in ("name", "schema", "strict")
-        if text_format[key] is not None
-    }
+    schema = {key: text_format[key] for key in ("name", "schema", "strict")}
     return {"type": "json_schema", "json_schema": schema}
 
 

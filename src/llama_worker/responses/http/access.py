@@ -10,45 +10,35 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
-from typing import Protocol
 from urllib.parse import urlsplit
 
-from msgspec import Struct
-
 from llama_worker.responses.errors import ApiError
+from llama_worker.responses.http.request_reader import HttpRequest
 
 _TODO = "Pages and names are allowed one by one, with --allow-origin."
 _PREFLIGHT_S = 600
 
 
-class Head(Protocol):
-    """The head of a request."""
+class AccessPolicy:
+    """`host`: where the proxy listens; `origins`: the pages that are allowed, whose names are
+    allowed as Host, too."""
 
-    @property
-    def method(self) -> str:
-        """GET, POST, ..."""
+    def __init__(self, host: str, origins: Iterable[str]) -> None:
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        named = {urlsplit(origin).hostname or "" for origin in self._origins}
+        self._hosts = {"localhost", host.lower(), *named} - {""}
 
-    def header(self, name: str) -> str:
-        """The header's value; "" if it was not sent."""
-
-
-class AccessPolicy(Struct, frozen=True):
-    """`origins` as browsers send them; `hosts` lower-case, without ports."""
-
-    origins: frozenset[str]
-    hosts: frozenset[str]
-
-    def allowed_origin(self, head: Head, local_address: str) -> str | None:
+    def allowed_origin(self, head: HttpRequest, local_address: str) -> str | None:
         """The page that asks, None for a program. Raises ApiError (403) for everybody else.
 
         `local_address`: where the client reached this machine.
         """
         host = _host_name(head.header("host"))
-        if host and host not in self.hosts and not _is_this_machine(host, local_address):
+        if host and host not in self._hosts and not _is_this_machine(host, local_address):
             raise _refused(f"the Host {host!r} is not an address of this machine")
         origin = head.header("origin")
         if origin:
-            if origin.lower() not in self.origins:
+            if origin.lower() not in self._origins:
                 raise _refused(f"web pages may not use this server (Origin {origin!r})")
             return origin
         if head.header("sec-fetch-site") in ("cross-site", "same-site"):
@@ -56,15 +46,7 @@ class AccessPolicy(Struct, frozen=True):
         return None
 
 
-def access_policy(host: str, origins: Iterable[str]) -> AccessPolicy:
-    """`host`: where the proxy listens; `origins`: the pages that are allowed, whose names are
-    allowed as Host, too."""
-    lower = frozenset(origin.lower().rstrip("/") for origin in origins)
-    named = {urlsplit(origin).hostname or "" for origin in lower}
-    return AccessPolicy(origins=lower, hosts=frozenset({"localhost", host.lower(), *named} - {""}))
-
-
-def page_headers(head: Head, origin: str) -> list[tuple[str, str]]:
+def page_headers(head: HttpRequest, origin: str) -> list[tuple[str, str]]:
     """What the browser must be told, so that an allowed page may read the reply."""
     headers = [
         ("Access-Control-Allow-Origin", origin),

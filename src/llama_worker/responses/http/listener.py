@@ -24,7 +24,7 @@ from functools import partial
 
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
-from llama_worker.responses.http.access import access_policy
+from llama_worker.responses.http.access import AccessPolicy
 from llama_worker.responses.http.client import (
     LINGER_S,
     MAX_LINGER_S,
@@ -58,7 +58,7 @@ class SocketListener:
     def __init__(self, config: ResponsesProxyConfig, serve: Serve) -> None:
         self._config = config
         self._answer = serve
-        self._access = access_policy(config.host, config.allow_origins)
+        self._access = AccessPolicy(config.host, config.allow_origins)
         self._waiting_clients: WaitingClients[Client] = WaitingClients()
         self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
         self._busy: set[Client] = set()

@@ -9,6 +9,7 @@ from http import HTTPStatus
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\0\r\n]*")
 _STATUS_LINE = re.compile(r"[^\0\r\n]+")
 _LENGTH = re.compile(r"[0-9]{1,20}")
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _WITHOUT_BODY = frozenset({204, 304})
 
 
@@ -63,7 +64,7 @@ class ReplyFramer:
         is_kept = is_kept and (connection or "").lower() != "close"
         if not is_kept and connection is None:
             headers.append(("Connection", "close"))
-        status_line = f"HTTP/1.1 {status} {reason or _phrase(status)}"
+        status_line = f"HTTP/1.1 {status} {reason or _PHRASES.get(status, 'Unknown')}"
         lines = [f"{name}: {value}" for name, value in headers]
         if not _STATUS_LINE.fullmatch(status_line) or not all(map(_HEADER.fullmatch, lines)):
             raise MalformedReply("a header has several lines, or a malformed name")
@@ -96,10 +97,3 @@ class ReplyFramer:
             )
         self.is_complete = True
         return b"0\r\n\r\n" if self._is_chunked else b""
-
-
-def _phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "Unknown"
