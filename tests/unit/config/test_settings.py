@@ -168,6 +168,7 @@ BAD_CONFIGS = [
     bad("liveness_probes", [object()], TypeError, "[0]", "probe and reset"),
     *(bad("liveness_probes", value, TypeError, "sequence", "None") for value in (PROBE, "process")),
     bad("api_key", "", ConfigError, "empty"),
+    bad("api_key", "k\n", ConfigError, "white space"),
     *(bad("api_key", key, ConfigError, "printable ASCII") for key in ("k\u00e9y", "k\r\ny")),
 ]
 BAD_AGES = [(0, "above 0"), (INF, "finite")]
