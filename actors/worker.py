@@ -231,10 +231,10 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         return mode == "prompted" or (mode == "auto" and no_tools)
 
     def _count_tokens(self, order: CountTokens) -> None:
-        traits, refusal = self._server.traits, self._server.lifecycle.refusal
+        traits, life = self._server.traits, self._server.lifecycle
         missing = unsupported(order.submission.part_kinds, traits)
-        if refusal is not None and refusal != "WORKER_DRAINING":
-            order.reply.fail(RequestRefused(refusal))
+        if life.refusal is not None and life.public_state is not WorkerState.READY:
+            order.reply.fail(RequestRefused(life.refusal))
         elif missing:
             order.reply.fail(ConfigError(missing))
         elif traits.n_ctx is None:

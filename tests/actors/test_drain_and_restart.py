@@ -110,6 +110,16 @@ def test_stop_cuts_a_drain_short_and_start_begins_anew_after_it(rig: Rig) -> Non
     assert started.get(timeout=WAIT_S)["state"] == "ready"
 
 
+def test_tokens_are_counted_while_it_drains_and_not_while_it_stops(rig: Rig, gate: Path) -> None:
+    running = rig.submit(*plain_reply(Gate(gate)))
+    rig.worker.drain()
+    assert rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)["ok"]
+    gate.touch()
+    rig.ended(running)
+    with pytest.raises(RequestRefused, match="WORKER_"):
+        rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
+
+
 def test_a_later_drain_takes_back_a_start(rig: Rig) -> None:
     running = rig.submit(Headers(), WaitClose())
     rig.worker.drain()
