@@ -248,9 +248,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
 
     def _answer_slot_waiters(self) -> None:
         """All of them, once a slot is free, or once none will be without the host's doing."""
-        refusal = self._server.lifecycle.refusal
-        starting = self._server.lifecycle.public_state is WorkerState.RUNNING
-        if refusal == "WORKER_NOT_READY" and starting:
+        life, refusal = self._server.lifecycle, self._server.lifecycle.refusal
+        starting = refusal == "WORKER_NOT_READY" and life.public_state is WorkerState.RUNNING
+        if starting or life.is_to_start_again:
             return
         if refusal is None and not self._table.has_free_slot:
             return

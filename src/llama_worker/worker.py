@@ -280,7 +280,8 @@ class LlamaWorker(Startable):
         """Resolves when the worker is READY and a slot is free, at once if it is so already.
 
         A hint, no reservation: another thread's `submit` may be first. Raises RequestRefused if the
-        worker is stopped, draining or FAILED, since no slot will be free before it is started.
+        worker is stopped, draining or FAILED, unless `start` was called since: no slot will be free
+        before.
         """
         return self._ask(lambda reply: WaitSlot(reply=reply))
 

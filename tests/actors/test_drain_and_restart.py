@@ -105,9 +105,11 @@ def test_stop_cuts_a_drain_short_and_start_begins_anew_after_it(rig: Rig) -> Non
     rig.start()
     running = rig.submit(Headers(), WaitClose())
     drained, started = rig.worker.drain(), rig.worker.start()
+    waiting = rig.worker.wait_slot()
     rig.worker.cancel(running).get(timeout=WAIT_S)
     assert drained.get(timeout=WAIT_S) is None
     assert started.get(timeout=WAIT_S)["state"] == "ready"
+    waiting.get(timeout=WAIT_S)
 
 
 def test_tokens_are_counted_while_it_drains_and_not_while_it_stops(rig: Rig, gate: Path) -> None:

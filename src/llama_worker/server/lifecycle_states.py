@@ -132,6 +132,15 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
                 return False
 
     @property
+    def is_to_start_again(self) -> bool:
+        """Whether `start()` was called, and waits for the server's end."""
+        match self.state:
+            case Draining(then_start=True) | Ending(goal=ToStopped(then_start=True)):
+                return True
+            case _:
+                return False
+
+    @property
     def refusal(self) -> SubmitErrorCode | None:
         """Why no request is dispatched now; None: one is, if a slot is free."""
         if self.public_state is WorkerState.FAILED:
