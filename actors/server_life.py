@@ -196,7 +196,9 @@ class ServerLife:
             self._life = lifecycle.request_completed(self._life)
         self._request_ends, cause = self._request_ends.ended(record, self._config.restart)
         match cause:
-            case RestartCause() if not self._life.is_draining:  # for those that come after
+            case _ if self._life.is_draining:
+                pass  # it is for those that come after
+            case RestartCause():
                 self.handle(cause, now)
             case ProbeCause(cause=why):
                 self._children.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=why))

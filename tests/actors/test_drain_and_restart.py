@@ -9,6 +9,7 @@ import pytest
 
 from llama_worker import RequestRefused, RestartPolicy, WorkerStartError
 from llama_worker.testing.scripts import (
+    Answer,
     ErrorData,
     Exit,
     Gate,
@@ -18,6 +19,7 @@ from llama_worker.testing.scripts import (
     Script,
     Step,
     Text,
+    Tokens,
     WaitClose,
     plain_reply,
 )
@@ -85,6 +87,21 @@ def test_how_another_request_ends_cuts_no_drain_short(
     assert rig.ended(running)["text"] == "one two"
     drained.get(timeout=WAIT_S)
     assert (rig.status()["state"], rig.status()["restart_count"]) == ("stopped", 0)
+
+
+def test_a_probe_for_those_that_come_after_cuts_no_drain_short(
+    make_worker: MakeWorker, gate: Path
+) -> None:
+    script = Script(models=[Answer(times=1), Answer(status=500)])
+    rig = make_worker(script, slots=2)
+    running = rig.submit(*plain_reply(Text("one "), Gate(gate), Tokens(20, 0.05), Text("two")))
+    broken = rig.submit(Headers(), Gate(gate), Reset())
+    rig.wait_text(running, "one ")
+    drained = rig.worker.drain()
+    gate.touch()
+    assert rig.ended(broken)["fail_reason"] == "stream_disconnected"
+    assert rig.ended(running)["text"].endswith("two")
+    drained.get(timeout=WAIT_S)
 
 
 def test_drain_of_an_idle_or_a_stopped_worker_is_a_stop(rig: Rig) -> None:
