@@ -195,8 +195,8 @@ class _Writer:
 
     def _text_of(self, content: object, *, joint: str = "\n") -> str:
         """Of a message that templates take as text only."""
-        parts = _content(content, joint=joint)
-        if not isinstance(parts, str):
+        parts = _parts(content)
+        if not _is_text(parts):
             self.warnings.append("images and audio are ignored in all but user messages")
         return _joined(parts, joint)
 
@@ -289,32 +289,34 @@ class _Writer:
         self._turn = None
 
 
-def plain_text(content: object, *, joint: str = "\n") -> str:
+def plain_text(content: object) -> str:
     """The text of a content, other parts left out."""
-    return _joined(_content(content, joint=joint), joint)
+    return _joined(_parts(content))
 
 
-def _joined(parts: str | list[Message], joint: str) -> str:
-    if isinstance(parts, str):
-        return parts
+def _content(content: object) -> str | list[Message]:
+    """A message's content: one string where all of it is text, since not every template takes
+    parts."""
+    parts = _parts(content)
+    return _joined(parts) if _is_text(parts) else parts
+
+
+def _is_text(parts: list[Message]) -> bool:
+    return all(part["type"] == "text" for part in parts)
+
+
+def _joined(parts: list[Message], joint: str = "\n") -> str:
     return joint.join(part["text"] for part in parts if part["type"] == "text")
 
 
-def _content(content: object, *, joint: str = "\n") -> str | list[Message]:
-    """A message's content: one string where all of it is text, since not every template takes
-    parts."""
+def _parts(content: object) -> list[Message]:
     if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Mapping):
+        return []
+    if isinstance(content, (str, Mapping)):
         content = [content]
     if not isinstance(content, list):
         raise ApiError(400, "content must be a string or a list of parts", param="input")
-    parts = [_part(part) for part in content if part is not None]
-    if all(part["type"] == "text" for part in parts):
-        return joint.join(part["text"] for part in parts)
-    return parts
+    return [_part(part) for part in content if part is not None]
 
 
 def _part(part: object) -> Message:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llama_worker.responses.api.conversation import Item, item_type
-from llama_worker.responses.api.tools import Choice, ToolSet
+from llama_worker.responses.api.tools import Choice, ToolSet, as_object
 
 # What b11434 samples with, unless a request or its own command says otherwise.
 LLAMA_SERVER_SAMPLING = {
@@ -15,14 +15,13 @@ LLAMA_SERVER_SAMPLING = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def sampling_of(props: object) -> dict[str, float]:
     """What the server samples with where a request does not say, from the body of its `/props`."""
-    for name in ("default_generation_settings", "params"):
-        props = props.get(name) if isinstance(props, Mapping) else None
-    params = props if isinstance(props, Mapping) else {}
+    settings = as_object(as_object(props).get("default_generation_settings"))
+    params = as_object(settings.get("params"))
     return {name: _number(params.get(name), known) for name, known in LLAMA_SERVER_SAMPLING.items()}
 
 
@@ -38,31 +37,25 @@ def echo_of(
     text_format: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What is not of the API's form is left out."""
-    reasoning = body.get("reasoning")
-    reasoning = reasoning if isinstance(reasoning, Mapping) else {}
+    reasoning = as_object(body.get("reasoning"))
     effort, summary = reasoning.get("effort"), reasoning.get("summary")
     text: dict[str, Any] = {"format": dict(text_format) if text_format else {"type": "text"}}
-    verbosity = body["text"].get("verbosity") if isinstance(body.get("text"), Mapping) else None
+    verbosity = as_object(body.get("text")).get("verbosity")
     if verbosity in ("low", "medium", "high"):
         text["verbosity"] = verbosity
-    metadata = body.get("metadata")
-    instructions = body.get("instructions")
+    metadata = as_object(body.get("metadata"))
     parallel = body.get("parallel_tool_calls")
     return {
-        "instructions": instructions if isinstance(instructions, str) else None,
+        "instructions": _typed(body.get("instructions"), str),
         "max_output_tokens": _typed(body.get("max_output_tokens"), int),
         "max_tool_calls": None,
-        "metadata": (
-            {key: value for key, value in metadata.items() if isinstance(value, str)}
-            if isinstance(metadata, Mapping)
-            else {}
-        ),
+        "metadata": {key: value for key, value in metadata.items() if isinstance(value, str)},
         "model": body["model"] if isinstance(body.get("model"), str) else "default",
         "parallel_tool_calls": parallel if isinstance(parallel, bool) else True,
         "previous_response_id": body.get("previous_response_id") or None,
         "prompt_cache_key": _typed(body.get("prompt_cache_key"), str),
         "reasoning": {
-            "effort": effort if isinstance(effort, str) and effort in _EFFORTS else None,
+            "effort": effort if effort in _EFFORTS else None,
             "summary": summary if summary in ("auto", "concise", "detailed") else None,
         },
         "safety_identifier": _typed(body.get("safety_identifier"), str),
@@ -104,8 +97,8 @@ def _listed_part(part: Any, is_ours: bool) -> Any:
     return {"annotations": [], **part} if part.get("type") == "output_text" else part
 
 
-def _typed(value: Any, *types: type) -> Any:
-    return value if isinstance(value, types) and not isinstance(value, bool) else None
+def _typed(value: Any, kind: type) -> Any:
+    return value if isinstance(value, kind) and not isinstance(value, bool) else None
 
 
 def _number(value: object, default: float) -> float:

@@ -22,7 +22,14 @@ from llama_worker.responses.api.conversation import (
     plain_text,
 )
 from llama_worker.responses.api.echo import echo_of
-from llama_worker.responses.api.tools import Choice, ToolSet, tool_choice, tool_set
+from llama_worker.responses.api.tools import (
+    Choice,
+    ToolSet,
+    as_object,
+    inner,
+    tool_choice,
+    tool_set,
+)
 from llama_worker.responses.errors import ApiError
 
 _ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
@@ -320,31 +327,23 @@ def _instructions(body: Mapping[str, Any]) -> tuple[str, Sequence[Item]]:
 
 def _text_format(text: object) -> dict[str, Any] | None:
     """The format, where it is JSON."""
-    given = text.get("format") if isinstance(text, Mapping) else None
-    if given is None:
-        return None
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind == "text":
+    given = as_object(text).get("format")
+    kind = as_object(given).get("type")
+    if given is None or kind == "text":
         return None
     if kind == "json_object":
         return {"type": "json_object"}
     if kind != "json_schema":
         raise ApiError(400, f"unknown text.format {kind!r}", param="text.format")
-    inner = given.get("json_schema")
-    source = inner if isinstance(inner, Mapping) else given
-    schema, strict, description = (
-        source.get("schema"),
-        source.get("strict"),
-        source.get("description"),
-    )
+    source = inner(given, "json_schema")
+    name, schema, description = (source.get(key) for key in ("name", "schema", "description"))
     if not isinstance(schema, Mapping):
         raise ApiError(400, "text.format needs a schema", param="text.format.schema")
-    name = source.get("name")
     return {
         "type": "json_schema",
         "name": name if isinstance(name, str) else "response",
         "schema": dict(schema),
-        "strict": strict is True,
+        "strict": source.get("strict") is True,
         "description": description if isinstance(description, str) else None,
     }
 
@@ -382,11 +381,10 @@ def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
 
 def _set_effort(chat: dict[str, Any], reasoning: object) -> None:
     """What templates read: gpt-oss an effort, most others whether to think at all."""
-    effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
+    effort = as_object(reasoning).get("effort")
     if not isinstance(effort, str):
         return
-    given = chat.get("chat_template_kwargs")
     wanted: dict[str, Any] = (
         {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     )
-    chat["chat_template_kwargs"] = {**wanted, **(given if isinstance(given, Mapping) else {})}
+    chat["chat_template_kwargs"] = {**wanted, **as_object(chat.get("chat_template_kwargs"))}

@@ -131,6 +131,17 @@ def custom_arguments(text: str) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
+def as_object(value: object) -> Json:
+    """The value, if it is an object; else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def inner(value: Json, name: str) -> Json:
+    """The object of this name in it, as chat completions have it; itself where it is flat."""
+    nested = value.get(name)
+    return nested if isinstance(nested, Mapping) else value
+
+
 def _flat(
     entry: object, warnings: list[str], namespace: str | None = None
 ) -> Iterator[tuple[str | None, dict[str, Any]]]:
@@ -144,18 +155,17 @@ def _flat(
         case "tool_search" if entry.get("execution") == "client":
             yield namespace, _tool_search(entry)
         case "namespace" if namespace is None:
-            name, inner = entry.get("name"), entry.get("tools")
-            if not isinstance(name, str) or not name or not isinstance(inner, list):
+            name, tools = entry.get("name"), entry.get("tools")
+            if not isinstance(name, str) or not name or not isinstance(tools, list):
                 raise ApiError(400, "a namespace needs a name and a list of tools", param="tools")
-            for tool in inner:
+            for tool in tools:
                 yield from _flat(tool, warnings, name)
         case kind:
             warnings.append(f"tools of type {kind!r} are ignored")
 
 
 def _function(entry: Json) -> dict[str, Any]:
-    nested = entry.get("function")
-    function = nested if isinstance(nested, Mapping) else entry  # as in chat completions, or flat
+    function = inner(entry, "function")
     parameters, strict = function.get("parameters"), function.get("strict")
     return {
         "type": "function",
@@ -167,8 +177,7 @@ def _function(entry: Json) -> dict[str, Any]:
 
 
 def _custom(entry: Json) -> dict[str, Any]:
-    nested = entry.get("custom")
-    custom = nested if isinstance(nested, Mapping) else entry
+    custom = inner(entry, "custom")
     form = custom.get("format")
     tool = {
         "type": "custom",
@@ -216,9 +225,7 @@ def _tool(tool: Json, namespace: str | None, model_name: str) -> Tool:
 
 def _custom_description(tool: Json) -> str | None:
     """With the grammar: nothing else tells the model of it."""
-    form = tool.get("format") or {}
-    nested = form.get("grammar")
-    grammar = nested if isinstance(nested, Mapping) else form
+    grammar = inner(tool.get("format") or {}, "grammar")
     definition = grammar.get("definition")
     if not isinstance(definition, str):
         return _text(tool["description"])
@@ -270,9 +277,7 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
         raise ApiError(400, f"unknown tool_choice {given!r}", param="tool_choice")
     kind = given.get("type")
     if kind in ("function", "custom"):
-        nested = given.get(kind)
-        chosen = nested if isinstance(nested, Mapping) else given
-        offered = _chosen([chosen], tools)
+        offered = _chosen([inner(given, kind)], tools)
         return Choice(
             mode="required", offered=offered, echo={"type": kind, "name": offered[0].name}
         )

@@ -68,12 +68,10 @@ class ReplyFramer:
         lines = [f"{name}: {value}" for name, value in headers]
         if not _STATUS_LINE.fullmatch(status_line) or not all(map(_HEADER.fullmatch, lines)):
             raise MalformedReply("a header has several lines, or a malformed name")
-        self.has_begun, self.is_kept, self._is_chunked, self._missing = (
-            True,
-            is_kept,
-            is_chunked,
-            missing,
-        )
+        self.has_begun = True
+        self.is_kept = is_kept
+        self._is_chunked = is_chunked
+        self._missing = missing
         return "\r\n".join([status_line, *lines, "", ""]).encode("latin-1", "replace")
 
     def data(self, data: bytes) -> bytes:
