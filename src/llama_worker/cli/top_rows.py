@@ -50,12 +50,12 @@ class Column(Struct, frozen=True):
 COLUMNS = (
     Column("worker", lambda row: one_line(row.worker, 60) or UNKNOWN, is_text=True),
     Column("state", lambda row: harmless(row.state), is_text=True),
-    Column("slots", lambda row: f"{_count(row.slots_used)}/{_count(row.slots_total)}"),
-    Column("tok/s", lambda row: _speed(row.tokens_per_s)),
-    Column("done", lambda row: _count(row.completed), is_optional=True),
-    Column("failed", lambda row: _count(row.failed), is_optional=True),
-    Column("cancel", lambda row: _count(row.canceled), is_optional=True),
-    Column("restart", lambda row: _count(row.restarts), is_optional=True),
+    Column("slots", lambda row: f"{_number(row.slots_used)}/{_number(row.slots_total)}"),
+    Column("tok/s", lambda row: _number(row.tokens_per_s, ".1f")),
+    Column("done", lambda row: _number(row.completed), is_optional=True),
+    Column("failed", lambda row: _number(row.failed), is_optional=True),
+    Column("cancel", lambda row: _number(row.canceled), is_optional=True),
+    Column("restart", lambda row: _number(row.restarts), is_optional=True),
     Column("last reason", lambda row: one_line(row.last_reason, 60) or UNKNOWN, is_text=True),
 )
 
@@ -67,12 +67,8 @@ def plain_table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
-def _count(count: int | None) -> str:
-    return UNKNOWN if count is None else str(count)
-
-
-def _speed(tokens_per_s: float | None) -> str:
-    return UNKNOWN if tokens_per_s is None else f"{tokens_per_s:.1f}"
+def _number(value: float | None, form: str = "") -> str:
+    return UNKNOWN if value is None else format(value, form)
 
 
 # ---------------------------------------------------------------- a host's metrics endpoint

@@ -65,7 +65,7 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
     assert request.header("host") == "localhost"
     client.reply.begin(204, [])
     client.reply.end()
-    assert client.can_go_on
+    assert client.reply.is_kept
     again = client.next_request() or client.receive(whole)
     assert again is not None
     assert again.body == b"hello"
@@ -172,7 +172,7 @@ def test_what_follows_a_request_waits_for_its_reply() -> None:
     for _ in range(2):
         assert client.reply.begin(200, [("Content-Length", "2")]).startswith(b"HTTP/1.1 200 OK\r\n")
         assert client.reply.data(b"ok") + client.reply.end() == b"ok"
-        assert client.can_go_on
+        assert client.reply.is_kept
         request = client.next_request()
         targets += [request.target] if request else []
     assert (targets, client.phase) == (["/1", "/2"], Phase.HEAD)
@@ -193,7 +193,7 @@ def test_a_pipelined_request_waits_for_the_reply() -> None:
     assert request.body == b"ok"
     client.reply.begin(204, [])
     client.reply.end()
-    assert client.can_go_on
+    assert client.reply.is_kept
     following = client.next_request()
     assert following is not None
     assert following.method == "GET"
@@ -325,7 +325,7 @@ def test_framing_follows_the_clients_http_version() -> None:
         assert client.reply.data(b"ok") == framed
         client.reply.end()
         assert client.reply.is_complete
-        assert client.can_go_on is (version == b"1.1")
+        assert client.reply.is_kept is (version == b"1.1")
 
 
 # ---------------------------------------------------------------- who waits

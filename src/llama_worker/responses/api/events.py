@@ -100,7 +100,7 @@ class ResponseEvents:
         self._call_ids: set[str] = set()
         self._closed_calls: set[int] = set()
         self._usage: chat.UsageReport | None = None
-        self._timings: chat.TimingsReport | None = None
+        self._timings = chat.TimingsReport(None, None, None, None)
 
     @property
     def deadline(self) -> float | None:
@@ -353,11 +353,9 @@ class ResponseEvents:
         """As the server counts; from its timings where it sent no usage, as when it failed."""
         usage, timings = self._usage, self._timings
         if usage is None:
-            cached = (timings.cache_n if timings else None) or 0
-            read = (timings.prompt_n if timings else None) or 0
-            usage = chat.UsageReport(
-                cached + read, (timings.predicted_n if timings else None) or 0, cached
-            )
+            cached = timings.cache_n or 0
+            read = cached + (timings.prompt_n or 0)
+            usage = chat.UsageReport(read, timings.predicted_n or 0, cached)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {

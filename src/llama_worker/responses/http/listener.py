@@ -308,12 +308,12 @@ class SocketListener:
         client.forget_request()
         if not client.http.reply.is_complete:
             self._drop(client)
-        elif not client.http.can_go_on or self._stopped:
-            self._epoll.modify(client.socket, select.EPOLLIN)
-            self._linger(client)
-        else:
-            self._epoll.modify(client.socket, select.EPOLLIN)
+            return
+        self._epoll.modify(client.socket, select.EPOLLIN)
+        if client.http.reply.is_kept and not self._stopped:
             self._read(client, client.http.next_request)
+        else:
+            self._linger(client)
 
     def _close(self) -> None:
         self._epoll.unregister(self._socket)

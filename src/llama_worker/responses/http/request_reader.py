@@ -86,11 +86,6 @@ class RequestReader:
         """What has come of a request that is not whole."""
         return len(self._head_bytes) + len(self._body)
 
-    @property
-    def can_go_on(self) -> bool:
-        """Whether the reply is complete and the connection may have another request."""
-        return self.reply.is_complete and self.reply.is_kept
-
     def receive(self, data: bytes) -> HttpRequest | None:
         """The request that `data` completes, if it does; then nothing more is read before
         `next_request`.
