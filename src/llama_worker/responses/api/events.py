@@ -374,8 +374,17 @@ class ResponseEvents:
         self._sequence_number += 1
 
     def _emit_of(self, item: Reasoning | Message | Call, emitted: Emitted) -> None:
-        for kind, fields in emitted:
-            self._emit(kind, output_index=self._index, item_id=item.id, **fields)
+        for kind, fields in emitted:  # for every token: not by way of `_emit`
+            self._out.append(
+                {
+                    "type": kind,
+                    "sequence_number": self._sequence_number,
+                    "output_index": len(self.response["output"]),
+                    "item_id": item.id,
+                    **fields,
+                }
+            )
+            self._sequence_number += 1
 
     def _take(self) -> list[Event]:
         out, self._out = self._out, []
