@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, TypeVar
 
 import pykka
@@ -69,6 +68,7 @@ class Exchange:
         is_bounded: bool,
     ) -> None:
         self.abort = Abort()
+        self.leased = LeasedExchange(self.abort)  # without a lease, before `lease`
         self.upstream = upstream
         self._watch = upstream.watch
         self._is_bounded = is_bounded
@@ -79,11 +79,6 @@ class Exchange:
         self._has_entered = False
         self._is_counted = False  # by the proxy's actor
         self._entering: Enter | None = None  # what its actor is not told yet
-
-    @cached_property
-    def leased(self) -> LeasedExchange:
-        """Without a lease, before `lease`."""
-        return LeasedExchange(self.abort)
 
     def enter(self) -> None:
         """From now on a client that leaves takes the upstream's work along."""
