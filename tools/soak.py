@@ -127,9 +127,9 @@ def play(condition: Condition, seed: int, log: Path, args: list[str]) -> Round:
     """One round; its output goes to `log`."""
     began_at = time.monotonic()
     if condition.python is not None:
-        stamp = f".venv-{condition.python}/.test"
-        made = ["make", "--silent", stamp, f"PYTHON={pythons.find(condition.python)}"]
-        subprocess.run(made, cwd=ROOT, check=True)
+        made = f".venv-{condition.python}/.test"
+        python = f"PYTHON={pythons.find(condition.python)}"
+        subprocess.run(["make", "--silent", made, "server", python], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as folder, company(condition.beside), log.open("wb") as out:
         junit = Path(folder) / "junit.xml"
         run = command(condition, seed, junit, args)
