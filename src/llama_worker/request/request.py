@@ -81,7 +81,7 @@ class Request:
             iterations_left=config.max_tool_iterations,
             has_media=bool(order.submission.part_kinds - {"text"}),
         )
-        self._tools = ToolUse(config, self._totals)
+        self._tools = ToolUse(config, self._totals, order.submission.messages)
         self._turns_count = 0
         self._turn = self._new_turn(None, now)
 

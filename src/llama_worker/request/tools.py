@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -15,7 +15,15 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.request.messages import SignalEmitted
 from llama_worker.request.report import RequestTotals
 from llama_worker.request.turn import Turn
-from llama_worker.stream.calls import MalformedCall, ParsedCall, Partition, RawCall, partition
+from llama_worker.stream.calls import (
+    MalformedCall,
+    ParsedCall,
+    Partition,
+    RawCall,
+    latest_call_number,
+    partition,
+)
+from llama_worker.types.chat import ChatMessage
 from llama_worker.types.request import ToolTraceEntry
 
 
@@ -40,11 +48,15 @@ class ToolBatch(Struct, frozen=True, kw_only=True):
 class ToolUse:
     """Keeps signals, trace and iteration budget in the request's totals."""
 
-    def __init__(self, config: WorkerConfig, totals: RequestTotals) -> None:
+    def __init__(
+        self, config: WorkerConfig, totals: RequestTotals, earlier: Iterable[ChatMessage]
+    ) -> None:
+        """`earlier`: the messages that the request goes on from."""
         self._normal_names = [tool["function"]["name"] for tool in config.normal_tools]
         self.exit_names = [tool["function"]["name"] for tool in config.exit_tools]
         self._max_iterations = config.max_tool_iterations
         self._totals = totals
+        self._earlier_calls = latest_call_number(earlier)
         self._announced_count = 0  # of the signals
         self._iteration = 0  # that the latest calls belong to, from 1
         self._not_run: tuple[RawCall | MalformedCall, ...] = ()  # of the latest calls, so far
@@ -122,7 +134,7 @@ class ToolUse:
             self._normal_names,
             self.exit_names,
             emitted_at=self._totals.unix(now),
-            first_number=self._totals.calls_count + 1,
+            first_number=self._earlier_calls + self._totals.calls_count + 1,
         )
         self._totals.signals += parts.exits
         return parts

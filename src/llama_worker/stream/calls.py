@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -20,6 +20,7 @@ from llama_worker.types.request import ExitSignal
 # of a call's arguments: far below where Python's parser, or a copy of them, gives up
 MAX_JSON_DEPTH = 128
 
+_OWN_ID = re.compile("c(0[0-9]{7})")  # no request gets as far as those that begin otherwise
 _EXCERPT_CHARS = 200
 # of arguments that are parsed again and again while they grow; longer ones: once, at the end
 _EARLY_CHARS = 1 << 14
@@ -67,6 +68,20 @@ def tool_call_id(number: int) -> str:
     if not 0 <= number < 10**8:
         raise ValueError(f"number must be from 0 to {10**8 - 1}, not {number}")
     return f"c{number:08d}"
+
+
+def latest_call_number(messages: Iterable[Mapping[str, Any]]) -> int:
+    """The highest of our ids in a conversation: one that comes twice is one call to some templates,
+    whose second result is lost. 0: there is none."""
+    calls = (message.get("tool_calls") for message in messages)
+    ids = (
+        str(call.get("id"))
+        for each in calls
+        if isinstance(each, list)
+        for call in each
+        if isinstance(call, Mapping)
+    )
+    return max((int(own[1]) for id_ in ids if (own := _OWN_ID.fullmatch(id_))), default=0)
 
 
 # --- fragments ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Tick.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +46,7 @@ from llama_worker.stream.events import (
     UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types.chat import ToolDef
+from llama_worker.types.chat import ChatMessage, ToolDef
 from llama_worker.types.request import RequestFailReason
 
 UNIX = 1000.0  # what makes Unix seconds of the clock here
@@ -83,13 +83,14 @@ class Play:
         prompted: bool = False,
         opens_thinking: bool = False,
         writes_bios: bool = True,
+        messages: Sequence[ChatMessage] = (),
     ) -> None:
         submission = Submission(
             job_name="j",
             system_prompt="Be terse.",
             user_prompt="Hi",
             params=params or {},
-            messages=(),
+            messages=tuple(messages),
         )
         order = Begin(
             request_id=7,

@@ -471,6 +471,21 @@ def test_calls_run_one_by_one() -> None:
     assert progress.turn_started_at == 105.0
 
 
+def test_a_follow_up_gives_new_call_ids() -> None:
+    earlier: list[Any] = []
+    for calls_count in (1, 2):
+        play = asked(WITH_TOOLS, messages=earlier)
+        assert play >> 101.0 >> (call("add", "{}"), call("add", "{}", 1), CALLS)
+        assert play >> 102.0 >> Done() << CLOSE << CallTool >> returned("1") << CallTool
+        assert play >> returned("2") << PostChat >> TextDelta("Both.") >> STOP
+        assert play >> Done() << CLOSE_SECOND << Ends("stop", tool_calls_count=2)
+        assert play.record is not None
+        earlier += play.record.result["conversation"]
+        ids = [each["id"] for message in earlier for each in message.get("tool_calls", ())]
+        assert len(set(ids)) == len(ids) == 2 * calls_count
+        assert ids == [message["tool_call_id"] for message in earlier if message["role"] == "tool"]
+
+
 def test_output_is_that_of_every_turn() -> None:
     play = in_tools()
     assert play >> returned("3") << PostChat
