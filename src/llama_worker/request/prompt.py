@@ -81,9 +81,12 @@ class Conversation(Struct, frozen=True, kw_only=True):
             head = _system_messages(bios, self.system_prompt, self.system_prompt_mode)
         return replace(self, head=head, body=(*self.body, *_with_volatile(added, _volatile(bios))))
 
-    def since_prompt(self, *, text: str, reasoning: str) -> list[ChatMessage]:
-        """From the user prompt on, with the model's last answer: what a follow-up continues."""
-        answer = [_assistant(text, reasoning)] if text or reasoning else []
+    def since_prompt(self, *, text: str, reasoning: str, has_answered: bool) -> list[ChatMessage]:
+        """From the user prompt on, with the model's last answer: what a follow-up continues.
+
+        An answer may be empty, as where exit tools were all that the model called.
+        """
+        answer = [_assistant(text, reasoning)] if has_answered or text or reasoning else []
         return [*self.body[self.prompt_at :], *answer]
 
     def messages(self) -> list[ChatMessage]:
@@ -261,8 +264,10 @@ class Prompts:
             )
         return request_body(self._config, self._submission.params, self._conversation)
 
-    def since_prompt(self, turn: Turn) -> list[ChatMessage]:
+    def since_prompt(self, turn: Turn, *, has_answered: bool) -> list[ChatMessage]:
         """The conversation from the user prompt on, with what the model said in `turn`."""
         if self._conversation is None:
             return []
-        return self._conversation.since_prompt(text=turn.said_text, reasoning=turn.said_reasoning)
+        return self._conversation.since_prompt(
+            text=turn.said_text, reasoning=turn.said_reasoning, has_answered=has_answered
+        )

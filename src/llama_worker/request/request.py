@@ -43,7 +43,13 @@ from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import encodable
 from llama_worker.stream.failure import StreamFailure, refuses_tools
 from llama_worker.stream.turn_end import Finished, LastWord, TurnOutcome
-from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
+from llama_worker.types.request import (
+    OutputChunk,
+    RequestFailReason,
+    RequestPhase,
+    RequestState,
+    RequestStatus,
+)
 
 Effect = (
     messages.WriteBios
@@ -384,7 +390,8 @@ class Request:
             case _ if self._turns_count and not self._turn.is_over:
                 effects.append(self._close_turn())
         self._tools.record_not_run(outcome.fail_reason or outcome.finish_reason, now)
-        conversation = self._prompts.since_prompt(self._turn)
+        has_answered = outcome.state is RequestState.COMPLETED
+        conversation = self._prompts.since_prompt(self._turn, has_answered=has_answered)
         outcome = outcome.for_host(self._config.api_key)
         record = build_record(self._totals, self._turn, self.progress(), outcome, conversation, now)
         self.state = states.Ended()

@@ -632,6 +632,22 @@ def test_native_tagged_exit_calls_count_at_the_end(prompted: bool) -> None:
     assert play.signals == [{"s": 1}]
 
 
+@pytest.mark.parametrize(
+    ("said", "prompted"), [(call("signal", "{}"), False), (TextDelta(TAGGED), True)]
+)
+def test_exit_calls_alone_are_an_answer(said: StreamEvent, prompted: bool) -> None:
+    play = asked(WITH_TOOLS, prompted=prompted)
+    assert play >> (said, CALLS, Done()) << CLOSE << Ends("stop", text="")
+    assert play.record is not None
+    assert play.record.result["conversation"] == [
+        play.body["messages"][-1],
+        {"role": "assistant", "content": ""},
+    ]
+    play = asked()
+    unanswered = [play.body["messages"][-1]]
+    assert play >> CANCEL << CLOSE << Ends("canceled", conversation=unanswered)
+
+
 ENDINGS: dict[str, Events] = {
     "completed": [(CALLS, Done())],
     "max_tokens": [(LENGTH, Done())],
