@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from llama_worker.responses.api.conversation import Item, chat_messages
+from llama_worker.responses.api.conversation import ChatMessages, Item
 from llama_worker.responses.api.events import ResponseEvents
 from llama_worker.responses.api.request import normalise
 from llama_worker.responses.api.store import Found, StoredResponse, stored_response
@@ -36,7 +36,7 @@ def allocated_bytes(items: list[Json]) -> int:
 
     tracemalloc.start()
     try:
-        chat_messages("", cast("list[Item]", watched()), NO_TOOLS, "user")
+        ChatMessages("", cast("list[Item]", watched()), NO_TOOLS, "user")
     finally:
         tracemalloc.stop()
     return total

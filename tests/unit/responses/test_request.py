@@ -48,7 +48,7 @@ ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": T
 def messages(
     *items: dict[str, Any], instructions: str = "", late_role: LateRole = "user"
 ) -> list[dict[str, Any]]:
-    return conversation.chat_messages(instructions, items, NO_TOOLS, late_role).messages
+    return conversation.ChatMessages(instructions, items, NO_TOOLS, late_role).messages
 
 
 def call(call_id: str, arguments: str = "{}") -> dict[str, Any]:

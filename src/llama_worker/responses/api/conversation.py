@@ -12,10 +12,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
-
-from msgspec import Struct
 
 from llama_worker.responses.api.tools import TOOL_SEARCH, ToolSet, custom_arguments, tool_set
 from llama_worker.responses.errors import ApiError
@@ -84,25 +82,6 @@ def item_type(item: Item) -> str:
     return "item_reference" if "id" in item else ""
 
 
-class ChatMessages(Struct, frozen=True):
-    """`warnings`: about items that were left out. `has_late`: instructions came after the
-    conversation had begun."""
-
-    messages: list[Message]
-    warnings: tuple[str, ...]
-    has_late: bool
-
-
-def chat_messages(
-    instructions: str, items: Sequence[Item], tools: ToolSet, late_role: LateRole
-) -> ChatMessages:
-    """Raises ApiError for what is malformed."""
-    writer = _Writer(instructions, tools, late_role)
-    for item in items:
-        writer.add(item)
-    return ChatMessages(writer.messages(), tuple(dict.fromkeys(writer.warnings)), writer.has_late)
-
-
 class _Turn:
     """The assistant's turn, as long as its items come."""
 
@@ -120,8 +99,14 @@ class _Turn:
         return message
 
 
-class _Writer:
-    def __init__(self, instructions: str, tools: ToolSet, late_role: LateRole) -> None:
+class ChatMessages:
+    """The `messages` that the items become. `warnings`: about items that were left out. `has_late`:
+    instructions came after the conversation had begun."""
+
+    def __init__(
+        self, instructions: str, items: Iterable[Item], tools: ToolSet, late_role: LateRole
+    ) -> None:
+        """Raises ApiError for what is malformed."""
         self.warnings: list[str] = []
         self.has_late = False
         self._tools = tools
@@ -134,8 +119,11 @@ class _Writer:
         self._turn: _Turn | None = None
         self._ids: dict[str, str] = {}  # the client's call ids to ours
         self._calls = 0
+        for item in items:
+            self._add(item)
+        self.messages = self._all()
 
-    def add(self, item: Item) -> None:
+    def _add(self, item: Item) -> None:
         match item_type(item):
             case "message":
                 self._message(item)
@@ -168,7 +156,7 @@ class _Writer:
             case kind:
                 self.warnings.append(f"input items of type {kind or 'unknown'!r} are ignored")
 
-    def messages(self) -> list[Message]:
+    def _all(self) -> list[Message]:
         if self._turn is not None and not self._turn.said and not self._turn.calls:
             # At the end, reasoning alone would be a beginning for the model to go on with.
             self._turn = None
@@ -272,8 +260,8 @@ class _Writer:
 
     def _names(self, tools: object) -> str:
         """Of tools that were found, as the model knows them; they are offered like the others."""
-        found, _ = tool_set(tools)
-        names = [self._tools.model_name(tool.namespace, tool.name) for tool in found.tools]
+        found = tool_set(tools).tools
+        names = [self._tools.model_name(tool.namespace, tool.name) for tool in found]
         return (
             f"These tools can be called now: {', '.join(names)}" if names else "No tool was found."
         )

@@ -15,9 +15,9 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.responses.api.conversation import (
+    ChatMessages,
     Item,
     LateRole,
-    chat_messages,
     item_type,
     plain_text,
 )
@@ -133,14 +133,14 @@ def normalise(
         _check_calls_of(own_items, (*history, *own_items))
     instructions, instruction_items = _instructions(body)
     items = (*instruction_items, *history, *own_items)
-    tools, tool_warnings = tool_set(
+    tools = tool_set(
         body.get("tools"), *(item.get("tools") for item in items if _brings_tools(item))
     )
     choice = tool_choice(body.get("tool_choice"), tools)
     text_format = _text_format(body.get("text"))
     conflict = _settle_conflict(choice, text_format)
     instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
-    chat_input = chat_messages(instructions, items, tools, late_role)
+    chat_input = ChatMessages(instructions, items, tools, late_role)
     if not chat_input.messages:
         raise ApiError(400, "the input is empty", param="input")
 
@@ -165,6 +165,10 @@ def normalise(
     store = body.get("store") is not False
     include = body.get("include")
     include = include if isinstance(include, list) else []
+    warnings = [*chat_input.warnings, *tools.warnings, *choice.warnings, *conflict.warnings]
+    warnings += [f"{key} is ignored" for key in _IGNORED_WITH_A_WARNING if body.get(key)]
+    if body.get("top_logprobs"):
+        warnings.append("log probabilities are not available")
     return ChatRequest(
         body=chat,
         tools=tools,
@@ -176,14 +180,7 @@ def normalise(
         store=store,
         seal_reasoning=not store
         or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
-        warnings=(
-            *chat_input.warnings,
-            *tool_warnings,
-            *choice.warnings,
-            *conflict.warnings,
-            *(f"{key} is ignored" for key in _IGNORED_WITH_A_WARNING if body.get(key)),
-            *(("log probabilities are not available",) if body.get("top_logprobs") else ()),
-        ),
+        warnings=tuple(dict.fromkeys(warnings)),
     )
 
 

@@ -49,11 +49,13 @@ class Tool(Struct, frozen=True, kw_only=True):
 
 
 class ToolSet(Struct, frozen=True):
-    """The tools of one request. `echo`: as its response repeats them."""
+    """The tools of one request. `echo`: as its response repeats them. `warnings`: about those that
+    are ignored."""
 
     by_name: Mapping[tuple[str | None, str], Tool] = {}
     by_model_name: Mapping[str, Tool] = {}
     echo: tuple[Json, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -86,9 +88,8 @@ class ToolSet(Struct, frozen=True):
 NO_TOOLS = ToolSet()
 
 
-def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
-    """The tools of all lists, and warnings about those that are ignored. A tool that comes again
-    replaces the first."""
+def tool_set(*lists: object) -> ToolSet:
+    """The tools of all lists. A tool that comes again replaces the first."""
     found: dict[tuple[str | None, str], Tool] = {}
     model_names: set[str] = set()
     echo: list[Json] = []
@@ -109,7 +110,7 @@ def tool_set(*lists: object) -> tuple[ToolSet, list[str]]:
                 found[namespace, tool["name"]] = _tool(tool, namespace, name)
             echo += _echo(entry, [tool for _, tool in kept])
     by_model_name = {tool.model_name: tool for tool in found.values()}
-    return ToolSet(found, by_model_name, tuple(echo)), list(dict.fromkeys(warnings))
+    return ToolSet(found, by_model_name, tuple(echo), tuple(warnings))
 
 
 def custom_input(arguments: str) -> str:
