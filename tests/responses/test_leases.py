@@ -272,6 +272,15 @@ def test_of_several_answers_every_one_is_awaited(
     assert reply.data.endswith(f"{second}data: [DONE]\n\n".encode())
 
 
+def test_of_several_answers_every_one_is_watched(make_stage: MakeStage) -> None:
+    stage = make_stage(slots=1, timeouts=TIMEOUTS)
+    chunk = {"choices": [{"index": 1, "delta": {"content": "A second "}}]}
+    words = [fs.Record(chunk), fs.Sleep(0.2)] * 10  # for longer than silence may last
+    reply = stage.say(*FINISHED, *words, fs.WaitClose(), n=2)
+    assert reply.data.count(b"A second ") == 10
+    assert b"stall_timeout" in reply.data
+
+
 # ---------------------------------------------------------------- slots
 
 

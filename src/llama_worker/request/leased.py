@@ -50,7 +50,13 @@ from llama_worker.request.progress import Progress, TurnProgress
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
 from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.stream.events import ReasoningDelta, ServerError, StreamEvent, TextDelta
+from llama_worker.stream.events import (
+    Finish,
+    ReasoningDelta,
+    ServerError,
+    StreamEvent,
+    TextDelta,
+)
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, TurnOutcome
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
@@ -97,8 +103,9 @@ _State = _Streaming | _ReadingRest | _Over | _Disconnected | _Ended
 
 
 class LeasedRequest:
-    """`in_one_piece`: its reply comes at once when it is complete, not as a stream. `question`:
-    what is asked, in short; the same where its client asks again."""
+    """`in_one_piece`: its reply comes at once when it is complete, not as a stream. `answers`: how
+    many are asked for, each with an end. `question`: what is asked, in short; the same where its
+    client asks again."""
 
     def __init__(
         self,
@@ -108,6 +115,7 @@ class LeasedRequest:
         unix_offset: float,
         has_media: bool = False,
         in_one_piece: bool = False,
+        answers: int = 1,
         offers_tools: bool = False,
         question: str = "",
     ) -> None:
@@ -115,6 +123,7 @@ class LeasedRequest:
         self.given_up: Outcome | None = None  # by the worker, and why
         self._api_key = api_key
         self._in_one_piece = in_one_piece
+        self._answers_left = answers
         self._offers_tools = offers_tools
         self._question = question
         self._totals = RequestTotals(
@@ -158,6 +167,8 @@ class LeasedRequest:
                     self._text_chars += len(text)
                 case ReasoningDelta(text=text):
                     self._reasoning_chars += len(text)
+                case Finish() if self._answers_left > 1:
+                    self._answers_left -= 1
                 case _ if isinstance(event, LastWord):
                     self._conclude(self._turn_end.feed(event, at))
 

@@ -97,9 +97,10 @@ class Exchange:
         elif not ask(self._proxy, entering, reply):
             raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
 
-    def lease(self, job_name: str, chat: Mapping[str, Any]) -> None:
+    def lease(self, job_name: str, chat: Mapping[str, Any], *, answers: int = 1) -> None:
         """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
-        where there is none. `chat`: the body that is sent, whatever is in it."""
+        where there is none. `chat`: the body that is sent, whatever is in it; `answers`: how many
+        of them are looked at."""
         grant, messages = self.upstream.grant, chat.get("messages")
 
         def order(reply: WorkerFuture[SubmitResult]) -> Lease:
@@ -111,6 +112,7 @@ class Exchange:
             tell_lease=None if grant is None else lambda: self._watch.tell(order(WorkerFuture())),
             has_media=_has_media(messages),
             in_one_piece=chat.get("stream") is not True,
+            answers=answers,
             offers_tools=bool(chat.get("tools")),
             question=_question(messages),
         )

@@ -12,6 +12,7 @@ from http import HTTPStatus
 
 from msgspec import Struct
 
+from llama_worker.config.validation import as_count
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange, no_stream
 from llama_worker.responses.http.client import Client
@@ -63,13 +64,12 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     """Send it on, and what comes back. Raises ApiError where nothing did, OSError where the
     client's connection is broken, or is to be."""
     exchange.enter()
-    has_one_end = False  # where several answers come at once, others follow the first one's end
     is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
     if is_chat:
         chat = session.json_of(request.body)
         chat = chat if isinstance(chat, Mapping) else {}
-        has_one_end = chat.get("n") in (None, 1)
-        exchange.lease(f"responses:chat_{uuid.uuid4().hex}", chat)
+        answers = as_count(chat.get("n")) or 1
+        exchange.lease(f"responses:chat_{uuid.uuid4().hex}", chat, answers=answers)
     leased, endpoint = exchange.leased, exchange.upstream.endpoint
     has_body = (
         request.body or request.header("content-length") or request.header("transfer-encoding")
@@ -92,7 +92,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     with contextlib.closing(reply):
         if leased.request_id and reply.status == HTTPStatus.OK:
             leased.opened(time.monotonic())
-        _pass_back(reply, exchange, request, client, has_one_end=has_one_end)
+        _pass_back(reply, exchange, request, client)
 
 
 def _pass_back(
@@ -100,8 +100,6 @@ def _pass_back(
     exchange: Exchange,
     request: HttpRequest,
     client: Client,
-    *,
-    has_one_end: bool,
 ) -> None:
     try:
         client.begin(
@@ -117,10 +115,10 @@ def _pass_back(
     leased = exchange.leased
     is_refused, said = reply.status != HTTPStatus.OK, bytearray()
     is_stream = "text/event-stream" in reply.header("content-type")
-    decoder = StreamDecoder() if is_stream and leased.request_id else None
+    decoder = StreamDecoder(every_choice=True) if is_stream and leased.request_id else None
     while True:
         try:
-            piece = _next_piece(reply, leased.settled_at if has_one_end else None)
+            piece = _next_piece(reply, leased.settled_at)
         except OSError as error:
             broken = disconnected("in mid-stream", str(error))
             failure = leased.closed(

@@ -40,9 +40,11 @@ _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an er
 
 
 class StreamDecoder:
-    """From a response body's bytes, split anywhere, to its events."""
+    """From a response body's bytes, split anywhere, to its events. `every_choice`: also of the
+    answers behind the first, where several were asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, every_choice: bool = False) -> None:
+        self._every_choice = every_choice
         # records with data so far, those that gave no event and those after an error included
         self.data_records = 0
         self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
@@ -73,7 +75,7 @@ class StreamDecoder:
                     self._run.append(delta.content or delta.reasoning_content or "")
                 else:
                     self._end_run()
-                    decoded = decode_record(record, self._delta_kinds)
+                    decoded = decode_record(record, self._delta_kinds, self._every_choice)
                     self._delta_kinds.update(map(type, decoded))
                     self._events += decoded
         except ProtocolError as error:
@@ -142,7 +144,9 @@ def _plain_delta(record: SseRecord) -> _Delta | None:
 # ---------------------------------------------------------------- any record
 
 
-def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple[StreamEvent, ...]:
+def decode_record(
+    record: SseRecord, delta_kinds: Container[type] = (), every_choice: bool = False
+) -> tuple[StreamEvent, ...]:
     """One record: progress, reasoning, text, tool calls, finish, usage, timings, error, in this
     order.
 
@@ -160,20 +164,21 @@ def decode_record(record: SseRecord, delta_kinds: Container[type] = ()) -> tuple
         raise ProtocolError(f"a record of the stream is not JSON: {_shown(record)}") from None
     if not isinstance(chunk, dict):
         raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record)}")
-    events = tuple(_events(chunk, delta_kinds))
+    events = tuple(_events(chunk, delta_kinds, every_choice=every_choice))
     if not any(isinstance(event, _CONTENT) for event in events):
         events += tuple(_unknown_content(chunk))
     return events or (EmptyRecord(),)
 
 
-def _events(chunk: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:
+def _events(
+    chunk: dict[str, Any], delta_kinds: Container[type], *, every_choice: bool
+) -> Iterator[StreamEvent]:
     progress = chunk.get("prompt_progress")
     if isinstance(progress, dict):
         processed, total = as_count(progress.get("processed")), as_count(progress.get("total"))
         if processed is not None and total is not None:
             yield PromptReport(processed, total, as_count(progress.get("cache")) or 0)
-    choice = _first_choice(chunk)
-    if choice:
+    for choice in _choices(chunk, every_choice=every_choice):
         yield from _choice_events(choice, delta_kinds)
     usage = chunk.get("usage")
     if isinstance(usage, dict):
@@ -190,7 +195,7 @@ def _events(chunk: dict[str, Any], delta_kinds: Container[type]) -> Iterator[Str
 
 def _unknown_content(chunk: dict[str, Any]) -> Iterator[UnknownContent]:
     """What is neither read here nor the same, or a clock, in every record."""
-    choice = _first_choice(chunk) or {}
+    choice = next(iter(_choices(chunk)), {})
     delta = choice.get("delta")
     unknown = [
         {key: value for key, value in part.items() if key not in known and value}
@@ -201,12 +206,15 @@ def _unknown_content(chunk: dict[str, Any]) -> Iterator[UnknownContent]:
         yield UnknownContent(hash(json.dumps(unknown, sort_keys=True)))
 
 
-def _first_choice(chunk: dict[str, Any]) -> dict[str, Any] | None:
-    choices = chunk.get("choices")
+def _choices(chunk: dict[str, Any], *, every_choice: bool = False) -> list[dict[str, Any]]:
+    """The first answer's, or each one's."""
+    found, choices = [], chunk.get("choices")
     for choice in choices if isinstance(choices, list) else ():
-        if isinstance(choice, dict) and choice.get("index") in (0, None):
-            return choice
-    return None
+        if isinstance(choice, dict) and (every_choice or choice.get("index") in (0, None)):
+            found.append(choice)
+            if not every_choice:
+                break
+    return found
 
 
 def _choice_events(choice: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:

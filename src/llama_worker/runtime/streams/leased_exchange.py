@@ -56,6 +56,7 @@ class LeasedExchange:
         tell_lease: Callable[[], object] | None = None,
         has_media: bool = False,
         in_one_piece: bool = False,
+        answers: int = 1,
         offers_tools: bool = False,
         question: str = "",
     ) -> None:
@@ -67,6 +68,7 @@ class LeasedExchange:
             LeasedRequest,
             has_media=has_media,
             in_one_piece=in_one_piece,
+            answers=answers,
             offers_tools=offers_tools,
             question=question,
         )
