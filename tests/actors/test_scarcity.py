@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
+from zoneinfo import ZoneInfo
 
 import psutil
 import pytest
@@ -118,6 +119,17 @@ def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped
     with no_descriptors():
         rig.stop()
     rig.wait_gone(0.0)
+
+
+def test_a_zone_is_read_once(make_worker: MakeWorker) -> None:
+    """Every prompt has the time."""
+    rig = make_worker(timezone_name="Europe/Vienna", restart=SUSPICIOUS)
+    ZoneInfo.clear_cache()  # as by a host that uses many of them
+    eventually(lambda: rig.journal.facts("request", path="/slots"), "the look at /slots")
+    eventually(lambda: not sockets_to(rig.config.port), "its connection's end")
+    with no_descriptors():
+        assert rig.run()["fail_reason"] == "unknown_error"
+    assert_as_before(rig)
 
 
 @pytest.mark.parametrize("lack", ["can't start new thread", "Too many open files"])

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import UTC, tzinfo
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 from zoneinfo import ZoneInfo
@@ -211,8 +211,8 @@ class WorkerConfig:
 
     @property
     def timezone(self) -> tzinfo:
-        """The zone of `timezone_name`; UTC needs no zone database."""
-        return UTC if self.timezone_name == "UTC" else ZoneInfo(self.timezone_name)
+        """The zone of `timezone_name`."""
+        return _zone(self.timezone_name)
 
     @property
     def config_hash(self) -> str:
@@ -309,12 +309,18 @@ def _check_host(field: str, host: Any) -> None:
 def _check_zone(field: str, name: Any) -> None:
     checked_str(field, name, empty=False)
     try:
-        if name != "UTC":
-            ZoneInfo(name)
+        _zone(name)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
             f"{field} {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is needed"
         ) from error
+
+
+@cache
+def _zone(name: str) -> tzinfo:
+    """Read once and kept, since each request asks for it: the zone database's file may be out of
+    reach by then. UTC needs none."""
+    return UTC if name == "UTC" else ZoneInfo(name)
 
 
 def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
