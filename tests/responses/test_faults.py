@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 
 from llama_worker.responses import app
+from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.testing import scripts as fs
+from tests.actors.conftest import WAIT_S, no_threads
 from tests.responses.conftest import Client, MakeClient, Through, answer
 
 Steps = list[fs.Step]
@@ -119,3 +122,10 @@ def test_missing_usage_is_not_awaited_for_long(fake: Client) -> None:
     events = fake.stream(*HALF, fs.Finish(), fs.WaitClose())
     assert events[-1]["type"] == "response.completed"
     fake.journal.wait("client_closed")
+
+
+def test_a_proxy_without_a_thread_says_so_and_can_be_closed() -> None:
+    proxy = ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0))
+    lacks = pytest.raises(RuntimeError, match="new thread")
+    with contextlib.closing(proxy), no_threads("responses"), lacks:
+        proxy.start().get(timeout=WAIT_S)

@@ -10,8 +10,8 @@ and the store of responses.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 from llama_worker.actors.base import LiveSet, Ref, SupervisedActor, message_types
@@ -32,6 +32,7 @@ from llama_worker.responses.messages import (
     StartListening,
     StopListening,
 )
+from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.real import RealHost
 
 _logger = logging.getLogger("llama_worker.responses")
@@ -101,10 +102,12 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
         if self._alive or self._stopped:
             reply.fail(RuntimeError("a Responses proxy is started once"))
             return
+        try:
+            start_thread("llama_worker-responses", partial(self._listen, self.me()))
+        except RuntimeError as error:  # the system has no thread left
+            reply.fail(error)
+            return
         self._starting, self._alive = reply, True
-        threading.Thread(
-            target=self._listen, args=(self.me(),), name="llama_worker-responses", daemon=True
-        ).start()
 
     def _listen(self, me: Ref[ProxyMessage]) -> None:
         """The listener's thread; those that it starts are daemons like itself."""
