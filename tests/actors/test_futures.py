@@ -242,7 +242,7 @@ def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
     assert type(error).__name__ in capsys.readouterr().err
 
 
-def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
+def test_a_callback_without_a_thread_fails_no_answer_and_follows(
     future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(futures, "_callbacks", futures._CallbackThread())
@@ -250,9 +250,10 @@ def test_an_answer_does_not_fail_where_no_thread_can_be_started_for_a_callback(
     future.add_done_callback(lambda _: called.set())
     with no_threads():
         future.answer(1)
-    assert future.get(timeout=WAIT_S) == 1
-    assert "can't start new thread" in caplog.text
-    assert not called.is_set()
+        assert future.get(timeout=WAIT_S) == 1
+        assert "can't start new thread" in caplog.text
+        assert not called.is_set()
+    assert called.wait(WAIT_S)
 
 
 # ---------------------------------------------------------------- a value that is handed over

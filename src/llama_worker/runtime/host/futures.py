@@ -23,6 +23,7 @@ import pykka
 T = TypeVar("T")
 W = TypeVar("W")
 _SWEEP_MIN = 64
+_RETRY_S = 0.25  # a thread that could not be started is tried again
 _UNNOTICED_S = 1.0  # longest time a signal may go unnoticed by the main thread
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 _logger = logging.getLogger("llama_worker.futures")
@@ -296,19 +297,35 @@ class _CallbackThread:
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._starting = threading.Lock()  # nobody waits for it
         self._thread: threading.Thread | None = None
+        self._is_late = False  # it could not be started at once
 
     def run(self, call: Callable[[], object]) -> None:
         self._calls.put(call)
+        if not self._is_late:
+            self._start()
+
+    def _start(self) -> None:
+        """Unless it runs. Where no thread is left, the calls are made once there is one."""
         if self._thread is None and self._starting.acquire(blocking=False):
             try:
                 if self._thread is None:
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     thread.start()
                     self._thread = thread
-            except RuntimeError:  # the host exits (Python 3.12 on); no reason for an actor to die
-                log_exception(_logger, "a callback of the host is not made")
+            except RuntimeError:  # or the host exits (3.12 on); no reason for an actor to die
+                self._start_later()
             finally:
                 self._starting.release()
+
+    def _start_later(self) -> None:
+        from llama_worker.runtime.host.timers import call_at  # which imports this module
+
+        if not self._is_late:
+            log_exception(_logger, "a callback of the host has to wait")
+        self._is_late = False
+        with contextlib.suppress(RuntimeError):  # the timers have no thread, either
+            call_at(time.monotonic() + _RETRY_S, self._start)
+            self._is_late = True
 
     def _run(self) -> None:
         while True:
