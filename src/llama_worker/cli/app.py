@@ -17,7 +17,7 @@ from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
 from llama_worker.cli.text import wrapped
 from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset, TimeoutProfile
-from llama_worker.errors import LlamaWorkerError
+from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.runtime.process.free_port import free_port
 
@@ -52,7 +52,7 @@ def run_app(arguments: Sequence[str]) -> int:
         return ended.code if isinstance(ended.code, int) else exits.FAILED
     except OSError as error:
         return _ended_by(error)
-    except UsageProblem as problem:
+    except (UsageProblem, ConfigError) as problem:  # every value is an option's
         _complain(problem)
         return exits.USAGE
     except (Problem, LlamaWorkerError, TypeError, ValueError) as problem:

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from llama_worker import ConfigError, WorkerConfig, load_config
 from llama_worker.cli import doctor_facts, doctor_findings, exits
-from llama_worker.cli.doctor_facts import ServerFacts
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import find_model
@@ -59,7 +58,9 @@ def _examine(
 ) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
     with interrupts.raising():  # a program that does not end is ended, too
-        server = _found("llama-server", findings, partial(_server, server_named))
+        server = _found(
+            "llama-server", findings, partial(doctor_facts.look_at_server, server_named)
+        )
         machine = doctor_facts.look_at_machine()
     if server is not None:
         findings += doctor_findings.of_server(server)
@@ -135,10 +136,6 @@ def _found(subject: str, findings: list[Finding], look: Callable[[], T]) -> T | 
     except Problem as problem:
         findings.append(doctor_findings.of_problem(subject, problem))
         return None
-
-
-def _server(named: str | None) -> ServerFacts:
-    return doctor_facts.look_at_server(find_server(named))
 
 
 def _program(config: WorkerConfig) -> str | None:

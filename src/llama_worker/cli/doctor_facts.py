@@ -21,13 +21,12 @@ import psutil
 from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
-from llama_worker.cli.servers import make_ready
+from llama_worker.cli.servers import find_server, make_ready
 from llama_worker.config.command_flags import KnownFlags, read_help
 from llama_worker.config.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.runtime.probes.gpu_watch import gpus_in_use
 from llama_worker.runtime.probes.liveness_probes import NvidiaProbe
-from llama_worker.runtime.process.server_program import FoundServer
 from llama_worker.server.traits import build_number, server_traits
 
 _ASK_S = 20.0  # a first look at a GPU's driver may take seconds
@@ -81,8 +80,10 @@ class Trial:
     system_role: bool | None
 
 
-def look_at_server(found: FoundServer) -> ServerFacts:
-    """Runs the program twice, for its version and its devices."""
+def look_at_server(named: str | None) -> ServerFacts:
+    """Runs the program twice, for its version and its devices. Raises Problem where there is
+    none."""
+    found = find_server(named)
     code, said = _run(found.path, "--version")
     found_versions = re.findall("^version:(.*)", said, re.MULTILINE) if code == 0 else []
     return ServerFacts(

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker import ConfigError, LlamaWorker, TimeoutProfile, WorkerConfig, free_port
+from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, free_port
 from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
@@ -40,7 +40,7 @@ def serve(upstream: ServerChoice, *, api_key_env: str | None, **config: Any) -> 
     `config`: the other fields of ResponsesProxyConfig.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         api_key = _api_key(api_key_env)
         _check_ca_file(config["ca_file"])
         with (
@@ -49,10 +49,6 @@ def serve(upstream: ServerChoice, *, api_key_env: str | None, **config: Any) -> 
         ):
             proxied = ResponsesProxyConfig(upstream=url, api_key=api_key, **config)
             _serve(proxied, worker, interrupts)
-    except KeyboardInterrupt:
-        pass
-    except ConfigError as error:  # every value is an option's
-        raise UsageProblem(str(error)) from error
     return exits.DONE
 
 
