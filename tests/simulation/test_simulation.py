@@ -104,6 +104,12 @@ CALM = (1.0, 0.046593980057776534)
             (37.671232876712324, 3.424657534246575),
             id="a request ended badly beside another while the worker drained",
         ),
+        pytest.param(
+            20034866699390,
+            2.8539235841697046,
+            (37.671232876712324, 3.424657534246575),
+            id="three slots wrote many tokens in one slow batch",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(

@@ -162,8 +162,12 @@ class World(Bench):
             ),
         )
         tokens = 1 + int(dice.log_between(1, 300))
-        # as long as a batch
-        step_s = math.inf if self.build.cpu_shows else 0.1 * self.profile.headers_timeout_s
+        # A batch is as long, with that of other slots. On a real server each token is one: a slot
+        # that writes does not stand still for as long as it takes to be suspected.
+        if self.build.cpu_shows:
+            step_s = 0.2 * (self.profile.suspect_after_s or math.inf)
+        else:
+            step_s = 0.1 * self.profile.headers_timeout_s
         reply = Reply(
             key=f"r{request_id}t{exchange}",
             prompt_tokens=10 + int(dice.log_between(1, max(2, longest))),
