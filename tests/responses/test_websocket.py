@@ -175,6 +175,19 @@ def test_a_client_that_reads_nothing_is_cut_off(make_fake: MakeClient) -> None:
         fake.journal.wait("client_closed", timeout=WAIT_S)
 
 
+@pytest.mark.parametrize("store", [True, False])
+def test_a_continuation_may_refer_to_items(fake: Client, store: bool) -> None:
+    stored = fake.create(*plain_reply(Text("once stored"))).json
+    with opened(fake) as socket:
+        latest = turn(socket, create(*plain_reply(Text("just said")), store=store))[-1]["response"]
+        ids = [response["output"][0]["id"] for response in (stored, latest)]
+        items = [{"type": "item_reference", "id": item_id} for item_id in ids]
+        again = create(store=store, previous_response_id=latest["id"], input=items)
+        assert turn(socket, again)[-1]["type"] == "response.completed"
+    said = [message["content"] for message in fake.last_chat()["messages"]]
+    assert said == ["Hi", "just said", "once stored", "just said"]
+
+
 def test_what_it_keeps_of_a_conversation_is_bounded(make_fake: MakeClient) -> None:
     fake = make_fake(max_stored_bytes=1000)
     with opened(fake) as socket:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.api.compaction import compacted, compaction_request
@@ -181,7 +182,9 @@ class ResponsesApp:
         try:
             body = parse_create(message)
             if latest is not None and body.get("previous_response_id") == latest.response_id:
-                recalled, kept = latest.recalled(), None
+                kept = None
+                referred = replace(references(body), previous_response_id=None)
+                recalled = latest.recalled(self._recall(referred).items)
                 size_bytes += latest.size_bytes
             else:
                 recalled = self._recall(references(body))
@@ -237,8 +240,10 @@ class LatestResponse(Struct, frozen=True, kw_only=True):
     items: tuple[Item, ...]
     size_bytes: int  # of what the client sent for it, about
 
-    def recalled(self) -> Recalled:
-        return Recalled(history=self.items, items={})
+    def recalled(self, stored: Mapping[str, Item]) -> Recalled:
+        """`stored`: what the request refers to; what is not stored may be here."""
+        ours = {item["id"]: item for item in self.items if isinstance(item.get("id"), str)}
+        return Recalled(history=self.items, items={**ours, **stored})
 
 
 def _unknown(response_id: str) -> ApiError:
