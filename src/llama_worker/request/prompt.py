@@ -32,7 +32,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
 
     head: tuple[ChatMessage, ...]  # system messages: BIOS, then the caller's
     body: tuple[ChatMessage, ...]
-    prompt_at: int  # where in the body the user prompt is; before it is what the caller had
+    prompt_at: int  # where in the body the user prompt is, or would be; before it: the caller's
     system_prompt: str
     system_prompt_mode: SystemPromptMode
     prompted: bool  # tools by text: the server knows of none
@@ -48,12 +48,13 @@ class Conversation(Struct, frozen=True, kw_only=True):
         """
         system_prompt, mode = submission.system_prompt, config.system_prompt_mode
         body, user_prompt = copy.deepcopy(list(submission.messages)), submission.user_prompt
+        prompt_at = len(body)
         if user_prompt or not body or body[-1].get("role") not in ("user", "tool"):
             body.append({"role": "user", "content": user_prompt})
         return cls(
             head=_system_messages(_stable(bios), system_prompt, mode),
             body=_with_volatile(body, _volatile(bios)),
-            prompt_at=len(body) - 1,
+            prompt_at=prompt_at,
             system_prompt=system_prompt,
             system_prompt_mode=mode,
             prompted=prompted,

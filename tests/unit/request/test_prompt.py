@@ -102,10 +102,12 @@ PART = {"type": "text", "text": "q"}
 )
 def test_a_needless_empty_prompt_is_left_out(last: Any, content: Any) -> None:
     before = copy.deepcopy(last)
-    messages = begin(messages=[last], user_prompt="").messages()
-    assert len(messages) == 2
-    assert messages[-1] == {**before, "content": content}
+    it = begin(messages=[last], user_prompt="")
+    assert len(it.messages()) == 2
+    assert it.messages()[-1] == {**before, "content": content}
     assert last == before
+    answer = {"role": "assistant", "content": "a"}
+    assert it.since_prompt(text="a", reasoning="", has_answered=True) == [answer]
 
 
 # ---------------------------------------------------------------- continuation after tools
