@@ -601,6 +601,13 @@ def test_built_in_tools_are_ignored_with_a_warning() -> None:
     assert len(request.warnings) == 3
 
 
+@pytest.mark.parametrize(("truncation", "warnings"), [("auto", 1), ("disabled", 0), (None, 0)])
+def test_truncation_is_ignored_with_a_warning(truncation: str | None, warnings: int) -> None:
+    request = normalise({"input": "a", "truncation": truncation})
+    assert len(request.warnings) == warnings
+    assert request.echo["truncation"] == "disabled"
+
+
 @pytest.mark.parametrize(
     ("choice", "tools", "constrained"),
     [("auto", True, False), ("required", True, False), ("none", False, True)],

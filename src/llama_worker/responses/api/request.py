@@ -169,6 +169,8 @@ def normalise(
     warnings += [f"{key} is ignored" for key in _IGNORED_WITH_A_WARNING if body.get(key)]
     if body.get("top_logprobs"):
         warnings.append("log probabilities are not available")
+    if body.get("truncation") == "auto":
+        warnings.append("truncation is ignored")
     return ChatRequest(
         body=chat,
         tools=tools,
