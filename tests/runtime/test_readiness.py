@@ -91,6 +91,20 @@ def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch) -> 
     assert [(probed.epoch, probed.outcome) for probed in told] == [(3, ProbeOutcome.NO_NEWS)]
 
 
+def test_what_a_server_is_asked_while_something_lacks_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once only is it asked for its traits: what is unknown then is unknown for its whole life."""
+    told: list[Probed] = []
+    answers: list[Any] = [(200, b"{}"), OSError(errno.EMFILE, "no descriptor")]
+    monkeypatch.setattr(readiness, "ask", Mock(side_effect=answers))
+    monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
+    monkeypatch.setattr(readiness, "run_probe", lambda probe: probe())
+    host: Any = SimpleNamespace(tell=told.append)
+    ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
+    assert [probed.outcome for probed in told] == [ProbeOutcome.NO_NEWS]
+
+
 # ---------------------------------------------------------------- port
 
 
