@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ import pytest
 from llama_worker.errors import is_shortage
 from llama_worker.runtime.probes import liveness_probes as probes
 from llama_worker.runtime.probes.liveness_probes import NvidiaProbe, ProcessProbe, process_evidence
+from llama_worker.runtime.probes.readiness import owns_port
 from llama_worker.types.hooks import LivenessEvidence
 from tests.scripted_nvml import NVMLError, ScriptedNvml
 
@@ -127,6 +129,20 @@ def test_a_look_without_a_descriptor_is_no_look(start: Start) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert is_shortage(raised.value)
     assert probe.probe(pid, 10.0) is not None
+
+
+def test_half_a_look_without_a_descriptor_misleads_nobody(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may be a child of what was started: it was taken for a stranger on its port."""
+    pid = start(PARENT)
+    lack = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=lack))
+    for look in (lambda: owns_port(pid, 1), lambda: ProcessProbe().probe(pid, 0.0)):
+        with pytest.raises(OSError, match="Too many open files"):
+            look()
+    assert process_evidence(pid) == {"root_pid": pid, "processes_count": 1, "processes": []}
+    assert probes.anon_bytes(pid) is None
 
 
 def test_children_are_looked_up_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

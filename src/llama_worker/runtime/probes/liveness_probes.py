@@ -3,7 +3,8 @@ kill.
 
 A new probe has the methods of `types.hooks.LivenessProbe`, and is made in `default_probes`. It
 keeps what it saw before: it belongs to one worker and is called by one thread at a time. Whatever
-cannot be read is no news; nothing here raises because a process ended or may not be looked at.
+cannot be read is no news; nothing here raises because a process ended or may not be looked at. What
+this machine lacks for a look, a descriptor, is raised as it is: half a look would mislead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final
 import psutil
 from msgspec import Struct
 
+from llama_worker.errors import is_shortage
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
 from llama_worker.types.hooks import LivenessEvidence, LivenessProbe
 
@@ -65,13 +67,8 @@ class ProcessProbe:
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
         """What the server did lately; None at the first look, and where the root is gone or cannot
-        be read.
-
-        Raises OSError where this machine lacks a descriptor for the look.
-        """
+        be read."""
         root = _read_stat(f"{self._proc}/{root_pid}/stat")
-        if root is None:
-            os.close(os.open(os.devnull, os.O_RDONLY))  # raises where there is no descriptor left
         if root is None or root.dead:
             return None
         if self._root != root.key(root_pid):  # another process, be it with the same pid
@@ -154,8 +151,11 @@ class NvidiaProbe:
 
 def anon_bytes(root_pid: int) -> int | None:
     """RssAnon and VmSwap of the tree: what a leak grows, and mapped model files do not. None: it
-    cannot be seen."""
-    amounts = [_ANON.findall(_read(f"{PROC}/{pid}/status") or "") for pid in tree_pids(root_pid)]
+    cannot be seen. Never raises."""
+    amounts: list[list[str]] = []
+    with suppress(OSError):
+        pids = tree_pids(root_pid)
+        amounts = [_ANON.findall(_read(f"{PROC}/{pid}/status") or "") for pid in pids]
     sizes = [int(kib) * 1024 for amount in amounts for kib in amount]
     return sum(sizes) if sizes else None
 
@@ -166,29 +166,34 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
     At most 16 processes with 64 threads each. Command lines are left out: they may hold secrets,
     and reading them can hang with the process.
     """
-    processes = []
-    pids = tree_pids(root_pid)
-    for pid in pids[:MAX_PROCESSES]:
-        stat = _read_stat(f"{PROC}/{pid}/stat")
-        if stat is not None:
-            processes.append(
-                {
-                    "pid": pid,
-                    "name": stat.name,
-                    "state": stat.state,
-                    "uid": _uid(pid),
-                    "cpu_ticks": stat.cpu_ticks,
-                    "major_faults": stat.major_faults,
-                    "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
-                    "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
-                    "wchan": _read(f"{PROC}/{pid}/wchan") or "",
-                    # root alone may read it
-                    "stack": (_read(f"{PROC}/{pid}/stack") or "").partition("\n")[0],
-                    "threads_count": stat.threads_count,
-                    "threads": thread_states(pid),
-                }
-            )
+    processes: list[dict[str, Any]] = []
+    pids: tuple[int, ...] = (root_pid,)
+    with suppress(OSError):
+        pids = tree_pids(root_pid)
+        processes += filter(None, map(_process_state, pids[:MAX_PROCESSES]))
     return {"root_pid": root_pid, "processes_count": len(pids), "processes": processes}
+
+
+def _process_state(pid: int) -> dict[str, Any] | None:
+    """None where the process is gone."""
+    stat = _read_stat(f"{PROC}/{pid}/stat")
+    if stat is None:
+        return None
+    return {
+        "pid": pid,
+        "name": stat.name,
+        "state": stat.state,
+        "uid": _uid(pid),
+        "cpu_ticks": stat.cpu_ticks,
+        "major_faults": stat.major_faults,
+        "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
+        "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
+        "wchan": _read(f"{PROC}/{pid}/wchan") or "",
+        # root alone may read it
+        "stack": (_read(f"{PROC}/{pid}/stack") or "").partition("\n")[0],
+        "threads_count": stat.threads_count,
+        "threads": thread_states(pid),
+    }
 
 
 def _uid(pid: int) -> int | None:
@@ -201,14 +206,10 @@ def thread_states(pid: int) -> list[dict[str, Any]]:
     """`{tid, name, state, cpu_ticks}` of the first 64 threads, with `wchan` where the kernel tells
     it.
 
-    Empty where the process is gone. Never raises.
+    Empty where the process is gone.
     """
-    try:
-        tids = sorted(int(name) for name in os.listdir(f"{PROC}/{pid}/task"))
-    except (OSError, ValueError):
-        return []
     threads = []
-    for tid in tids[:MAX_THREADS]:
+    for tid in sorted(_tids(pid))[:MAX_THREADS]:
         stat = _read_stat(f"{PROC}/{pid}/task/{tid}/stat")
         if stat is None:
             continue
@@ -253,7 +254,8 @@ def serving_pids(pids: tuple[int, ...]) -> tuple[int, ...]:
 def _listens(pid: int) -> bool:
     try:
         return bool(listening_ports(psutil.Process(pid)))
-    except (psutil.Error, OSError, ValueError):
+    except (psutil.Error, OSError, ValueError) as error:
+        _raise_if_lacking(error)
         return False
 
 
@@ -276,16 +278,25 @@ def tree_pids(root_pid: int) -> tuple[int, ...]:
 def _children(pid: int) -> list[int]:
     """As the kernel lists them: psutil reads every process of the machine for that."""
     pids: list[int] = []
-    with suppress(OSError, ValueError):
-        for tid in os.listdir(f"{PROC}/{pid}/task"):
-            pids += map(int, (_read(f"{PROC}/{pid}/task/{tid}/children") or "").split())
+    for tid in _tids(pid):
+        pids += map(int, (_read(f"{PROC}/{pid}/task/{tid}/children") or "").split())
     return pids
+
+
+def _tids(pid: int) -> list[int]:
+    """Of its threads; none where it is gone."""
+    try:
+        return [int(name) for name in os.listdir(f"{PROC}/{pid}/task")]
+    except OSError as error:
+        _raise_if_lacking(error)
+        return []
 
 
 def _children_by_psutil(root_pid: int) -> list[int]:
     try:
         return [child.pid for child in psutil.Process(root_pid).children(recursive=True)]
-    except (psutil.Error, OSError, ValueError):
+    except (psutil.Error, OSError, ValueError) as error:
+        _raise_if_lacking(error)
         return []
 
 
@@ -339,5 +350,11 @@ def _read(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
-    except OSError:
+    except OSError as error:
+        _raise_if_lacking(error)
         return None
+
+
+def _raise_if_lacking(error: Exception) -> None:
+    if is_shortage(error):
+        raise error
