@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams import stream_reader
 from llama_worker.runtime.streams.stream_reader import StreamReader
+from llama_worker.stream import decoder
 from llama_worker.stream.events import Finish, PromptReport, TextDelta, ToolCallDelta
 from llama_worker.types.request import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
@@ -197,6 +199,27 @@ def test_text_between_headers_and_garbage_is_told(rig: Rig) -> None:
     assert rig.told.events() == [TextDelta("a")]
     assert failure is not None
     assert "in mid-stream: it is not HTTP any more" in failure.detail
+
+
+@pytest.mark.parametrize("is_flushed", [True, False])
+def test_without_memory_for_a_record_what_came_before_is_told(
+    streaming: Rig, monkeypatch: pytest.MonkeyPatch, is_flushed: bool
+) -> None:
+    """Whoever flushes is an actor, which is not to die of it."""
+    monkeypatch.setattr(decoder, "decode_record", Mock(side_effect=MemoryError))
+    streaming.server.sendall(text("a"))
+    streaming.batches()
+    long_call = {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 40_000}}]}
+    streaming.server.sendall(text("b") + record({} if is_flushed else long_call))
+    if is_flushed:
+        streaming.reader.flush()
+    failure = streaming.told.wait_closed().failure
+    assert "".join(event.text for event in streaming.told.events()) == "ab"
+    assert failure is not None
+    assert (failure.reason, failure.detail) == (
+        RequestFailReason.UNKNOWN_ERROR,
+        "there is no memory to read the stream",
+    )
 
 
 def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:

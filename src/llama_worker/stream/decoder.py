@@ -48,6 +48,7 @@ class StreamDecoder:
         # records with data so far, those that gave no event and those after an error included
         self.data_records = 0
         self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
+        self.lacks_memory = False  # that is why: no fault of the stream's
         self._sse = SseDecoder()
         self._events: list[StreamEvent] = []  # of the bytes fed just now
         self._run_kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
@@ -62,9 +63,9 @@ class StreamDecoder:
         """
         if self.error is not None:
             return []
-        records = self._sse.feed(data)
-        self.data_records += len(records)
         try:
+            records = self._sse.feed(data)
+            self.data_records += len(records)
             for record in records:
                 delta = _plain_delta(record)
                 if delta is not None:
@@ -82,6 +83,8 @@ class StreamDecoder:
             self.error = str(error)
         except RecursionError:  # parsed at the limit of depth, and then written as JSON again
             self.error = "a record of the stream is nested too deeply"
+        except MemoryError:  # for a large record; what came before it is not lost
+            self.error, self.lacks_memory = "there is no memory to read the stream", True
         self._end_run()
         self.error = self.error or self._sse.error
         events, self._events = self._events, []

@@ -118,9 +118,12 @@ class ChatBody:
         self.bytes_read += len(body)
         events = self.decoder.feed(body) if body else []
         if self.decoder.error is not None:
-            self._fail(
-                StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=self.decoder.error)
+            reason = (
+                RequestFailReason.UNKNOWN_ERROR
+                if self.decoder.lacks_memory
+                else RequestFailReason.PROTOCOL_ERROR
             )
+            self._fail(StreamFailure(reason=reason, detail=self.decoder.error))
         elif self._reply.error is not None:
             why = f"it is not HTTP any more: {self._reply.error}"
             self._fail(disconnected("in mid-stream", why))
