@@ -72,6 +72,21 @@ def test_a_failing_call_is_logged_and_the_next_is_made(caplog: pytest.LogCapture
     assert "a timer's call failed" in caplog.text
 
 
+def test_timers_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, lacked, called = TimerThread(), threading.Event(), threading.Event()
+
+    def lacking(timeout_s: float | None) -> bool:
+        monkeypatch.undo()
+        lacked.set()
+        raise MemoryError
+
+    monkeypatch.setattr(own._changed, "wait", lacking)
+    own.start()
+    assert lacked.wait(WAIT_S)
+    own.call_at(time.monotonic() + 0.01, called.set)
+    assert called.wait(WAIT_S)
+
+
 def test_timers_survive_the_hosts_broken_logging() -> None:
     def failing(*_: object) -> bool:
         raise SystemExit(3)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from llama_worker.runtime.host.futures import log_exception
 
 _SWEEP_MIN = 64
+_PAUSE_S = 0.1
 _logger = logging.getLogger("llama_worker.timers")
 
 
@@ -70,7 +71,12 @@ class TimerThread:
 
     def _run(self) -> None:
         while True:
-            timer = self._wait_for_due()
+            try:
+                timer = self._wait_for_due()
+            except Exception:  # no memory to wait with; without this thread nothing is ever due
+                log_exception(_logger, "the timers pause")
+                time.sleep(_PAUSE_S)
+                continue
             try:
                 timer._fire()
             except Exception:
