@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process import server_process, server_program
+from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.testing.scripts import (
     ChildProcess,
     Exit,
@@ -37,7 +39,7 @@ from llama_worker.testing.scripts import (
     scripted_server_cmd,
 )
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, eventually, fast_timeouts, living
 from tests.conftest import Leftovers, shell_program
 
 GRACE_S = 1.0
@@ -217,6 +219,18 @@ def test_a_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker) -> 
     for _ in range(5):
         assert rig.run(*plain_reply(Tokens(20)))["state"] == "completed"
     assert len(rig.worker.get_debug_info().get()["recent_logs"]) <= 51
+
+
+def test_output_that_finds_no_memory_costs_no_server(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = Mock(side_effect=MemoryError)
+    rig = make_worker(Script(floods=[Flood()]))
+    with monkeypatch.context() as lacking:
+        lacking.setattr(LogRing, "feed", feed)
+        eventually(lambda: feed.call_count >= 2, "output that was not kept")
+    assert rig.run()["state"] == "completed"
+    assert rig.status()["restart_count"] == 0
 
 
 def test_a_host_without_descriptors_loses_none_over_a_pipe_that_cannot_be_made(

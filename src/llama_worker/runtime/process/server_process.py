@@ -34,6 +34,7 @@ from llama_worker.types.worker import StartFailReason
 
 _GUARD = Path(guard.__file__)
 _READ_BYTES = 65536
+_PAUSE_S = 0.1
 _MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
 
 
@@ -300,8 +301,12 @@ class GuardedServer:
 
     def _drain(self, output: int) -> bool:
         """Put what the pipe holds into the ring, as much as a pipe can hold; False at its end."""
-        data = os.read(output, _READ_BYTES)
-        self._log.feed(data)
+        try:
+            data = os.read(output, _READ_BYTES)
+            self._log.feed(data)
+        except MemoryError:  # this machine's lack: lines may be lost, the server is not
+            time.sleep(_PAUSE_S)
+            return True
         if self._oom is not None:
             self._oom.look(time.monotonic())
         return bool(data)
