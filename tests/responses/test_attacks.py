@@ -324,3 +324,12 @@ def test_a_request_without_a_thread_is_refused(
         refused = fake.send("GET", "/health")
         assert (refused.status, refused.headers["retry-after"]) == (503, "2")
     assert fake.send("GET", "/health").status == 200
+
+
+def test_a_client_for_whom_there_is_no_memory_ends_nobody_else(
+    fake: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as lacking:
+        lacking.setattr(listener, "_READ_BYTES", 1 << 62)
+        assert fake.exchange(b"GET /health HTTP/1.1\r\n\r\n") == b""
+    assert fake.send("GET", "/health").status == 200

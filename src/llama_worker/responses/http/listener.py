@@ -196,7 +196,7 @@ class SocketListener:
             data = client.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except (OSError, MemoryError):  # the latter must not end all others' requests
             data = b""
         if not data:
             self._drop(client)
