@@ -291,6 +291,26 @@ def test_an_async_tool_is_cancelled_once_nobody_waits(make_worker: MakeWorker) -
     eventually(lambda: stuck(rig) == 0, "the end of the thread")
 
 
+def test_an_async_tool_need_not_wait_for_its_threads(make_worker: MakeWorker) -> None:
+    held = threading.Event()
+
+    class Impatient:
+        async def run_tool(self, **call: Any) -> str:
+            try:
+                await asyncio.wait_for(asyncio.to_thread(held.wait, WAIT_S), 0.01)
+            except TimeoutError:
+                return "nothing yet"
+            return "it came"
+
+    rig = make_worker(normal_tools=[tool("look")], tool_runner=Impatient())
+    try:
+        result = rig.run(Turns([calling(call("look")), plain_reply(Text("Later."))]))
+    finally:
+        held.set()
+    assert (result["fail_reason"], result["text"]) == (None, "Later.")
+    assert [entry.get("result") for entry in result["tool_trace"]] == ["nothing yet"]
+
+
 def test_an_error_that_is_told_costs_no_request(make_worker: MakeWorker) -> None:
     rig = make_worker(normal_tools=[tool("bad")], tool_runner=Async(), tool_errors="tell")
     result = rig.run(Turns([calling(call("bad")), plain_reply(Text("I see."))]))

@@ -60,9 +60,19 @@ class ToolCallThread:
             self._cancel_task()
 
     def _run(self) -> None:
+        loops = contextlib.ExitStack()  # of an async runner; their ends may wait for its threads
+        self._tell(loops)
+        try:
+            loops.close()
+        except BaseException:
+            log_exception(_logger, "the event loop of a tool did not end well")
+        if self._given_up_to is not None:
+            self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
+
+    def _tell(self, loops: contextlib.ExitStack) -> None:
         call, ok = self._order.call, False
         try:
-            text, ok = encode_result(self._returned()), True
+            text, ok = encode_result(self._returned(loops)), True
         except ToolResultError as unfit:
             text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
         except BaseException as raised:
@@ -74,10 +84,8 @@ class ToolCallThread:
         with self._lock:
             self._has_returned = True
         self._order.reply_to.tell(ended)
-        if self._given_up_to is not None:
-            self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
 
-    def _returned(self) -> Any:
+    def _returned(self, loops: contextlib.ExitStack) -> Any:
         run_tool: Callable[..., Any] = self._runner.run_tool
         more = {"call": self._call} if takes(run_tool, "call") else {}
         value = run_tool(
@@ -87,7 +95,9 @@ class ToolCallThread:
             job_name=self._order.job_name,
             **more,
         )
-        return asyncio.run(self._awaited(value)) if asyncio.iscoroutine(value) else value
+        if not asyncio.iscoroutine(value):
+            return value
+        return loops.enter_context(asyncio.Runner()).run(self._awaited(value))
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
