@@ -175,6 +175,19 @@ def test_a_client_that_reads_nothing_is_cut_off(make_fake: MakeClient) -> None:
         fake.journal.wait("client_closed", timeout=WAIT_S)
 
 
+@pytest.mark.parametrize("items", [[], [{"role": "user", "content": "early"}]])
+def test_what_is_sent_ahead_generates_nothing(fake: Client, items: list[dict[str, str]]) -> None:
+    with opened(fake) as socket:
+        *begun, end = turn(socket, create(input=items, generate=False, store=False))
+        assert [event["type"] for event in begun] == ["response.created", "response.in_progress"]
+        assert (end["response"]["status"], end["response"]["output"]) == ("completed", [])
+        again = create(input="Hi", previous_response_id=end["response"]["id"])
+        assert turn(socket, again)[-1]["type"] == "response.completed"
+    (chat,) = fake.journal.facts("request", method="POST")
+    said = [message["content"] for message in chat["body"]["messages"]]
+    assert said == [*(item["content"] for item in items), "Hi"]
+
+
 @pytest.mark.parametrize("store", [True, False])
 def test_a_continuation_may_refer_to_items(fake: Client, store: bool) -> None:
     stored = fake.create(*plain_reply(Text("once stored"))).json

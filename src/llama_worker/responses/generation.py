@@ -235,6 +235,11 @@ class ResponseRun:
             self._events.fail("the client has left")
             self._over()
 
+    def finish_empty(self) -> None:
+        """Nothing is asked of the upstream."""
+        self.prepare()
+        self._send(self._events.finish_empty())
+
     def fail(self, refused: ApiError) -> None:
         """The upstream refused, after the client was sent the first events."""
         self._send(self._events.fail(refused.message, code=refused.code))
@@ -285,7 +290,8 @@ class ResponseGenerator:
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
         chat_request = build()
         exchange.enter_response(response_id_of(unique), is_stored=chat_request.store)
-        exchange.lease(f"responses:{response_id_of(unique)}", chat_request.body)
+        if chat_request.generates:
+            exchange.lease(f"responses:{response_id_of(unique)}", chat_request.body)
         if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
             chat_request = build(late_role="system")
         sampling = self._server_sampling(exchange, request)
@@ -309,6 +315,11 @@ class ResponseGenerator:
             heartbeat_s=self._heartbeat_s,
             over=over,
         )
+
+        if not chat_request.generates:
+            exchange.announce()
+            run.finish_empty()
+            return chat_request, events
 
         def before_reading() -> None:
             exchange.announce()

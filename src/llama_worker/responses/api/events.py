@@ -163,6 +163,10 @@ class ResponseEvents:
         """`deadline` may have come."""
         return self._conclude(self._turn_end.tick(now))
 
+    def finish_empty(self) -> list[Event]:
+        """Nothing was to be generated."""
+        return self._emit_terminal("completed")
+
     def fail(self, message: str, *, code: str | None = None) -> list[Event]:
         if self.over:
             return []

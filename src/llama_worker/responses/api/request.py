@@ -40,11 +40,12 @@ ENCRYPTED_REASONING = "reasoning.encrypted_content"
 # What the Responses API knows and a chat completion does not; `null` for it means that it was not
 # given.
 _OWN_KEYS = frozenset({
-    "background", "client_metadata", "context_management", "conversation", "include", "input",
-    "instructions", "max_output_tokens", "max_tool_calls", "messages", "metadata",
-    "previous_response_id", "prompt", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream",
-    "stream_options", "text", "tool_choice", "tools", "top_logprobs", "truncation", "user",
+    "background", "client_metadata", "context_management", "conversation", "generate",
+    "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "messages",
+    "metadata", "previous_response_id", "prompt", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store",
+    "stream", "stream_options", "text", "tool_choice", "tools", "top_logprobs", "truncation",
+    "user",
 })  # fmt: skip
 _IGNORED_WITH_A_WARNING = (
     "background",
@@ -93,6 +94,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     stream: bool
     store: bool
     seal_reasoning: bool
+    generates: bool  # else it only brings what a later one goes on from
     warnings: tuple[str, ...]
 
 
@@ -141,7 +143,8 @@ def normalise(
     conflict = _settle_conflict(choice, text_format)
     instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
     chat_input = ChatMessages(instructions, items, tools, late_role)
-    if not chat_input.messages:
+    generates = body.get("generate") is not False
+    if generates and not chat_input.messages:
         raise ApiError(400, "the input is empty", param="input")
 
     chat: dict[str, Any] = {
@@ -182,6 +185,7 @@ def normalise(
         store=store,
         seal_reasoning=not store
         or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
+        generates=generates,
         warnings=tuple(dict.fromkeys(warnings)),
     )
 
