@@ -7,7 +7,8 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 from zoneinfo import ZoneInfo
@@ -16,9 +17,12 @@ import psutil
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
+from llama_worker.responses.http.client import Client
+from llama_worker.responses.http.request_reader import RequestReader
+from llama_worker.runtime.http.abortable_socket import AbortableSocket
 from llama_worker.testing.scripts import Text, ToolCall, Turns, plain_reply
 from llama_worker.types.worker import StartFailReason, WorkerState
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, no_threads
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, no_threads
 from tests.conftest import Leftovers
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -164,3 +168,43 @@ def test_a_host_that_ignores_sigchld_hears_of_every_end(make_worker: MakeWorker)
         rig.wait_gone(0.0)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.fixture
+def broken_pipes() -> Iterator[list[int]]:
+    """The SIGPIPEs that came; a host that has that signal as the system does is killed by one."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGPIPE, before)
+
+
+def test_a_server_that_ends_kills_no_host(make_worker: MakeWorker, broken_pipes: list[int]) -> None:
+    rig = make_worker()
+    os.kill(rig.status()["pid"], signal.SIGKILL)
+    rig.wait_restarted()
+    rig.run()
+    rig.stop()
+    rig.wait_gone(0.0)
+    assert broken_pipes == []
+
+
+def _to_a_server(connection: socket.socket, data: bytes) -> None:
+    with AbortableSocket(fileno=connection.detach()) as ours:
+        ours.sendall(data)
+
+
+def _to_a_client(connection: socket.socket, data: bytes) -> None:
+    reader = RequestReader(max_body_bytes=0, check_head=Mock())
+    Client(connection, reader, HOST, WAIT_S).send_raw(data)
+
+
+@pytest.mark.parametrize("send", [_to_a_server, _to_a_client])
+def test_who_has_left_kills_no_host(
+    send: Callable[[socket.socket, bytes], None], broken_pipes: list[int]
+) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(BrokenPipeError):
+        send(ours, b"data")
+    assert broken_pipes == []

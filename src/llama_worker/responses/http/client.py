@@ -106,7 +106,7 @@ class Client:
     def _send(self, data: bytes) -> None:
         try:
             # mostly there is room, and a timeout would cost a system call more
-            sent = self.socket.send(data)
+            sent = self.socket.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             sent = 0
         if sent < len(data):
@@ -114,7 +114,7 @@ class Client:
                 self._on_slow()
             try:
                 self.socket.settimeout(self._write_timeout_s)
-                self.socket.sendall(data[sent:])
+                self.socket.sendall(data[sent:], socket.MSG_NOSIGNAL)
             finally:
                 self.socket.setblocking(False)
 

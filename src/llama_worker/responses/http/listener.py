@@ -248,7 +248,7 @@ class SocketListener:
         before."""
         if data:
             with contextlib.suppress(OSError):
-                client.socket.send(data)
+                client.socket.send(data, socket.MSG_NOSIGNAL)
 
     def _linger(self, client: Client) -> None:
         """Let it read to the end: closing with unread data would destroy what is on its way."""

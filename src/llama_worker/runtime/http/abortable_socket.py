@@ -112,10 +112,11 @@ class _Abortable:
 class AbortableSocket(_Abortable, socket.socket):
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Called by http.client, with the head and with the body."""
+        flags |= socket.MSG_NOSIGNAL  # the host may have SIGPIPE as the system does
         more = socket.MSG_MORE if self.body_follows else 0  # both in one segment
         self.body_follows = False
         try:
-            sent = self.send(data, socket.MSG_DONTWAIT | more)
+            sent = self.send(data, flags | socket.MSG_DONTWAIT | more)
         except BlockingIOError:
             sent = 0
         if sent < len(data):

@@ -12,6 +12,7 @@ import io
 import os
 import select
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -70,7 +71,7 @@ class GuardedServer:
         self._log = log
         self._reply_to = reply_to
         self._lock = threading.Lock()
-        self._control: io.FileIO | None = None
+        self._control: socket.socket | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._orders = b""  # given before the guard was there to take them
         self._server: _Server | None = None  # once it was started
@@ -95,7 +96,7 @@ class GuardedServer:
                 self._orders += order
                 return
             try:
-                self._control.write(order)
+                self._control.send(order, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except OSError:
                 return  # the guard has ended: so has the tree
             self._guard.send_signal(signal.SIGCONT)  # a stopped one must run to obey
@@ -157,13 +158,13 @@ class GuardedServer:
         # A server does not inherit LLAMA_SERVER; it is for who looks for one.
         host = {name: os.environ[name] for name in ("LLAMA_SERVER",) if name in os.environ}
         command = located(self._command, {**host, **environment})
-        control_read, control_write = _pipe(cleanup)
+        guards_end, control = _socket_pair(cleanup)
         report_read, report_write = _pipe(cleanup)
         guardian = subprocess.Popen(
             [
                 interpreter(),
                 *("-I", "-S", str(_GUARD), str(os.getpid())),
-                *(str(control_read.fileno()), str(report_write.fileno())),
+                *(str(guards_end.fileno()), str(report_write.fileno())),
                 *command,
             ],
             bufsize=0,
@@ -171,21 +172,21 @@ class GuardedServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**environment, _MARK: self._mark},
-            pass_fds=(control_read.fileno(), report_write.fileno()),
+            pass_fds=(guards_end.fileno(), report_write.fileno()),
             start_new_session=True,
         )
         cleanup.callback(self._end_guard, guardian)
-        control_read.close()
+        guards_end.close()
         report_write.close()
         with self._lock:
-            self._guard, self._control = guardian, control_write
+            self._guard, self._control = guardian, control
             if self._orders:
-                control_write.write(self._orders)
+                control.send(self._orders, socket.MSG_NOSIGNAL)
         return guardian, report_read
 
     def _end_guard(self, guardian: subprocess.Popen[bytes]) -> None:
         """Reap the guard. Should it still live, it ends the tree: a forked host may hold the
-        control pipe open."""
+        connection open."""
         self.send(Signal.KILL)
         with self._lock:
             if self._control is not None:
@@ -356,18 +357,31 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
-    """(read end, write end), closed in the end unless that was done before.
-
-    In a host whose standard streams are closed a pipe may get their numbers, which the guard's own
-    are to have.
-    """
+    """(read end, write end), closed in the end unless that was done before."""
     low = os.pipe()
     try:
         read, write = (
-            cleanup.enter_context(io.FileIO(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3), mode))
+            cleanup.enter_context(io.FileIO(_above_streams(end), mode))
             for end, mode in zip(low, ("rb", "wb"), strict=True)
         )
     finally:
         for end in low:
             os.close(end)
     return read, write
+
+
+def _socket_pair(cleanup: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    """As `_pipe`, but to write to it where nobody reads kills no host that has SIGPIPE as the
+    system does."""
+    low = socket.socketpair()
+    with low[0], low[1]:
+        one, other = (
+            cleanup.enter_context(socket.socket(fileno=_above_streams(end.fileno()))) for end in low
+        )
+    return one, other
+
+
+def _above_streams(fd: int) -> int:
+    """A copy of the descriptor: in a host whose standard streams are closed it may have one of
+    their numbers, which the guard's own are to have."""
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
