@@ -8,6 +8,8 @@ goes to the end.
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,6 +50,8 @@ class Conversation(Struct, frozen=True, kw_only=True):
         """
         system_prompt, mode = submission.system_prompt, config.system_prompt_mode
         body, user_prompt = copy.deepcopy(list(submission.messages)), submission.user_prompt
+        if prompted:
+            body = _as_prompted(body)
         prompt_at = len(body)
         if user_prompt or not body or body[-1].get("role") not in ("user", "tool"):
             body.append({"role": "user", "content": user_prompt})
@@ -153,10 +157,65 @@ def _prompted_turn(
         call.tagged or tagged_call(call.name, call.arguments_json) for call in calls
     )
     answers = "\n".join(
-        f'<tool_response id="{call.id}" name="{call.name}">\n{result}\n</tool_response>'
+        _tool_response(call.id, call.name, result)
         for call, result in zip(calls, results, strict=True)
     )
     return [_assistant(text + written, reasoning), {"role": "user", "content": answers}]
+
+
+def _tool_response(call_id: str, name: str, result: str) -> str:
+    return f'<tool_response id="{call_id}" name="{name}">\n{result}\n</tool_response>'
+
+
+def _as_prompted(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Tool turns of a native conversation, such as another model's, as `_prompted_turn` has them.
+    What is no text stays as it is."""
+    names = {call_id: name for message in messages for call_id, name, _ in _calls_of(message)}
+    body: list[ChatMessage] = []
+    for is_answer, group in itertools.groupby(
+        messages, lambda message: message.get("role") == "tool" and _text_of(message) is not None
+    ):
+        if is_answer:
+            answers = []
+            for message in group:
+                call_id = str(message.get("tool_call_id", ""))
+                text = _text_of(message) or ""
+                answers.append(_tool_response(call_id, names.get(call_id, ""), text))
+            body.append({"role": "user", "content": "\n".join(answers)})
+            continue
+        for message in group:
+            calls, said = _calls_of(message), _text_of(message)
+            if calls and said is not None:
+                written = "\n".join(tagged_call(name, arguments) for _, name, arguments in calls)
+                message = message.copy()
+                message.pop("tool_calls", None)
+                message["content"] = said + written
+            body.append(message)
+    return body
+
+
+def _calls_of(message: ChatMessage) -> list[tuple[str, str, str]]:
+    """Id, name and arguments of each; the host's messages may hold anything."""
+    calls: Any = message.get("tool_calls")
+    found = []
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            arguments = function.get("arguments") or {}
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            found.append((str(call.get("id")), str(function.get("name")), arguments))
+    return found
+
+
+def _text_of(message: ChatMessage) -> str | None:
+    """The content, if it is text alone."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if any(part["type"] != "text" for part in content):
+        return None
+    return "\n".join(part["text"] for part in content)
 
 
 def _assistant(text: str, reasoning: str) -> ChatMessage:

@@ -152,6 +152,43 @@ def test_prompted_calls_go_back_as_written() -> None:
     ]
 
 
+def test_native_tool_turns_are_rewritten_for_prompted_mode() -> None:
+    bios = BiosText("BIOS")
+    native, prompted = (after_tools(begin(bios, prompted=mode), bios) for mode in (False, True))
+    earlier = native.since_prompt(text="Two.", reasoning="", has_answered=True)
+    before = copy.deepcopy(earlier)
+    follow_up = begin(bios, messages=earlier, user_prompt="So?", prompted=True)
+    assert follow_up.messages() == [
+        *prompted.messages(),
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "So?"},
+    ]
+    assert earlier == before
+    assert begin(bios, messages=earlier).messages()[1:-1] == earlier
+
+
+ODD_CALLS: list[Any] = [3, [3], [{}], [{"function": 3}], [{"function": {"arguments": {"a": "é"}}}]]
+
+
+@pytest.mark.parametrize("calls", ODD_CALLS)
+def test_odd_messages_are_no_matter_in_prompted_mode(calls: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    odd: list[Any] = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": [image]},
+        {"role": "tool", "content": [{"type": "text", "text": "r"}]},
+    ]
+    *_, assistant, seen, told, _ = begin(messages=odd, prompted=True).messages()
+    assert seen == odd[1]
+    answer = '<tool_response id="" name="">\nr\n</tool_response>'
+    assert told == {"role": "user", "content": answer}
+    if calls is ODD_CALLS[-1]:
+        said = '<tool_call>{"name": "None", "arguments": {"a": "é"}}</tool_call>'
+        assert assistant == {"role": "assistant", "content": said}
+    else:
+        assert assistant == odd[0]
+
+
 @pytest.mark.parametrize(("calls", "results"), [((), []), (CALLS, ["2"]), (CALLS[:1], ["2", "3"])])
 def test_a_result_for_each_call_is_required(
     calls: tuple[ParsedCall, ...], results: list[str]
