@@ -18,6 +18,7 @@ import pytest
 
 from llama_worker.runtime.host import futures
 from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime.host.timers import start_timers
 from tests.actors.conftest import WAIT_S, no_threads, run_async
 
 CALLBACKS = "llama_worker-callbacks"
@@ -246,6 +247,7 @@ def test_a_callback_without_a_thread_fails_no_answer_and_follows(
     future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(futures, "_callbacks", futures._CallbackThread())
+    start_timers()  # as the first worker does
     called = threading.Event()
     future.add_done_callback(lambda _: called.set())
     with no_threads():
