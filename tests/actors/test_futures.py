@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import pykka
 import pytest
@@ -256,6 +256,55 @@ def test_a_callback_without_a_thread_fails_no_answer_and_follows(
         assert "can't start new thread" in caplog.text
         assert not called.is_set()
     assert called.wait(WAIT_S)
+
+
+# ---------------------------------------------------------------- derived with Pykka's map()
+
+
+def test_a_derived_future_is_done_once_its_source_is(future: WorkerFuture[int]) -> None:
+    derived = cast("WorkerFuture[int]", future.map(lambda value: 1 // value))
+    assert "derived" in repr(derived)
+    assert not derived.done()
+    assert not derived.wait(0.001)
+    future.answer(0)
+    assert derived.wait(0)
+    assert derived.done()
+    with pytest.raises(ZeroDivisionError):
+        derived.get(timeout=0)
+
+
+def test_who_waits_for_a_derived_future_holds_up_nobody(future: WorkerFuture[int]) -> None:
+    asked, called = threading.Event(), SimpleQueue[tuple[int, str]]()
+
+    def get(timeout: float | None) -> int:
+        asked.set()
+        return future.get(timeout=timeout) + 1
+
+    derived: WorkerFuture[int] = WorkerFuture()
+    derived.set_get_hook(get)
+    derived.add_done_callback(lambda f: called.put((f.get(), threading.current_thread().name)))
+    assert asked.wait(WAIT_S)
+    with ThreadPoolExecutor(1) as pool:
+        impatient = pool.submit(derived.get, timeout=0.001)
+        try:
+            assert isinstance(impatient.exception(WAIT_S), pykka.Timeout)
+        finally:
+            future.answer(1)
+    assert called.get(timeout=WAIT_S) == (2, CALLBACKS)
+
+
+def test_giving_up_a_derived_future_ends_the_loop(future: WorkerFuture[int]) -> None:
+    async def main() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(wait(cast("WorkerFuture[int]", future.map(str))), 0.01)
+
+    ending = threading.Thread(target=asyncio.run, args=(main(),))
+    ending.start()
+    ending.join(WAIT_S)
+    try:
+        assert not ending.is_alive()
+    finally:
+        future.answer(1)
 
 
 # ---------------------------------------------------------------- a value that is handed over

@@ -41,6 +41,9 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
     # A signal handler of the host's may run at any line of a thread that waits, and wait for
     # another answer there. So who answers needs no lock that a waiter may hold: single operations
     # on a list are atomic. Pykka's own condition is taken by waiters only once there is a result.
+    #
+    # A derived future, made by map(), filter(), join() or reduce(), has a hook and no result:
+    # it is resolved by a `get`, and each of those who wait makes one.
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,16 +79,25 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
     def get(self, *, timeout: float | None = None) -> T:
         """As Pykka's, and typed: block until resolved; raises pykka.Timeout after `timeout`
         seconds."""
-        if self._get_hook is None and not self.wait(timeout):
+        if self._get_hook is not None:
+            # Past Pykka's lock: one that waits would hold it, and others beyond their timeouts.
+            return pykka.Future.get(self, timeout=timeout)
+        if not self.wait(timeout):
             raise pykka.Timeout(f"{timeout} seconds")
         return cast("T", super().get(timeout=timeout))
 
     def done(self) -> bool:
         """True once resolved."""
-        return self._result is not None
+        return self._result is not None or (self._get_hook is not None and self.wait(0))
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until resolved; False: not within `timeout_s` seconds."""
+        if self._get_hook is not None:
+            try:
+                self.get(timeout=timeout_s)
+            except Exception as error:  # who calls get() will meet it
+                return not isinstance(error, pykka.Timeout)
+            return True
         if not self.done():
             woken = threading.Lock()
             woken.acquire()
@@ -103,24 +115,12 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         An exception in it is logged. It may use the worker; it should not wait long, since it keeps
         the other callbacks waiting.
         """
-        # made by map(), filter(), ...: nothing will resolve it but a waiter
-        if self._get_hook is not None:
-            threading.Thread(
-                target=self._wait_and_call,
-                args=(callback,),
-                name="llama_worker-derived",
-                daemon=True,
-            ).start()
-            return
         self._on_resolved(lambda: _callbacks.run(lambda: callback(self)))
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an asyncio task; the event loop goes on."""
         loop = asyncio.get_running_loop()
-        if self._get_hook is not None:
-            yield from loop.run_in_executor(None, self.get).__await__()
-            return self.get()
-        if not self.done():
+        if self._get_hook is not None or not self.done():
             resolved = loop.create_future()
 
             def wake() -> None:
@@ -141,7 +141,9 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         return self.get()
 
     def __repr__(self) -> str:
-        state = "resolved" if self.done() else "pending"
+        state = (
+            "resolved" if self._result is not None else "derived" if self._get_hook else "pending"
+        )
         return f"<{type(self).__name__}, {state}: get(timeout=...) returns its value>"
 
     if not TYPE_CHECKING:  # a type checker finds a forgotten `get` by itself
@@ -161,7 +163,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
     def _on_resolved(self, waker: Callable[[], object]) -> None:
         self._wakers.append(waker)
         _awaited.add(self)
-        if self.done():
+        if self._get_hook is not None:  # nothing resolves it but who waits
+            threading.Thread(
+                target=self._wait_and_wake, name="llama_worker-derived", daemon=True
+            ).start()
+        elif self.done():
             self._wake()
 
     def _forget(self, waker: Callable[[], object]) -> None:
@@ -180,12 +186,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 waker()
         _awaited.discard(self)
 
-    def _wait_and_call(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
+    def _wait_and_wake(self) -> None:
         try:
-            self.get()
-        except BaseException:  # the callback will meet it in get()
-            _logger.debug("a derived future resolved with an exception")
-        _run_logged(lambda: callback(self))
+            self.wait(None)
+        finally:
+            self._wake()
 
 
 def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
