@@ -34,6 +34,7 @@ from llama_worker.types.request import (
 RequestOrder = Question | GetResult | AwaitResult | ReleaseResult | CancelRequest
 """What a host asks of one request that was admitted."""
 
+# For answers, each a copy: its host may change it.
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 _MANY_QUESTIONS = 16
@@ -110,7 +111,7 @@ class RequestDispatcher:
             return
         record = self._table.record(question.request_id)
         if record is None:
-            question.reply.answer(_NOT_FOUND)
+            question.reply.answer(_NOT_FOUND.copy())
             return
         match question:
             case GetStatus(reply=reply):
@@ -133,7 +134,7 @@ class RequestDispatcher:
             self._table.release(order.request_id)
         else:
             runs = order.request_id in self._in_flight
-            order.reply.answer(_NOT_READY if runs else _NOT_FOUND)
+            order.reply.answer(_NOT_READY.copy() if runs else _NOT_FOUND.copy())
 
     def _release(self, order: ReleaseResult) -> None:
         """Forget a request that has ended; one that runs goes on."""
@@ -149,7 +150,7 @@ class RequestDispatcher:
         elif order.request_id in self._in_flight:
             self._in_flight[order.request_id].results.add(order.reply)
         else:
-            order.reply.answer(_NOT_FOUND)
+            order.reply.answer(_NOT_FOUND.copy())
 
     def _cancel(self, order: CancelRequest) -> None:
         """Cancel the request, if it still runs; answered when its slot is free."""

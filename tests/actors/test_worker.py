@@ -158,6 +158,27 @@ def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_t
         assert call(request).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
 
 
+def test_a_host_may_change_what_it_is_answered(rig: Rig, gate: Path) -> None:
+    running, unknown = rig.submit(Gate(gate)), 99
+    for calls, request, error in (
+        ((rig.worker.get_result,), running, "NOT_READY"),
+        (
+            (
+                rig.worker.get_result,
+                rig.worker.result,
+                rig.worker.get_status,
+                rig.worker.read_output,
+            ),
+            unknown,
+            "NOT_FOUND",
+        ),
+    ):
+        for call in calls * 2:
+            answer: Any = call(request).get(timeout=WAIT_S)
+            assert answer == {"ok": False, "error": error}
+            answer["seen_by"] = "the host"
+
+
 def test_polling_for_a_result_leaves_no_futures_behind(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
     polled = []

@@ -45,6 +45,7 @@ from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
 _LEAST_LEASE_S = 10.0  # several times what it takes to call a replica silent
 _RESERVED_OPTIONS = ("max_restarts", "max_task_retries")
+# For answers, each a copy: its host may change it.
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 P = ParamSpec("P")
@@ -234,18 +235,18 @@ class Fleet(Startable):
     async def get_status(self, request_id: int) -> RequestStatus | NotFound:
         """How far the request is, as far as its replica has told."""
         request = self._find(request_id)
-        return request.status() if request is not None else _NOT_FOUND
+        return request.status() if request is not None else _NOT_FOUND.copy()
 
     @_in_loop
     async def get_result(self, request_id: int) -> RequestResult | NotReady | NotFound:
         """The result of a terminal request, which is then forgotten."""
         request = self._find(request_id)
         if request is None:
-            return _NOT_FOUND
+            return _NOT_FOUND.copy()
         result = request.result()
         if result is not None:
             del self._requests[request_id]
-        return result or _NOT_READY
+        return result or _NOT_READY.copy()
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
         """Resolves when the request is terminal; it is forgotten once a `get` has returned the
@@ -267,7 +268,7 @@ class Fleet(Startable):
         checked_int("reasoning_offset", reasoning_offset, at_least=0)
         request = self._find(request_id)
         if request is None:
-            return _NOT_FOUND
+            return _NOT_FOUND.copy()
         return request.read_output(text_offset, reasoning_offset)
 
     @_in_loop
@@ -360,7 +361,7 @@ class Fleet(Startable):
             waiter.fail(error)
             return
         if request is None:
-            waiter.answer(_NOT_FOUND)
+            waiter.answer(_NOT_FOUND.copy())
         else:
             request.answer_at_end(waiter)
 
