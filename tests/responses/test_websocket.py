@@ -175,10 +175,18 @@ def test_a_client_that_reads_nothing_is_cut_off(make_fake: MakeClient) -> None:
         fake.journal.wait("client_closed", timeout=WAIT_S)
 
 
-@pytest.mark.parametrize("items", [[], [{"role": "user", "content": "early"}]])
-def test_what_is_sent_ahead_generates_nothing(fake: Client, items: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("items", "ahead"),
+    [
+        ([], {"generate": False}),
+        ([{"role": "user", "content": "early"}], {"prompt_cache_options": {"prewarm": True}}),
+    ],
+)
+def test_what_is_sent_ahead_generates_nothing(
+    fake: Client, items: list[dict[str, str]], ahead: dict[str, Any]
+) -> None:
     with opened(fake) as socket:
-        *begun, end = turn(socket, create(input=items, generate=False, store=False))
+        *begun, end = turn(socket, create(input=items, store=False, **ahead))
         assert [event["type"] for event in begun] == ["response.created", "response.in_progress"]
         assert (end["response"]["status"], end["response"]["output"]) == ("completed", [])
         again = create(input="Hi", previous_response_id=end["response"]["id"])

@@ -143,7 +143,8 @@ def normalise(
     conflict = _settle_conflict(choice, text_format)
     instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
     chat_input = ChatMessages(instructions, items, tools, late_role)
-    generates = body.get("generate") is not False
+    prewarm = as_object(body.get("prompt_cache_options")).get("prewarm")
+    generates = body.get("generate") is not False and prewarm is not True
     if generates and not chat_input.messages:
         raise ApiError(400, "the input is empty", param="input")
 
