@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 
 from llama_worker.actors.base import Alarm, Child, message_types
 from llama_worker.actors.messages import BeginLease, EndLease, RequestMessage
+from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import (
     Abandon,
@@ -84,6 +85,14 @@ class RequestActor(Child[RequestMessage]):
     def handle(self, message: RequestMessage) -> None:
         """Step the request, and send what follows. What belongs to a request that has ended is
         dropped."""
+        try:
+            self._take(message)
+        except MemoryError as error:  # this machine's lack: nobody else's request ends of it
+            if self._request is None:
+                raise
+            self.release(described_error(error))
+
+    def _take(self, message: RequestMessage) -> None:
         match message:
             case StreamEvents():  # nearly all of them
                 if self._request is not None:

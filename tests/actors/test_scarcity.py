@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 from zoneinfo import ZoneInfo
@@ -17,10 +18,13 @@ import psutil
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy, WorkerStartError
+from llama_worker.request.messages import StreamEvents
+from llama_worker.request.request import Request
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.request_reader import RequestReader
 from llama_worker.runtime.http.abortable_socket import AbortableSocket
-from llama_worker.testing.scripts import Text, ToolCall, Turns, plain_reply
+from llama_worker.stream.events import TextDelta
+from llama_worker.testing.scripts import Gate, Text, ToolCall, Turns, plain_reply
 from llama_worker.types.worker import StartFailReason, WorkerState
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, no_threads
 from tests.conftest import Leftovers
@@ -168,6 +172,33 @@ def test_a_host_that_ignores_sigchld_hears_of_every_end(make_worker: MakeWorker)
         rig.wait_gone(0.0)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_request_without_memory_ends_alone_and_keeps_its_output(
+    make_worker: MakeWorker, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_worker(slots=2, restart=SUSPICIOUS)
+    neighbour = rig.submit(*plain_reply(Text("one"), Gate(gate), Text(" two")))
+    rig.wait_text(neighbour, "one")
+    step = Request.step
+
+    def lacking(request: Request, message: Any, now: float) -> Any:
+        if isinstance(message, StreamEvents) and TextDelta("b") in message.events:
+            raise MemoryError("none is left")
+        return step(request, message, now)
+
+    monkeypatch.setattr(Request, "step", lacking)
+    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
+    rig.wait_text(request_id, "a")
+    gate.touch()
+    result = rig.ended(request_id)
+    assert (result["fail_reason"], result["fail_detail"], result["text"]) == (
+        "unknown_error",
+        "MemoryError: none is left",
+        "a",
+    )
+    assert rig.ended(neighbour)["text"] == "one two"
+    assert_as_before(rig)
 
 
 @pytest.fixture
