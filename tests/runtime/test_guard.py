@@ -45,6 +45,18 @@ def kill(pid, number):
 guard.os.kill = kill
 guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
 """
+# The guard's main, on a machine that has no descriptor left for a while.
+STARVED = f"""
+import errno, os, sys
+from llama_worker.runtime.process import guard
+lacks, listdir = [OSError(errno.ENFILE, os.strerror(errno.ENFILE))] * 3, os.listdir
+def lacking(path):
+    if lacks:
+        raise lacks.pop()
+    return listdir(path)
+guard.os.listdir = lacking
+guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
+"""
 
 
 class Guard:
@@ -114,6 +126,12 @@ def test_the_guard_obeys(
     run = Guard(cleanup, "-I", "-S", str(Path(guard.__file__)))
     run.say(order)
     assert run.ended() == said
+
+
+def test_a_guard_without_descriptors_ends_its_tree(cleanup: contextlib.ExitStack) -> None:
+    run = Guard(cleanup, "-c", STARVED)
+    run.say(b"K")
+    assert run.ended() == (b"", b"died -9\ngone\n")
 
 
 def test_a_guard_that_may_not_kill_waits(cleanup: contextlib.ExitStack) -> None:

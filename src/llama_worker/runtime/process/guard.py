@@ -19,6 +19,7 @@ server's first process has ended; `gone` when nothing of the tree is left. Then 
 """
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -26,6 +27,8 @@ import sys
 import time
 
 ORPHAN_GRACE_S = 2.0
+RETRY_S = 0.1
+LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the machine's, for a moment
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IGNORED = (
@@ -170,18 +173,28 @@ def end_tree(server_pid: int, report_fd: int) -> None:
     that it signals is an unreaped child of its own.
     """
     pid, status = os.waitpid(server_pid, os.WNOHANG)
+    server = [server_pid]
     while True:
         if pid == server_pid:
             report(report_fd, b"died %d\n" % os.waitstatus_to_exitcode(status))
-        for child in children():
+            server = []
+        try:
+            found, has_seen_all = children(), True
+        except OSError as error:
+            if error.errno not in LACKS:
+                raise
+            found, has_seen_all = server, False  # the others as soon as it can see them
+        for child in found:
             try:
                 os.kill(child, signal.SIGKILL)
             except PermissionError:  # another user's, by a set-user-ID program: wait for its end
                 continue
         try:
-            pid, status = os.waitpid(-1, 0)
+            pid, status = os.waitpid(-1, 0 if has_seen_all else os.WNOHANG)
         except ChildProcessError:
             return
+        if not has_seen_all:
+            time.sleep(RETRY_S)
 
 
 def report(report_fd: int, line: bytes) -> None:
@@ -193,7 +206,7 @@ def report(report_fd: int, line: bytes) -> None:
 
 
 def children() -> list[int]:
-    """The pids whose parent is this process."""
+    """The pids whose parent is this process; raises OSError where not all can be seen."""
     guard_pid = os.getpid()
     pids = []
     for name in os.listdir("/proc"):
@@ -201,7 +214,9 @@ def children() -> list[int]:
             try:
                 with open(f"/proc/{name}/stat", "rb") as stat:
                     fields = stat.read().rpartition(b")")[2].split()
-            except OSError:
+            except OSError as error:
+                if error.errno in LACKS:
+                    raise
                 continue
             if int(fields[1]) == guard_pid:
                 pids.append(int(name))
