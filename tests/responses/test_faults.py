@@ -11,6 +11,7 @@ from llama_worker.responses import app
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, no_threads
+from tests.conftest import Leftovers
 from tests.responses.conftest import Client, MakeClient, Through, answer
 
 Steps = list[fs.Step]
@@ -122,6 +123,13 @@ def test_missing_usage_is_not_awaited_for_long(fake: Client) -> None:
     events = fake.stream(*HALF, fs.Finish(), fs.WaitClose())
     assert events[-1]["type"] == "response.completed"
     fake.journal.wait("client_closed")
+
+
+def test_a_proxy_that_cannot_be_made_leaves_nothing(leftovers: Leftovers) -> None:
+    lacks = pytest.raises(RuntimeError, match="new thread")
+    with no_threads("ResponsesProxyActor"), lacks:
+        ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0))
+    assert leftovers.wait_none() == []
 
 
 def test_a_proxy_without_a_thread_says_so_and_can_be_closed() -> None:
