@@ -79,11 +79,17 @@ class ResponsesProxy(Startable):
             grant = UpstreamLeases(runtime, config.api_key).grant
         upstream = Upstream(endpoint=endpoint, watch=watch, grant=grant)
         self._port: WorkerFuture[int] = WorkerFuture()
-        self.actor_ref: pykka.ActorRef[Any] = ResponsesProxyActor.start(
-            self._live,
-            config,
-            lambda config, me: SocketListener(config, ResponsesApp(config, me, upstream).serve),
-        )
+        self.actor_ref: pykka.ActorRef[Any]
+        try:
+            self.actor_ref = ResponsesProxyActor.start(
+                self._live,
+                config,
+                lambda config, me: SocketListener(config, ResponsesApp(config, me, upstream).serve),
+            )
+        except RuntimeError:  # no thread is left; nobody gets this object, and can close it
+            if self._upstream is not None:
+                self._upstream.stop()
+            raise
         self._ref: Ref[ProxyMessage] = Ref(self.actor_ref)
 
     @property
