@@ -194,13 +194,19 @@ async def async_check(text: str) -> bool:
     return True
 
 
+class AsyncCheck:
+    async def __call__(self, text: str) -> bool:
+        return bool(text)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "what"),
     [
         ({"prompt": "", "check": bool}, ConfigError, "prompt"),
         ({"prompt": 7, "check": bool}, TypeError, "prompt"),
         ({"prompt": "x", "check": "yes"}, TypeError, "canary check"),
-        ({"prompt": "x", "check": async_check}, TypeError, "canary check"),
+        ({"prompt": "x", "check": async_check}, TypeError, "must not be async"),
+        ({"prompt": "x", "check": AsyncCheck()}, TypeError, "must not be async"),
         ({"prompt": "x", "check": bool, "max_tokens": 0}, ConfigError, "max_tokens"),
     ],
 )

@@ -3,7 +3,6 @@ Pure."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from llama_worker.config.validation import (
     checked_int,
     checked_number,
     checked_str,
+    is_async,
     names_near_fields,
 )
 from llama_worker.errors import ConfigError
@@ -141,7 +141,7 @@ class Canary:
     def __post_init__(self) -> None:
         check_fields(self)
         check_takes("canary check", self.check, "text")
-        if inspect.iscoroutinefunction(self.check):
+        if is_async(self.check):
             raise TypeError(
                 "canary check must not be async: write it with 'def'; it gets a str and "
                 "returns a bool"

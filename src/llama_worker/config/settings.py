@@ -8,7 +8,6 @@ changes no config.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import re
@@ -50,6 +49,7 @@ from llama_worker.config.validation import (
     checked_int,
     checked_json_object,
     checked_str,
+    is_async,
     names_near_fields,
     plain_str,
     shown,
@@ -171,18 +171,19 @@ class WorkerConfig:
         self._set("exit_tools", checked_tools("exit_tools", self.exit_tools))
         if self.bios_provider is not None:
             check_takes("bios_provider", self.bios_provider, "ctx")
-        if inspect.iscoroutinefunction(self.bios_provider):
-            raise TypeError(
-                "bios_provider must not be async: write it with 'def'; it is quick and waits "
-                "for nothing"
-            )
+            if is_async(self.bios_provider):
+                raise TypeError(
+                    "bios_provider must not be async: write it with 'def'; it is quick and waits "
+                    "for nothing"
+                )
         for name, callback, about in (
             ("on_signal", self.on_signal, {"request_id": "int", "job_name": "str"}),
             ("on_event", self.on_event, {}),
         ):
-            if callback is not None:
-                check_takes(name, callback, name.removeprefix("on_"), **about)
-            if inspect.iscoroutinefunction(callback):
+            if callback is None:
+                continue
+            check_takes(name, callback, name.removeprefix("on_"), **about)
+            if is_async(callback):
                 raise TypeError(
                     f"{name} must not be async: write it with 'def', and in it "
                     "loop.call_soon_threadsafe(...) or asyncio.run_coroutine_threadsafe(..., loop)"

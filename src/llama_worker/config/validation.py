@@ -222,6 +222,12 @@ def takes(function: Callable[..., object], parameter: str) -> bool:
         return False
 
 
+def is_async(function: Callable[..., object]) -> bool:
+    """An `async def`, or an object whose `__call__` is one: who calls it gets a coroutine that
+    nobody awaits."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
 def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
     """The check, unless the value is None."""
     if value is None:

@@ -37,6 +37,10 @@ async def async_call(*_: Any, **__: Any) -> str:
     return ""
 
 
+class AsyncObject:
+    __call__ = async_call
+
+
 PROBE = SimpleNamespace(probe=print, reset=print)
 RUNNER = SimpleNamespace(run_tool=lambda **call: call)
 OLD_RUNNER = SimpleNamespace(run_tool=lambda name, args: None)
@@ -142,6 +146,10 @@ BAD_CONFIGS = [
     bad("system_prompt_mode", "both", ConfigError, "'merged', 'separate'", "'both'"),
     bad("bios_provider", "text", TypeError, "callable", "'text'"),
     bad("bios_provider", async_call, TypeError, "must not be async", "def"),
+    *(
+        bad(field, AsyncObject(), TypeError, f"{field} must not be async")
+        for field in ("bios_provider", "on_event", "on_signal")
+    ),
     bad("bios_provider", lambda: "", TypeError, "(ctx)", "signature is ()", "too many"),
     bad("on_signal", "ring", TypeError, "callable", "'ring'"),
     bad("on_event", "ring", TypeError, "callable", "'ring'"),
