@@ -49,6 +49,7 @@ class ScriptedWorker:
     made: ClassVar[list[ScriptedWorker]] = []
 
     def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
         self.is_first = not self.made
         self.made.append(self)
         self.starts: list[WorkerFuture[Any]] = []
@@ -67,21 +68,66 @@ class ScriptedWorker:
             future.fail(WorkerStartError(StartFailReason.STOPPED, "stop() was called"))
 
 
-def test_concurrent_starts_share_the_next_port(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def scripted_workers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedWorker]:
     monkeypatch.setattr("llama_worker.ray.worker.LlamaWorker", ScriptedWorker)
-    monkeypatch.setattr(ScriptedWorker, "made", [])
+    made: list[ScriptedWorker] = []
+    monkeypatch.setattr(ScriptedWorker, "made", made)
+    return made
 
+
+def ray_worker(**settings: Any) -> RayWorker:
+    return RayWorker(lambda port: WorkerConfig("w", HOST, port, ["llama-server"], **settings))
+
+
+def test_concurrent_starts_share_the_next_port(scripted_workers: list[ScriptedWorker]) -> None:
     async def start_twice() -> Any:
-        worker = RayWorker(lambda port: WorkerConfig("w", HOST, port, ["llama-server"]))
+        worker = ray_worker()
         first = asyncio.create_task(worker.start())
         await asyncio.sleep(0)
-        (under_way,) = ScriptedWorker.made[0].starts
+        (under_way,) = scripted_workers[0].starts
         second = asyncio.create_task(worker.start())  # it begins before the first hears of that:
         under_way.fail(WorkerStartError(StartFailReason.PORT_IN_USE, "taken"))
         return (await first, await second)
 
     assert run_async(start_twice()) == ({"state": WorkerState.READY},) * 2
-    assert [len(each.starts) for each in ScriptedWorker.made] == [2, 2]
+    assert [len(each.starts) for each in scripted_workers] == [2, 2]
+
+
+def test_a_close_meanwhile_ends_the_search_for_a_port(
+    scripted_workers: list[ScriptedWorker],
+) -> None:
+    async def close_while_it_starts() -> None:
+        worker = ray_worker()
+        starting = asyncio.create_task(worker.start())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(worker.close())
+        (under_way,) = scripted_workers[0].starts
+        under_way.fail(WorkerStartError(StartFailReason.PORT_IN_USE, "taken"))
+        await closing
+        with pytest.raises(WorkerStartError, match="taken"):
+            await starting
+
+    run_async(close_while_it_starts())
+    assert len(scripted_workers) == 1  # none that nobody would close
+
+
+def test_events_end_with_the_worker(scripted_workers: list[ScriptedWorker]) -> None:
+    async def listen() -> Any:
+        worker = ray_worker()
+
+        async def events() -> list[dict[str, Any]]:
+            return [event async for event in worker.events()]
+
+        listening = asyncio.create_task(events())
+        await asyncio.sleep(0)
+        handler = scripted_workers[0].config.on_event
+        assert handler is not None
+        handler({"event": "launched"})
+        await worker.close()
+        return await listening, await events()
+
+    assert run_async(listen()) == ([{"event": "launched"}], [])
 
 
 # ---------------------------------------------------------------- the copy

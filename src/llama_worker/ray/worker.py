@@ -72,6 +72,7 @@ class RayWorker:
         """
         self._config_for = config_for
         self._was_ready = False
+        self._is_closed = False
         self._listeners: list[Callable[[_Event], object]] = []
         self._lease_s: float | None = None
         self._renewed = threading.Event()
@@ -93,7 +94,7 @@ class RayWorker:
                     continue  # another call of `start` has replaced it, and closed it
                 tries_left -= 1
                 is_taken = getattr(error, "reason", None) is StartFailReason.PORT_IN_USE
-                if tries_left == 0 or self._was_ready or not is_taken:
+                if tries_left == 0 or self._was_ready or self._is_closed or not is_taken:
                     raise
                 self._worker = self._new_worker()
                 await asyncio.to_thread(worker.close)
@@ -119,6 +120,7 @@ class RayWorker:
 
     async def close(self) -> None:
         """`stop()` and the end of the worker; the actor's process stays until Ray ends it."""
+        self._is_closed = True  # first: a `start` that is under way makes no other worker
         await asyncio.to_thread(self._worker.close)
         self._publish(_CLOSED)
 
@@ -196,6 +198,8 @@ class RayWorker:
     def _listening(self) -> Iterator[asyncio.Queue[_Event]]:
         """A queue of the events from now on."""
         heard: asyncio.Queue[_Event] = asyncio.Queue()
+        if self._is_closed:
+            heard.put_nowait(_CLOSED)
         loop = asyncio.get_running_loop()
 
         def listener(event: _Event) -> None:
