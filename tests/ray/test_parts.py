@@ -112,9 +112,9 @@ def test_a_close_meanwhile_ends_the_search_for_a_port(
     assert len(scripted_workers) == 1  # none that nobody would close
 
 
-def test_events_end_with_the_worker(scripted_workers: list[ScriptedWorker]) -> None:
+def test_events_are_whole_and_end_with_the_worker(scripted_workers: list[ScriptedWorker]) -> None:
     async def listen() -> Any:
-        worker = ray_worker()
+        worker = ray_worker(on_event=dict.clear)
 
         async def events() -> list[dict[str, Any]]:
             return [event async for event in worker.events()]

@@ -243,7 +243,7 @@ class RayWorker:
         own = config.on_event
 
         def publish(event: _Event) -> None:
-            self._publish(event)  # first: the config's own may wait
+            self._publish(event.copy())  # first: the config's own may wait, and change its own
             if own is not None:
                 own(event)
 
