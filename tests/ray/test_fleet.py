@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -70,6 +72,38 @@ def test_a_result_that_came_first_is_taken_once(
         assert stage.fleet.get_result(request_id).get(timeout=WAIT_S)["ok"] is False
     gc.collect()
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_close_during_a_close(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "_SILENT_S", 3600.0)
+    handled, before = threading.Event(), signal.getsignal(signal.SIGUSR1)
+
+    def handle(*_: object) -> None:
+        handled.set()
+        stage.fleet.close()
+
+    with stage.started(1) as (actor,):
+        actor.set_reachable(False)
+
+        def interrupt() -> None:
+            eventually(lambda: "stop" in actor.calls, "the close")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            handled.wait(WAIT_S)
+            actor.set_reachable(True)
+
+        interrupting = threading.Thread(target=interrupt)
+        signal.signal(signal.SIGUSR1, handle)
+        try:
+            interrupting.start()
+            stage.fleet.close()
+        finally:
+            interrupting.join()
+            signal.signal(signal.SIGUSR1, before)
+    assert handled.is_set()
+    assert actor.calls.count("stop") == 1
 
 
 def test_a_silent_replica_is_not_chosen(stage: Stage) -> None:

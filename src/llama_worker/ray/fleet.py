@@ -7,6 +7,7 @@ import atexit
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -130,7 +131,8 @@ class Fleet(Startable):
         self._ids = itertools.count(1)
         self._requests: dict[int, RequestCopy] = {}  # until the result was taken
         self._futures = OpenFutures()
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close while its thread does
+        self._ending: Future[None] | None = None
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,9 +166,12 @@ class Fleet(Startable):
         with self._closing:
             if self._futures.closed_by is not None:
                 return
-            asyncio.run_coroutine_threadsafe(self._close(timeout_s), self._loop).result()
+            self._ending = self._ending or asyncio.run_coroutine_threadsafe(
+                self._close(timeout_s), self._loop
+            )
+            self._ending.result()
             self._futures.close(FleetClosed(self._name))
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._soon(self._loop.stop)
             self._thread.join()
             self._loop.close()
             atexit.unregister(self.close)
