@@ -261,7 +261,7 @@ def test_a_callback_without_a_thread_fails_no_answer_and_follows(
 # ---------------------------------------------------------------- derived with Pykka's map()
 
 
-def test_a_derived_future_is_done_once_its_source_is(future: WorkerFuture[int]) -> None:
+def test_a_derived_future_is_done_with_its_source(future: WorkerFuture[int]) -> None:
     derived = cast("WorkerFuture[int]", future.map(lambda value: 1 // value))
     assert "derived" in repr(derived)
     assert not derived.done()
@@ -273,7 +273,7 @@ def test_a_derived_future_is_done_once_its_source_is(future: WorkerFuture[int]) 
         derived.get(timeout=0)
 
 
-def test_who_waits_for_a_derived_future_holds_up_nobody(future: WorkerFuture[int]) -> None:
+def test_waiting_for_a_derived_future_holds_up_nobody(future: WorkerFuture[int]) -> None:
     asked, called = threading.Event(), SimpleQueue[tuple[int, str]]()
 
     def get(timeout: float | None) -> int:
