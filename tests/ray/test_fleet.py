@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from llama_worker import RequestResult, WorkerConfig
-from llama_worker.ray import Fleet, NoLiveReplica, ReplicaState, fleet, replica
+from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, ReplicaState, fleet, replica
 from tests.actors.conftest import HOST, WAIT_S, eventually
 from tests.ray.stub_actor import SLOTS, StubActor, without_ray
 
@@ -104,6 +105,24 @@ def test_a_signal_handler_may_close_during_a_close(
             signal.signal(signal.SIGUSR1, before)
     assert handled.is_set()
     assert actor.calls.count("stop") == 1
+
+
+def test_a_forked_child_has_no_fleet(stage: Stage) -> None:
+    with stage.started(1) as (actor,):
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(WAIT_S))  # ends what would never end
+            try:
+                stage.fleet.submit("job", "", "Hello?")
+            except FleetClosed as closed:
+                stage.fleet.close()  # as its exit does
+                os._exit("forked" not in closed.__notes__[0])
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert "stop" not in actor.calls
+        assert stage.ended(stage.submit())["text"] == "yes"
 
 
 def test_a_silent_replica_is_not_chosen(stage: Stage) -> None:

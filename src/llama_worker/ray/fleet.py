@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -124,6 +125,7 @@ class Fleet(Startable):
                 "Ray is not initialised in this process: call ray.init(address=...) before"
             )
         self._name = name
+        self._pid = os.getpid()
         self._replicas = [
             Replica(name, number, lambda: actor_class.remote(config_for), retry_s, lease_s)
             for number in range(replicas)
@@ -162,6 +164,8 @@ class Fleet(Startable):
     def close(self, *, timeout_s: float = 60.0) -> None:
         """Stop every server and end every actor. Blocks; idempotent; after `timeout_s` the rest is
         killed."""
+        if os.getpid() != self._pid:
+            return  # a forked child has not the loop's thread, and the replicas are its parent's
         self._is_closing = True
         with self._closing:
             if self._futures.closed_by is not None:
@@ -292,6 +296,10 @@ class Fleet(Startable):
     # ------------------------------------------------------------ any thread
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            forked = FleetClosed(self._name)
+            forked.add_note(f"this process was forked; the fleet is that of process {self._pid}")
+            raise forked
         if self._is_closing:
             raise FleetClosed(self._name)
 
