@@ -114,7 +114,8 @@ class LivenessEvidence:
 
 @runtime_checkable
 class LivenessProbe(Protocol):
-    """Looks from outside whether the server works. One thread at a time calls it."""
+    """Looks from outside whether the server works. It compares with what it saw before, so each
+    worker needs one of its own; one thread at a time then calls it."""
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
         """Look at the tree of `root_pid`; `now` is monotonic seconds. None is no news, and never a
