@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 
-from llama_worker.errors import described_error, is_shortage
+from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host.threads import run_on_thread
@@ -89,10 +89,7 @@ class StreamReader:
             failure = self._live()
         except Exception as error:  # the host lacks something, or this code is wrong
             failure = StreamFailure(
-                reason=RequestFailReason.UNKNOWN_ERROR,
-                detail=f"no connection could be made: {described_error(error)}"
-                if is_shortage(error)
-                else described_error(error),
+                reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error)
             )
         closed = StreamClosed(turn_id=self._order.turn_id, failure=failure, at=time.monotonic())
         self._order.reply_to.tell(closed)
