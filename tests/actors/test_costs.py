@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,9 +26,11 @@ from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.stream_reader import TICK_S
 from llama_worker.server.messages import Probed
 from llama_worker.testing.scripts import (
+    Gate,
     Script,
     ScriptedReply,
     Sleep,
+    Text,
     Tokens,
     plain_reply,
     steps_json,
@@ -63,10 +66,14 @@ def test_text_that_comes_fast_is_told_each_tick_and_wakes_no_thread_between(
 
 
 def test_a_reader_that_waits_for_each_token_hurries_its_stream_a_few_times_a_second(
-    rig: Rig, told: Counter[type]
+    rig: Rig, told: Counter[type], gate: Path
 ) -> None:
-    request_id, began = rig.submit(*plain_reply(Tokens(100, 0.01))), time.monotonic()
-    assert len(list(rig.worker.iter_output(request_id))) > 1
+    began = time.monotonic()
+    request_id = rig.submit(*plain_reply(Text("Once"), Gate(gate), Tokens(100, 0.01)))
+    chunks = rig.worker.iter_output(request_id)
+    assert next(chunks)["text"] == "Once"
+    gate.touch()
+    assert "tok99" in "".join(chunk["text"] for chunk in chunks)
     windows = 2 * (time.monotonic() - began) / HURRY_LASTS_S
     assert told[HurryStream] <= windows + 2
     assert told[FlushStream] == 0
