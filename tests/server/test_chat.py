@@ -134,6 +134,8 @@ def test_a_cancel_frees_the_servers_slots_and_keeps_the_output(
             RequestFinishReason.CANCELED,
         )
         assert result["text"] == "" if reached is is_reading else is_ticking(result["text"])
+        if reached is is_generating:
+            assert 0 < result["timings"]["ttft_s"] < result["timings"]["total_s"]
     ids = [submitted(chat, f"after-{slot}", f"{slot}", **forced("Served.")) for slot in range(2)]
     assert [ended(chat, request_id)["text"] for request_id in ids] == ["Served."] * 2
     # Once only: what asks for the slots puts off the server's look for closed connections (b11434).
