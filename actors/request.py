@@ -256,7 +256,8 @@ class RequestActor(Child[RequestMessage]):
             case AskIfServerDied(request_id=request_id):
                 assert self._process is not None
                 if not self._process.tell(CheckServer(request_id=request_id, reply_to=me)):
-                    me.tell(ServerChecked(request_id=request_id, is_gone=False))
+                    # Its end is the server's: why, the WorkerActor is about to say.
+                    me.tell(ServerChecked(request_id=request_id, is_gone=True))
             case SignalEmitted() | ToolsRefused() | RequestEnded():
                 self._worker.tell(effect)
                 if isinstance(effect, RequestEnded):

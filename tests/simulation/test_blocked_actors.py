@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from llama_worker import RequestFailed
 from llama_worker.actors.request import RequestActor
 from llama_worker.request.messages import PostChat, RequestInput
 from llama_worker.request.request import Effect, Request
+from llama_worker.request.states import DEATH_NEWS_S
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.types.request import RequestFailReason, RequestState
 from tests.simulation.bench import Bench, quiet_bench
@@ -121,3 +123,26 @@ def test_a_handler_that_returns_in_time_costs_nothing() -> None:
             scheduler.unblock_actor(blocked)
         assert scheduler.run_until(answer.done, scheduler.now + 600.0)
         assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+
+
+@pytest.mark.parametrize("late_s", [0.0, 2 * DEATH_NEWS_S])
+def test_the_end_of_a_process_actor_is_no_disconnect_however_late_it_is_told(late_s: float) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: Reply(
+        key="r", prompt_tokens=100, reasoning_tokens=0, text_tokens=2_000, step_tokens=1
+    )
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        answer = worker.ask("a long answer")
+        scheduler.run_for(5.0)
+        in_front = actor_of(bench, "worker")
+        scheduler.block_actor(in_front)
+        scheduler.break_actor(actor_of(bench, "process"))  # its server is killed
+        scheduler.run_for(late_s)
+        scheduler.unblock_actor(in_front)
+        assert scheduler.run_until(answer.done, scheduler.now + RESTARTED_S)
+        with pytest.raises(RequestFailed, match="worker_restarted: actor_died: process") as failed:
+            answer.get(timeout=0)
+        assert len(failed.value.result["text"]) > 100

@@ -110,6 +110,12 @@ CALM = (1.0, 0.046593980057776534)
             (37.671232876712324, 3.424657534246575),
             id="three slots wrote many tokens in one slow batch",
         ),
+        pytest.param(
+            179196856528474,
+            201.5021848073454,
+            (1.0, 0.04659398005777654),
+            id="its ProcessActor died, and the worker heard of it late",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(
