@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -144,13 +144,13 @@ class RayWorker:
         more.
         """
         worker, wait_s = self._worker, 0.0
-        read = partial(worker.read_output, request_id)
+        offsets: dict[str, Any] = {}
         seen: RequestStatus | None = None
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await read(wait=True)
-            output = await read()
+                    await worker.read_output(request_id, **offsets, wait=True)
+            output = await worker.read_output(request_id, **offsets)
             status = await worker.get_status(request_id)
             if not status["ok"] or not output["ok"]:
                 raise LookupError(no_such_request(request_id))
@@ -162,12 +162,7 @@ class RayWorker:
                 return
             if status != seen or output["text"] or output["reasoning"]:
                 yield {"status": status, "output": output}
-            read = partial(
-                worker.read_output,
-                request_id,
-                text_offset=output["text_offset"],
-                reasoning_offset=output["reasoning_offset"],
-            )
+            offsets = {key: output[key] for key in ("text_offset", "reasoning_offset")}
             seen, wait_s = status, _STATUS_INTERVAL_S
             await asyncio.sleep(_FOLLOW_INTERVAL_S)
 
