@@ -286,12 +286,7 @@ class Fleet(Startable):
         was lost."""
         request = self._find(request_id)
         replica = next((each for each in self._replicas if request_id in each.requests), None)
-        if request is None or replica is None or not await replica.cancel(request):
-            return False
-        ended: WorkerFuture[RequestResult | NotFound] = WorkerFuture()
-        request.answer_at_end(ended)
-        await ended
-        return True
+        return request is not None and replica is not None and await replica.cancel(request)
 
     # ------------------------------------------------------------ any thread
 

@@ -294,9 +294,13 @@ class Replica:
         task.add_done_callback(self._follows.discard)
 
     async def cancel(self, copy: RequestCopy) -> bool:
-        """True once the request is cancelled; False where it has ended, or its replica has."""
+        """True once the request, one of `requests`, is cancelled; False where it ends otherwise."""
         with suppress(RayError):
-            return not copy.is_over and bool(await self._actor.cancel.remote(copy.remote_id))
+            if await self._actor.cancel.remote(copy.remote_id):
+                ended = WorkerFuture[Any]()
+                copy.answer_at_end(ended)
+                await ended
+                return True
         return False
 
     async def ask(self, method: Callable[[RayWorker], Coroutine[Any, Any, T]]) -> T:
