@@ -227,7 +227,7 @@ class Replica:
         ReplicaLost where it is not READY."""
         if self._state is not ReplicaState.READY:
             raise self._lost(f"it cannot be replaced, it is {self._state}")
-        actor = self._living()
+        actor = self._actor
         self._state, self._started = ReplicaState.DRAINING, WorkerFuture()
         with suppress(RayError):  # it died meanwhile, and is replaced all the same
             await actor.drain.remote()
@@ -258,13 +258,13 @@ class Replica:
     # ------------------------------------------------------------ requests
 
     async def admit(self, submission: Submission, ids: Iterator[int]) -> RequestCopy | SubmitErr:
-        """Give it a request; the copy grows from now on until it is over.
+        """Give it, a READY one, a request; the copy grows from now on until it is over.
 
         An admitted request gets the next of `ids`. Raises ReplicaLost where the replica dies
         meanwhile, or does not answer: what it then admits all the same is cancelled as soon as it
         answers again.
         """
-        actor, lost = self._living(), self._lost
+        actor, lost = self._actor, self._lost
         self._admitting += 1
         try:
             admission = asyncio.create_task(_admission(actor, submission))
@@ -305,9 +305,11 @@ class Replica:
 
     async def ask(self, method: Callable[[RayWorker], Coroutine[Any, Any, T]]) -> T:
         """What the worker answers. Raises ReplicaLost where there is none."""
-        actor, lost = self._living(), self._lost
+        lost = self._lost
+        if self._actor is None:
+            raise lost(self._last_error or "no actor was created yet")
         try:
-            answer: T = await getattr(actor, method.__name__).remote()
+            answer: T = await getattr(self._actor, method.__name__).remote()
             return answer
         except RayError as error:
             raise lost(one_line(error)) from error
@@ -328,12 +330,6 @@ class Replica:
         finally:
             copy.lose(str(self._lost(self._why_killed or why, copy.request_id)), time.time())
             del self.requests[copy.request_id]
-
-    def _living(self) -> Any:
-        """The actor. Raises ReplicaLost where there is none."""
-        if self._actor is None:
-            raise self._lost(self._last_error or "no actor was created yet")
-        return self._actor
 
 
 async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, Any, Any]:
