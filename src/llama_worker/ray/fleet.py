@@ -168,8 +168,6 @@ class Fleet(Startable):
             return  # a forked child has not the loop's thread, and the replicas are its parent's
         self._is_closing = True
         with self._closing:
-            if self._futures.closed_by is not None:
-                return
             self._ending = self._ending or asyncio.run_coroutine_threadsafe(
                 self._close(timeout_s), self._loop
             )
