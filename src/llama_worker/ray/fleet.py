@@ -18,7 +18,7 @@ from ray import cloudpickle
 
 from llama_worker.config.validation import checked_int, checked_seconds, checked_str
 from llama_worker.errors import ConfigError, LlamaWorkerError
-from llama_worker.ray.replica import Replica
+from llama_worker.ray.replica import Replica, begin
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import (
     ConfigFor,
@@ -307,13 +307,11 @@ class Fleet(Startable):
             except Exception as error:
                 future.fail(error)
 
-        def begin() -> None:
+        def ask() -> None:
             if not self._is_closing:
-                task = self._loop.create_task(answer())
-                self._tasks.add(task)  # the loop itself holds tasks only weakly
-                task.add_done_callback(self._tasks.discard)
+                begin(answer(), self._tasks)
 
-        self._soon(begin)
+        self._soon(ask)
         return future
 
     def _soon(self, call: Callable[[], object]) -> None:

@@ -274,7 +274,7 @@ class Replica:
             )
             silent.cancel()
             if not admission.done():
-                self._in_background(_take_back(actor, admission))
+                begin(_take_back(actor, admission), self._follows)
                 raise lost("its actor does not answer")
             answer, pieces, first = admission.result()
         except RayError as error:
@@ -285,13 +285,8 @@ class Replica:
             return answer
         copy = RequestCopy(next(ids), first)
         self.requests[copy.request_id] = copy
-        self._in_background(self._follow(copy, pieces))
+        begin(self._follow(copy, pieces), self._follows)
         return copy
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._follows.add(task)
-        task.add_done_callback(self._follows.discard)
 
     async def cancel(self, copy: RequestCopy) -> bool:
         """True once the request, one of `requests`, is cancelled; False where it ends otherwise."""
@@ -354,6 +349,13 @@ async def _take_back(actor: Any, admission: asyncio.Task[tuple[SubmitResult, Any
         answer, _, _ = await admission
         if answer["ok"]:
             await actor.cancel.remote(answer["request_id"])
+
+
+def begin(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    """Do it in a task, which is one of `tasks` until it is over: the loop holds it only weakly."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def kill(actor: Any) -> None:
