@@ -73,7 +73,7 @@ class RayWorker:
         self._config_for = config_for
         self._was_ready = False
         self._is_closed = False
-        self._listeners: list[Callable[[_Event], object]] = []
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[_Event]]] = []
         self._lease_s: float | None = None
         self._renewed = threading.Event()
         self._worker = self._new_worker()
@@ -195,11 +195,7 @@ class RayWorker:
         heard: asyncio.Queue[_Event] = asyncio.Queue()
         if self._is_closed:
             heard.put_nowait(_CLOSED)
-        loop = asyncio.get_running_loop()
-
-        def listener(event: _Event) -> None:
-            loop.call_soon_threadsafe(heard.put_nowait, event)
-
+        listener = asyncio.get_running_loop(), heard
         self._listeners.append(listener)
         try:
             yield heard
@@ -208,8 +204,8 @@ class RayWorker:
 
     def _publish(self, event: _Event) -> None:
         """Any thread."""
-        for listener in tuple(self._listeners):
-            listener(event)
+        for loop, heard in tuple(self._listeners):
+            loop.call_soon_threadsafe(heard.put_nowait, event)
 
     def _end_without_renewal(self) -> None:
         """On a thread of its own: while the fleet is out of reach, Ray's report of a streamed piece
