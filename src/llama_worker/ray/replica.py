@@ -130,8 +130,7 @@ class Replica:
         await self._started
 
     async def _keep_alive(self) -> None:
-        """One actor after the other, until cancelled. One that did not become READY is followed
-        after `retry_s`."""
+        """One actor after the other, until cancelled."""
         while ray.is_initialized():  # else a call would start a cluster of its own
             try:
                 await self._live()
@@ -194,8 +193,7 @@ class Replica:
         raise self._lost(f"its worker failed: {status.get('last_error', 'no reason told')}")
 
     async def _renew(self, actor: Any) -> None:
-        """Renew the actor's lease. One that does not answer is SILENT; when its lease is over it is
-        killed, and this raises ReplicaLost."""
+        """Raises ReplicaLost when the actor's lease is over and it was killed."""
         now = asyncio.get_running_loop().time
         answered_at = now()  # when the last renewal that was answered was sent
         while True:
