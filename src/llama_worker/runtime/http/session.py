@@ -159,10 +159,11 @@ def send(
     the time is up; ValueError for what is not an HTTP response.
     """
     abort.connected = False
-    server = _server_url(endpoint.base_url)
-    request = _Request(abort, server, waiter, deadline)
+    request = _Request()
+    request.abort, request.endpoint, request.waiter = abort, endpoint, waiter
+    request.deadline = deadline
     request.prepare_method(method)
-    request.url = server.url + target
+    request.url = _server_url(endpoint.base_url).url + target
     sent = {"Accept-Encoding": "identity", "Connection": "close", **(headers or {})}
     sent.update(endpoint.headers())
     request.headers = requests.structures.CaseInsensitiveDict(sent)
@@ -170,13 +171,7 @@ def send(
         request.headers["Content-Length"] = str(len(body))
         request.body = body
     try:
-        response = _session.send(
-            request,
-            stream=True,
-            timeout=endpoint.connect_timeout_s,
-            verify=endpoint.ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH,
-            proxies={},
-        )
+        response = _session.send(request, stream=True, proxies={})
     except HTTPException as error:  # of a request that cannot be sent
         raise ValueError(str(error)) from None
     except Exception as error:
@@ -274,18 +269,10 @@ def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailur
 class _Request(requests.PreparedRequest):
     """Carries what its connection needs to where that is made."""
 
-    def __init__(
-        self,
-        abort: Abort,
-        server: urllib3.util.Url,
-        waiter: Waiter | None,
-        deadline: float | None,
-    ) -> None:
-        super().__init__()
-        self.abort = abort
-        self.server = server
-        self.waiter = waiter
-        self.deadline = deadline
+    abort: Abort
+    endpoint: Endpoint
+    waiter: Waiter | None
+    deadline: float | None
 
 
 class _Session(requests.Session):
@@ -313,24 +300,19 @@ def _server_url(base_url: str) -> urllib3.util.Url:
 class _Adapter(requests.adapters.BaseAdapter):
     """Gives each request a connection of its own, whose socket can be aborted."""
 
-    def send(
-        self,
-        request: requests.PreparedRequest,
-        stream: bool = True,
-        timeout: Any = None,
-        verify: bool | str = True,
-        cert: Any = None,
-        proxies: Any = None,
-    ) -> requests.Response:
-        """`timeout` is for connecting, and again for shaking hands; `verify` is a file. Raises
-        OSError, and ValueError for a reply that is not HTTP."""
+    def send(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> requests.Response:
+        """The connect timeout is for connecting, and again for shaking hands. Raises OSError, and
+        ValueError for a reply that is not HTTP."""
         assert isinstance(request, _Request)
-        server = request.server
+        endpoint, server = request.endpoint, _server_url(request.endpoint.base_url)
         kind = HTTPSConnection if server.scheme == "https" else HTTPConnection
         http = kind((server.host or "").strip("[]"), server.port)
-        connection = connect(request.abort, http.host, http.port, timeout, request.deadline)
+        connection = connect(
+            request.abort, http.host, http.port, endpoint.connect_timeout_s, request.deadline
+        )
         if kind is HTTPSConnection:
-            connection = secure(request.abort, connection, http.host, str(verify))
+            ca_file = endpoint.ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH
+            connection = secure(request.abort, connection, http.host, ca_file)
         request.abort.connected = True
         connection.abort, connection.waiter = request.abort, request.waiter
         connection.deadline, connection.body_follows = request.deadline, bool(request.body)
@@ -356,9 +338,6 @@ class _Adapter(requests.adapters.BaseAdapter):
         response.request, response.raw = request, reply
         response.status_code, response.reason = reply.status, reply.reason
         return response
-
-    def close(self) -> None:
-        """Nothing is kept."""
 
 
 _session = _Session()
