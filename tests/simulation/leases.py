@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llama_worker.actors.base import Ref
 from llama_worker.actors.messages import EndLease, Lease, WorkerMessage
+from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.abortable_socket import Aborted
@@ -40,7 +42,10 @@ class ProxiedClient:
     def __init__(self, world: World, number: int, has_image: bool) -> None:
         self.closed: WorkerFuture[StreamClosed] = WorkerFuture()
         self.abort = SimAbort()
-        self.exchange = LeasedExchange(self.abort, has_media=has_image)  # type: ignore[arg-type]
+        self.exchange = LeasedExchange(
+            self.abort,  # type: ignore[arg-type]
+            new=partial(LeasedRequest, has_media=has_image),
+        )
         self._content = IMAGE if has_image else "hello"
         self.has_finish = False  # what breaks behind it is no failure to the client
         self._world = world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import pykka
@@ -10,6 +11,7 @@ from msgspec import Struct
 
 from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.mailbox import Mailbox
+from llama_worker.request.leased import LeasedRequest
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
@@ -110,11 +112,14 @@ class Exchange:
             self.abort,
             lambda exchange: self._end_lease(),
             tell_lease=None if grant is None else lambda: self._watch.tell(order(WorkerFuture())),
-            has_media=_has_media(messages),
-            in_one_piece=chat.get("stream") is not True,
-            answers=answers,
-            offers_tools=bool(chat.get("tools")),
-            question=_question(messages),
+            new=partial(
+                LeasedRequest,
+                has_media=_has_media(messages),
+                in_one_piece=chat.get("stream") is not True,
+                answers=answers,
+                offers_tools=bool(chat.get("tools")),
+                question=_question(messages),
+            ),
         )
         self._client.when_slow(self.leased.pauses)
         self._wants_lease = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pykka
@@ -14,6 +15,7 @@ from llama_worker.actors.base import LiveSet
 from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
 from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.request.leased import LeasedRequest
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
@@ -37,7 +39,10 @@ class Client:
     def __init__(
         self, *hears: tuple[float, StreamEvent | None], in_one_piece: bool = False
     ) -> None:
-        self.exchange = LeasedExchange(SimAbort(), in_one_piece=in_one_piece)  # type: ignore[arg-type]
+        self.exchange = LeasedExchange(
+            SimAbort(),  # type: ignore[arg-type]
+            new=partial(LeasedRequest, in_one_piece=in_one_piece),
+        )
         self.hears = hears
 
     def hear(self, event: StreamEvent | None, at: float) -> None:

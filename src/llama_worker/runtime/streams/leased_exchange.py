@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from llama_worker.request.leased import LeasedRequest
@@ -43,7 +42,7 @@ def _locked(
 class LeasedExchange:
     """Made by the thread that serves a client; `abort` is of its request to the server, `tell_end`
     tells the worker `EndLease`, and is False where that has been closed. `tell_lease` tells whoever
-    watches of a lease that was granted without them; None: they know.
+    watches of a lease that was granted without them; None: they know. `new` makes the request.
 
     Without a lease (`begin` was never called) nobody asks for what the thread tells.
     """
@@ -54,24 +53,13 @@ class LeasedExchange:
         tell_end: Callable[[LeasedExchange], bool] = lambda exchange: False,
         *,
         tell_lease: Callable[[], object] | None = None,
-        has_media: bool = False,
-        in_one_piece: bool = False,
-        answers: int = 1,
-        offers_tools: bool = False,
-        question: str = "",
+        new: Callable[..., LeasedRequest] = LeasedRequest,
     ) -> None:
         self._tell_end = tell_end
         self._abort = abort
         self._lock = threading.RLock()  # guards the request
         self._over = threading.Condition(self._lock)
-        self._new = partial(
-            LeasedRequest,
-            has_media=has_media,
-            in_one_piece=in_one_piece,
-            answers=answers,
-            offers_tools=offers_tools,
-            question=question,
-        )
+        self._new = new
         self._request = self._new(_NOBODYS, api_key=None, unix_offset=0.0)
         # for the exchange's thread
         self._tell_lease = tell_lease
