@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
-from llama_worker.runtime.host.timers import HeapTimer, call_at, start_timers
+from llama_worker.runtime.host.timers import call_at, start_timers
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.http.token_count import count_tokens
 from llama_worker.runtime.ports import Waitable
@@ -55,8 +55,10 @@ class RealHost:
         self._unix_at_boot = time.time() - time.monotonic() - self._suspended_s
         start_timers()
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
+    unix_now = staticmethod(time.time)
+    call_at = staticmethod(call_at)
+    call_host = staticmethod(call_host)
 
     def unix_offset(self) -> float:
         suspended_s = _suspended_s()
@@ -64,20 +66,10 @@ class RealHost:
             self._suspended_s = suspended_s
         return self._unix_at_boot + self._suspended_s
 
-    def unix_now(self) -> float:
-        return time.time()
-
-    def call_at(self, at: float, call: Callable[[], object]) -> HeapTimer:
-        return call_at(at, call)
-
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
         start_thread()
 
-    def call_host(self, call: Callable[[], object], name: str) -> None:
-        call_host(call, name)
-
     def write_log(self, level: int, line: str) -> None:
-        """Log it under `llama_worker`, on the thread that all share."""
         write_log(_logger, level, line)
 
 
@@ -97,6 +89,9 @@ class UpstreamQuestions(RealHost):
 
 class RealRuntime(UpstreamQuestions):
     """One worker's; see `ports.Runtime`. Thread-safe."""
+
+    process_evidence = staticmethod(process_evidence)
+    anon_bytes = staticmethod(anon_bytes)
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(Endpoint.of(config))
@@ -120,12 +115,6 @@ class RealRuntime(UpstreamQuestions):
             reply_to=reply_to,
             name=self._name,
         )
-
-    def process_evidence(self, pid: int) -> Mapping[str, Any]:
-        return process_evidence(pid)
-
-    def anon_bytes(self, pid: int) -> int | None:
-        return anon_bytes(pid)
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> StreamReader:
         return StreamReader(order, self._endpoint, on_closed=on_closed, name=self._name)
