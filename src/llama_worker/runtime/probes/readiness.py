@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -222,10 +222,10 @@ def canary_problem(check: Callable[[str], bool], status: int, answer: Any) -> st
 
 
 def _text_of(answer: Any) -> str:
-    choices = answer.get("choices") if isinstance(answer, Mapping) else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    message = first.get("message") if isinstance(first, Mapping) else None
-    content = message.get("content") if isinstance(message, Mapping) else None
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        return ""
     return content if isinstance(content, str) else ""
 
 
