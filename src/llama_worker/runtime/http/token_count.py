@@ -62,7 +62,7 @@ def count_tokens(
         answer = json_of(reply)
         value = answer.get(key) if isinstance(answer, dict) else None
         if status != 200 or not isinstance(value, list | str):
-            raise _NoCount(f"POST {path}: {status}: {_said(answer)}")
+            raise LlamaWorkerError(f"POST {path}: {status}: {_said(answer)}")
         return value
 
     def count() -> TokenCount:
@@ -77,7 +77,7 @@ def count_tokens(
     def run() -> None:
         try:
             order.reply.answer(count())
-        except (PromptError, _NoCount) as error:
+        except (PromptError, LlamaWorkerError) as error:
             fail(str(error))
         except TimeoutError:  # the timer is about to say so
             give_up()
@@ -92,10 +92,6 @@ def count_tokens(
     except RuntimeError:
         timer.cancel()
         raise
-
-
-class _NoCount(Exception):
-    """The server answered something else."""
 
 
 def _said(answer: object) -> str:
