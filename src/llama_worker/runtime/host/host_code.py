@@ -30,8 +30,8 @@ _logger = logging.getLogger("llama_worker")
 
 
 class ToolCallThread:
-    """A tool call, on a thread of its own, which tells what came of it. Raises RuntimeError where
-    the system has none left."""
+    """A tool call, on a thread of its own, which tells what came of it; see `ports.ToolThread`.
+    Raises RuntimeError where the system has none left."""
 
     def __init__(self, order: messages.RunTool, config: WorkerConfig, name: str) -> None:
         assert config.tool_runner is not None
@@ -49,7 +49,6 @@ class ToolCallThread:
         return self._thread.is_alive()
 
     def give_up(self, reply_to: Mailbox[messages.ToolThreadNews]) -> None:
-        """Tell the runner that nobody waits any more, unless it has returned."""
         with self._lock:
             if self._has_returned:
                 return

@@ -21,7 +21,7 @@ _logger = logging.getLogger("llama_worker.timers")
 
 
 class HeapTimer:
-    """One deadline. `cancel` is idempotent and may be called from any thread."""
+    """See `ports.Timer`. Thread-safe."""
 
     __slots__ = ("_call",)
 
@@ -29,7 +29,6 @@ class HeapTimer:
         self._call: Callable[[], object] | None = call
 
     def cancel(self) -> None:
-        """Forget the call; one that is being made at this moment may still arrive."""
         self._call = None
 
     def _fire(self) -> None:

@@ -45,12 +45,8 @@ class _Server(Struct, frozen=True):
 
 
 class GuardedServer:
-    """One launch. The constructor starts a daemon thread, which tells; every method may be called
-    by any thread.
-
-    `reply_to` gets Launched or LaunchFailed; after Launched, Died and then one Exited, its last
-    word. No Died comes where the guard was killed.
-    """
+    """One launch; see `ports.ServerProcess` and `Runtime.start_server`. The constructor starts a
+    daemon thread, which tells; every method may be called by any thread."""
 
     def __init__(
         self,
@@ -86,7 +82,6 @@ class GuardedServer:
         threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
 
     def send(self, what: Signal) -> None:
-        """Signal the server; without effect once it is gone. Never blocks."""
         with self._lock:
             if what is Signal.FORCE:
                 self._force()
@@ -102,7 +97,6 @@ class GuardedServer:
             self._guard.send_signal(signal.SIGCONT)  # a stopped one must run to obey
 
     def is_gone(self) -> bool:
-        """Whether the server was started and has ended, be it unreaped or untold."""
         with self._lock:
             if self._server is None:
                 return False

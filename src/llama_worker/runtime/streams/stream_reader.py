@@ -58,12 +58,9 @@ class StreamReader:
         run_on_thread(f"{name}-stream", self._run)
 
     def abort(self) -> None:
-        """Close the connection now, in whatever phase it is. What had come is told, then the
-        end."""
         self._abort.abort()
 
     def flush(self) -> bool:
-        """Tell now what has come and was not told yet; False: nothing has."""
         with self._lock:
             if self._connection is None:
                 return False
@@ -74,7 +71,6 @@ class StreamReader:
             return self._tell(time.monotonic())
 
     def hurry(self) -> None:
-        """Somebody waits: what has come is told at once, and so is what comes for a while."""
         with self._lock:
             if self._connection is not None:
                 self._hurried_at = time.monotonic()
