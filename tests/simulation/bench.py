@@ -75,6 +75,14 @@ class Bench:
             open_backends.discard(self.worker._backend)
             del self.worker  # its finalizer holds the backend, and that holds everything else
 
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """`in_use`, with a worker that is READY."""
+        with self.in_use():
+            started = self.worker.start()
+            assert self.scheduler.run_until(started.done, self.scheduler.now + 60.0)
+            yield
+
 
 FAST = Build(
     slots=2, prefill_tokens_per_s=500.0, decode_tokens_per_s=50.0, batch_tokens=512, load_s=1.0

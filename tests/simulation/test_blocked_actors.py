@@ -25,21 +25,23 @@ def actor_of(bench: Bench, name: str) -> SimulatedActor:
     return next(each for each in bench.scheduler.actors if each.name == name)
 
 
-@pytest.mark.parametrize("name", ["request[0]", "process", "transport", "watchdog", "tool_loop"])
-@pytest.mark.parametrize("wakes", [True, False])
-def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: bool) -> None:
-    bench = quiet_bench()
-    scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: Reply(
+def first_is_long(request_id: int, turn: int) -> Reply:
+    return Reply(
         key=f"r{request_id}",
         prompt_tokens=100,
         reasoning_tokens=0,
         text_tokens=2_000 if request_id == 1 else 20,
         step_tokens=1,
     )
-    with bench.in_use():
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+
+
+@pytest.mark.parametrize("name", ["request[0]", "process", "transport", "watchdog", "tool_loop"])
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: bool) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = first_is_long
+    with bench.ready():
         submitted = worker.submit("job", "", "a long answer")
         result = worker.result(1)
         scheduler.run_for(5.0)
@@ -95,9 +97,7 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
             bench.actor._children.end()
         return effects
 
-    with bench.in_use():
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+    with bench.ready():
         monkeypatch.setattr(Request, "step", step)
         answer = worker.ask("a question")
         assert scheduler.run_until(answer.done, scheduler.now + RESTARTED_S)
@@ -108,12 +108,8 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
 def test_a_handler_that_returns_in_time_costs_nothing() -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: Reply(
-        key="r", prompt_tokens=100, reasoning_tokens=0, text_tokens=2_000, step_tokens=1
-    )
-    with bench.in_use():
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+    bench.machine.reply_to = first_is_long
+    with bench.ready():
         answer = worker.ask("a long answer")
         for name in ("request[0]", "process", "transport", "watchdog"):
             scheduler.run_for(1.0)
@@ -129,12 +125,8 @@ def test_a_handler_that_returns_in_time_costs_nothing() -> None:
 def test_the_end_of_a_process_actor_is_no_disconnect_however_late_it_is_told(late_s: float) -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: Reply(
-        key="r", prompt_tokens=100, reasoning_tokens=0, text_tokens=2_000, step_tokens=1
-    )
-    with bench.in_use():
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+    bench.machine.reply_to = first_is_long
+    with bench.ready():
         answer = worker.ask("a long answer")
         scheduler.run_for(5.0)
         in_front = actor_of(bench, "worker")

@@ -19,9 +19,7 @@ def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
     scheduler, worker = bench.scheduler, bench.worker
     mailbox: Ref[WorkerMessage] = Ref(worker.actor_ref)
     exchange = LeasedExchange(SimAbort())  # type: ignore[arg-type]
-    with bench.in_use():
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+    with bench.ready():
         granted: WorkerFuture[SubmitResult] = WorkerFuture()
         mailbox.tell(Lease(job_name="responses:1", exchange=exchange, reply=granted))
         assert scheduler.run_until(granted.done, scheduler.now + 1.0)

@@ -38,9 +38,7 @@ def test_what_was_learnt_outlives_a_launch() -> None:
     bench = quiet_bench(FAST)
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: A_PROMPT
-    with bench.in_use():
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+    with bench.ready():
         answer = worker.ask("a long prompt")
         assert scheduler.run_until(answer.done, scheduler.now + 60.0)
         assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
@@ -60,9 +58,7 @@ def test_what_was_learnt_outlives_a_launch() -> None:
 def test_a_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: float) -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
-    with bench.in_use():
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+    with bench.ready():
         scheduler.break_actor(next(each for each in scheduler.actors if each.name == "watchdog"))
         worker.submit("job", "", "a prompt")  # the actor dies of it, and its launch with it
         scheduler.run_for(until_the_gap_s)

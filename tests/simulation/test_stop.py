@@ -26,9 +26,7 @@ def test_sigterm_comes_as_soon_as_every_stream_is_closed() -> None:
     bench.machine.reply_to = lambda request_id, turn: Reply(
         key=f"r{request_id}", prompt_tokens=10, reasoning_tokens=0, text_tokens=900, step_tokens=1
     )
-    with bench.in_use():
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+    with bench.ready():
         for _ in range(2):
             worker.submit("job", "", "a long answer")
         scheduler.run_for(5.0)
@@ -51,9 +49,7 @@ def test_no_alarm_outlives_a_server_whose_handle_was_lost() -> None:
         alarms.append(scheduler.timer(at, call))
         return alarms[-1]
 
-    with bench.in_use(), pytest.MonkeyPatch.context() as patch:
-        started = bench.worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+    with bench.ready(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "call_at", call_at)
         bench.worker._backend.abandon()
         scheduler.run_for(0.5)
