@@ -98,7 +98,7 @@ def after_loop(loop: LoopFound | TextLoopFound) -> Outcome:
             f"with {loop.sample!r}"
         )
         shown: OutputLoop = {
-            "text": loop.sample[:_MAX_LOOP_CHARS],
+            "text": encodable(loop.sample[:_MAX_LOOP_CHARS]),  # of arguments: as they came
             "repeats": loop.chars // loop.period_chars,
         }
     else:

@@ -857,6 +857,13 @@ def test_of_a_loop_200_characters_are_shown() -> None:
     assert result["fail_detail"] == f"the line {line[:200]!r} came 2 times in a row"
 
 
+def test_a_loop_that_is_shown_is_valid_unicode() -> None:
+    play = asked(WITH_TOOLS)
+    said = (call("add", '{"a": "'), ToolCallDelta(0, None, None, "\ud83d" * 10_000))
+    end = Ends("repeated_text_loop", loop={"text": "\ufffd", "repeats": 8192})
+    assert play >> said << CLOSE << end
+
+
 OPEN_CALL = '<tool_call>{"name": "add", "arguments": {"a": "'
 
 
