@@ -64,9 +64,11 @@ class Turn(TurnProgress):
 
     @property
     def is_runaway(self) -> bool:
-        """Whether its server ignores the token limit; its own count may stand still."""
+        """Whether its server ignores the token limit and goes on; its own count may stand still."""
         limit = self._runaway_tokens
-        return limit is not None and max(self.tokens, self.deltas) > limit
+        if limit is None or self.end.finish_reason is not None:
+            return False
+        return max(self.tokens, self.deltas) > limit
 
     @property
     def said_reasoning(self) -> str:

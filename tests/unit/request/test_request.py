@@ -953,3 +953,9 @@ def test_a_count_that_stands_still_saves_nobody() -> None:
     play = asked(params={"max_tokens": 100})
     said = [(TextDelta(f"{number} "), UsageReport(10, 1, 0)) for number in range(190)]
     assert play >> tuple(event for pair in said for event in pair) << CLOSE << Ends("max_tokens")
+
+
+def test_a_finished_turn_is_not_cut_off() -> None:
+    """Whatever its usage counts: of several choices all, perhaps."""
+    play = asked(WITH_TOOLS, params={"max_tokens": 10})
+    assert play >> (call("add"), CALLS, UsageReport(10, 1000, 0), Done()) << CLOSE << CallTool
