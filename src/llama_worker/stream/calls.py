@@ -91,7 +91,6 @@ class _Fragments(Struct):
     call_id: str | None
     name: str
     arguments: list[str]
-    grew: bool = False  # since it was last looked at
     taken: bool = False
 
     def raw(self) -> RawCall:
@@ -104,6 +103,7 @@ class ToolCallAssembler:
 
     def __init__(self) -> None:
         self._by_index: dict[int, _Fragments] = {}
+        self._grown: dict[int, _Fragments] = {}  # those of them that were not looked at since
 
     def feed(self, delta: ToolCallDelta) -> None:
         """Add a fragment: id and name are replaced, arguments appended."""
@@ -112,15 +112,16 @@ class ToolCallAssembler:
         call.name = delta.name or call.name
         if delta.arguments:
             call.arguments.append(delta.arguments)
-            call.grew = True
+            self._grown[delta.index] = call
 
     def take_complete(self, names: Collection[str]) -> list[RawCall]:
-        """Calls of these tools whose arguments are a complete JSON object by now."""
+        """Calls of these tools whose arguments are a complete JSON object by now; looks at what
+        grew since the last time."""
         complete = []
-        for call in self._by_index.values():
-            if not call.grew or call.taken or call.name not in names:
+        grown, self._grown = self._grown, {}
+        for call in grown.values():
+            if call.taken or call.name not in names:
                 continue
-            call.grew = False
             if _may_be_whole(call.arguments):
                 raw = call.raw()
                 try:

@@ -34,6 +34,7 @@ class TaggedCallFilter:
 
     def __init__(self, *, strict: bool, loop_detector: LoopDetector | None = None) -> None:
         self.calls: list[RawCall | MalformedCall] = []
+        self._looked_at = 0  # so many of them
         self._strict = strict
         self._loop_detector = loop_detector
         self._scanner: _CallScanner | None = None  # None: not inside a call
@@ -49,10 +50,12 @@ class TaggedCallFilter:
         return self._take_visible()
 
     def take(self, names: Collection[str]) -> list[RawCall]:
-        """The well-formed calls of these tools so far; they are in `calls` no more."""
-        taken = [call for call in self.calls if isinstance(call, RawCall) and call.name in names]
+        """The well-formed calls of these tools since the last time; they are in `calls` no more."""
+        new = self.calls[self._looked_at :]
+        taken = [call for call in new if isinstance(call, RawCall) and call.name in names]
         if taken:
-            self.calls = [call for call in self.calls if call not in taken]
+            self.calls[self._looked_at :] = [call for call in new if call not in taken]
+        self._looked_at = len(self.calls)
         return taken
 
     def put_back(self) -> str:

@@ -78,3 +78,28 @@ def test_prompted_tagged_calls_count_beside_structured_ones() -> None:
     it = turn(prompted=True)
     assert take(it, TextDelta("a"), *BY_TAG, TextDelta("b"), *BY_DELTAS, *BY_TAG) == ("", "ab")
     assert it.calls() == [STRUCTURED, CALL, CALL]
+
+
+class Names(frozenset[str]):
+    """Of exit tools; counts how many calls were compared with them."""
+
+    compared = 0
+
+    def __contains__(self, name: object) -> bool:
+        self.compared += 1
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_each_call_is_looked_at_once(prompted: bool) -> None:
+    it, names = turn(prompted=prompted), Names({"exit"})
+    exits = []
+    for number in range(100):
+        name = "exit" if number % 10 == 0 else "add"
+        tagged = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+        call = TextDelta(tagged) if prompted else ToolCallDelta(number, None, name, "{}")
+        for said in (call, TextDelta("so")):
+            take(it, said)
+            exits += it.take_exits(names)
+    assert (len(exits), len(it.calls())) == (10, 90)
+    assert names.compared == 100
