@@ -238,8 +238,8 @@ def _delta_events(delta: dict[str, Any]) -> Iterator[StreamEvent]:
     if reasoning:
         yield ReasoningDelta(reasoning)
     text = _text(delta.get("content"))
-    if text:
-        yield TextDelta(text)
+    if text:  # the same token's, where it has both (the legacy form)
+        yield TextDelta(text, 0 if reasoning else 1)
     calls = delta.get("tool_calls")
     for position, call in enumerate(calls if isinstance(calls, list) else ()):
         if isinstance(call, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from llama_worker.request.messages import (
 from llama_worker.request.report import lost_record
 from llama_worker.request.table import Admitted
 from llama_worker.request.turn import Turn
+from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.events import (
     Done,
     EmptyRecord,
@@ -959,3 +961,13 @@ def test_a_finished_turn_is_not_cut_off() -> None:
     """Whatever its usage counts: of several choices all, perhaps."""
     play = asked(WITH_TOOLS, params={"max_tokens": 10})
     assert play >> (call("add"), CALLS, UsageReport(10, 1000, 0), Done()) << CLOSE << CallTool
+
+
+def test_a_delta_with_both_fields_is_one_token() -> None:
+    """The legacy form, which says its reasoning twice."""
+    play, decoder = asked(params={"max_tokens": 100}), StreamDecoder()
+    for number in range(150):
+        delta = {"reasoning_content": f"{number} ", "content": f"{number} "}
+        record = json.dumps({"choices": [{"index": 0, "delta": delta}]})
+        assert play >> tuple(decoder.feed(f"data: {record}\n\n".encode()))
+    assert play.request.status()["tokens_received"] == 150
