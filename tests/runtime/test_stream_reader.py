@@ -267,6 +267,7 @@ def test_an_abort_ends_the_stream_in_every_phase(rig: Rig, sent: bytes) -> None:
     assert closed.failure is not None
     assert closed.failure.reason is RequestFailReason.STREAM_DISCONNECTED
     assert "abort" in closed.failure.detail
+    assert closed.is_aborted
     with contextlib.suppress(ConnectionResetError):
         while rig.server.recv(1 << 16):
             pass

@@ -544,7 +544,12 @@ class SimStream:
             return
         self._ended = True
         self._runtime.streams.remove(self)
-        closed = StreamClosed(turn_id=self.turn_id, failure=failure, at=self._scheduler.now)
+        closed = StreamClosed(
+            turn_id=self.turn_id,
+            failure=failure,
+            at=self._scheduler.now,
+            is_aborted=self._aborted,
+        )
         self._order.reply_to.tell(closed)
         self._on_closed.tell(closed)
 

@@ -121,8 +121,11 @@ def test_a_handler_that_returns_in_time_costs_nothing() -> None:
         assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
 
 
+@pytest.mark.parametrize("name", ["process", "transport"])
 @pytest.mark.parametrize("late_s", [0.0, 2 * DEATH_NEWS_S])
-def test_the_end_of_a_process_actor_is_no_disconnect_however_late_it_is_told(late_s: float) -> None:
+def test_the_end_of_an_actor_is_no_disconnect_however_late_it_is_told(
+    name: str, late_s: float
+) -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = first_is_long
@@ -131,10 +134,10 @@ def test_the_end_of_a_process_actor_is_no_disconnect_however_late_it_is_told(lat
         scheduler.run_for(5.0)
         in_front = actor_of(bench, "worker")
         scheduler.block_actor(in_front)
-        scheduler.break_actor(actor_of(bench, "process"))  # its server is killed
+        scheduler.break_actor(actor_of(bench, name))  # its server is killed, or its connections end
         scheduler.run_for(late_s)
         scheduler.unblock_actor(in_front)
         assert scheduler.run_until(answer.done, scheduler.now + RESTARTED_S)
-        with pytest.raises(RequestFailed, match="worker_restarted: actor_died: process") as failed:
+        with pytest.raises(RequestFailed, match=f"worker_restarted: actor_died: {name}") as failed:
             answer.get(timeout=0)
         assert len(failed.value.result["text"]) > 100

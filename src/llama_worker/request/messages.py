@@ -178,6 +178,7 @@ class StreamClosed(Struct, frozen=True, kw_only=True):
     turn_id: TurnId
     failure: StreamFailure | None
     at: float
+    is_aborted: bool = False  # by our side
 
 
 class Begin(Struct, frozen=True, kw_only=True):

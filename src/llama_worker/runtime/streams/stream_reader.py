@@ -87,7 +87,12 @@ class StreamReader:
             failure = StreamFailure(
                 reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error)
             )
-        closed = StreamClosed(turn_id=self._order.turn_id, failure=failure, at=time.monotonic())
+        closed = StreamClosed(
+            turn_id=self._order.turn_id,
+            failure=failure,
+            at=time.monotonic(),
+            is_aborted=self._abort.error is not None,
+        )
         self._order.reply_to.tell(closed)
         self._on_closed.tell(closed)
 
