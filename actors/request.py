@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from msgspec.structs import asdict
 
@@ -42,7 +42,6 @@ from llama_worker.request.messages import (
     RequestEnded,
     RequestInput,
     RunTool,
-    ServerChecked,
     SignalEmitted,
     StreamEvents,
     StreamFlushed,
@@ -59,6 +58,7 @@ from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types.request import RequestFailReason
 
+M = TypeVar("M")
 Flushing = Question | CancelRequest | Abandon  # what waits until the stream is flushed
 
 
@@ -80,6 +80,7 @@ class RequestActor(Child[RequestMessage]):
         # asked; the stream is flushed
         self._flushing: deque[tuple[TurnId, Flushing]] = deque()
         self._waiting_reads = WaitingReads()
+        self._is_launch_over = False
         self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: RequestMessage) -> None:
@@ -231,33 +232,35 @@ class RequestActor(Child[RequestMessage]):
             self._carry_out(effect)
         if self._waiting_reads:
             self._answer_waiting()
-        self._alarm.set(self._request.deadline if self._request is not None else None)
+        request = None if self._is_launch_over else self._request
+        self._alarm.set(request.deadline if request is not None else None)
+
+    def _tell(self, actor: Mailbox[M] | None, order: M) -> None:
+        """To another of the launch's actors. Its end is the launch's: the WorkerActor is about to
+        say why, however late, and until then nothing else is concluded."""
+        assert actor is not None
+        if not actor.tell(order):
+            self._is_launch_over = True
 
     def _carry_out(self, effect: Effect) -> None:
         me = self.me()
         match effect:
             case PostChat(turn_id=turn_id, body=body):
-                assert self._transport is not None
-                self._transport.tell(OpenStream(turn_id=turn_id, body=body, reply_to=me))
+                order = OpenStream(turn_id=turn_id, body=body, reply_to=me)
+                self._tell(self._transport, order)
             case CloseStream():
-                assert self._transport is not None
-                self._transport.tell(effect)
+                self._tell(self._transport, effect)
             case CallTool():
-                assert self._tools is not None
-                self._tools.tell(RunTool(**asdict(effect), reply_to=me))
+                self._tell(self._tools, RunTool(**asdict(effect), reply_to=me))
             case DropTool():
-                assert self._tools is not None
-                self._tools.tell(effect)
+                self._tell(self._tools, effect)
             case WriteBios(turn_id=turn_id):
                 try:
                     self._runtime.write_bios(effect, me)
                 except RuntimeError as error:  # the system has no thread left
                     me.tell(BiosWritten(turn_id=turn_id, bios="", error=str(error)))
             case AskIfServerDied(request_id=request_id):
-                assert self._process is not None
-                if not self._process.tell(CheckServer(request_id=request_id, reply_to=me)):
-                    # Its end is the server's: why, the WorkerActor is about to say.
-                    me.tell(ServerChecked(request_id=request_id, is_gone=True))
+                self._tell(self._process, CheckServer(request_id=request_id, reply_to=me))
             case SignalEmitted() | ToolsRefused() | RequestEnded():
                 self._worker.tell(effect)
                 if isinstance(effect, RequestEnded):

@@ -10,7 +10,7 @@ from llama_worker import RequestFailed
 from llama_worker.actors.request import RequestActor
 from llama_worker.request.messages import PostChat, RequestInput
 from llama_worker.request.request import Effect, Request
-from llama_worker.request.states import DEATH_NEWS_S
+from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.types.request import RequestFailReason, RequestState
 from tests.simulation.bench import Bench, quiet_bench
@@ -122,7 +122,7 @@ def test_a_handler_that_returns_in_time_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["process", "transport"])
-@pytest.mark.parametrize("late_s", [0.0, 2 * DEATH_NEWS_S])
+@pytest.mark.parametrize("late_s", [0.0, 2 * DEATH_NEWS_S, 2 * LATE_NEWS_S])
 def test_the_end_of_an_actor_is_no_disconnect_however_late_it_is_told(
     name: str, late_s: float
 ) -> None:
