@@ -43,6 +43,7 @@ from llama_worker.request.messages import (
     RequestInput,
     RunTool,
     SignalEmitted,
+    StreamClosed,
     StreamEvents,
     StreamFlushed,
     StreamOpened,
@@ -110,6 +111,11 @@ class RequestActor(Child[RequestMessage]):
                 self._flush_and_answer(message)  # of a dead server all is read that it sent
             case StreamFlushed(turn_id=turn_id):
                 if self._flushing and self._flushing[0][0] == turn_id:
+                    self._answer(self._flushing.popleft()[1])
+            case StreamClosed(turn_id=turn_id):
+                self._step(message)
+                # All has come; the TransportActor's own answer may be long in coming.
+                while self._flushing and self._flushing[0][0] == turn_id:
                     self._answer(self._flushing.popleft()[1])
             case ReportProgress():
                 self._report(message)

@@ -141,3 +141,22 @@ def test_the_end_of_an_actor_is_no_disconnect_however_late_it_is_told(
         with pytest.raises(RequestFailed, match=f"worker_restarted: actor_died: {name}") as failed:
             answer.get(timeout=0)
         assert len(failed.value.result["text"]) > 100
+
+
+def test_a_stop_ends_requests_as_stopped_though_no_stream_can_be_flushed() -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: Reply(
+        key="r", prompt_tokens=100, reasoning_tokens=0, text_tokens=2_000, step_tokens=1
+    )
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        answer = worker.ask("a long answer")
+        scheduler.run_for(5.0)
+        scheduler.block_actor(actor_of(bench, "transport"))
+        stopped = worker.stop()
+        assert scheduler.run_until(stopped.done, scheduler.now + bench.config.timeouts.stop_grace_s)
+        with pytest.raises(RequestFailed, match="worker_stopped") as failed:
+            answer.get(timeout=0)
+        assert len(failed.value.result["text"]) > 100
