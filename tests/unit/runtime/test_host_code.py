@@ -1,17 +1,27 @@
-"""The threads that run a host's code: whatever it raises, an answer is told."""
+"""The threads that run a host's code: whatever it raises, who waits for an answer is told."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from llama_worker import WorkerConfig
+from llama_worker.request.messages import RunTool, ToolThreadReturned, ToolThreadStuck
 from llama_worker.runtime.host import host_code
-from llama_worker.runtime.host.host_code import OneAtATime, look
+from llama_worker.runtime.host.host_code import OneAtATime, ToolCallThread, look
 from llama_worker.server.messages import Look
-from llama_worker.types.hooks import LivenessEvidence
+from llama_worker.stream.calls import ParsedCall
+from llama_worker.types.chat import ToolDef
+from llama_worker.types.hooks import LivenessEvidence, RunningCall
+
+TOOL: ToolDef = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object"}},
+}
 
 
 class Probe:
@@ -106,3 +116,26 @@ def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(host_code, "run_probe", lambda call: call())
     looks.look(order, 1, mailbox)
     assert [evidence.alive for evidence in mailbox] == [True]
+
+
+def test_a_tool_that_heeds_being_given_up_has_not_failed() -> None:
+    class Runner:
+        def run_tool(self, *, call: RunningCall, **about: Any) -> str:
+            assert call.cancelled.wait(60.0)
+            raise ValueError("nobody waits")
+
+    class Parent(SimpleQueue[Any]):
+        def tell(self, message: Any) -> bool:
+            self.put(message)
+            return True
+
+    asker, parent = Told(), Parent()
+    config = WorkerConfig(
+        "w", "127.0.0.1", 8080, ("llama-server",), normal_tools=(TOOL,), tool_runner=Runner()
+    )
+    call = ParsedCall("c00000001", "search", {}, "{}")
+    order = RunTool(turn_id=(1, 1), job_name="job", call=call, reply_to=asker)
+    ToolCallThread(order, config, "test").give_up(parent)
+    told = [parent.get(timeout=60.0) for _ in range(2)]
+    assert told == [ToolThreadStuck(turn_id=(1, 1)), ToolThreadReturned(turn_id=(1, 1))]
+    assert asker == []

@@ -82,7 +82,9 @@ class ToolCallThread:
         )
         with self._lock:
             self._has_returned = True
-        self._order.reply_to.tell(ended)
+            is_awaited = self._given_up_to is None
+        if is_awaited:  # else a runner that heeds `cancelled` would seem to have failed
+            self._order.reply_to.tell(ended)
 
     def _returned(self, loops: contextlib.ExitStack) -> Any:
         run_tool: Callable[..., Any] = self._runner.run_tool
