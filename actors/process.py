@@ -95,15 +95,30 @@ class ProcessActor(Child[ProcessMessage]):
         """Kill what is left; the launch reports its end. Without a launch, report that there will
         be none."""
         self._alarm.set(None)
-        server, news, epoch = self._server, self._news, self.member.epoch
-        if server is None:
+        if self._server is None:
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
-            self._worker.tell(LaunchFailed(epoch=epoch, detail=detail))
-        elif news is not None and news.last_kill is None and not server.ended:
-            news.last_kill = _LastKill(
-                server, epoch, self._pid, self._worker.parent, self._runtime, self._kill_timeout_s
-            )
-            news.last_kill.begin()
+            self._worker.tell(LaunchFailed(epoch=self.member.epoch, detail=detail))
+        elif failure is None:
+            self._kill()
+
+    def died(self, detail: str) -> None:
+        """The cause is told before its effect is: else the server would seem to have died."""
+        super().died(detail)
+        self._kill()
+
+    def abandon(self, detail: str) -> None:
+        """As `release`, on the parent's thread."""
+        super().abandon(detail)
+        self._kill()
+
+    def _kill(self) -> None:
+        server, news, epoch = self._server, self._news, self.member.epoch
+        if server is None or news is None or news.last_kill is not None or server.ended:
+            return
+        news.last_kill = _LastKill(
+            server, epoch, self._pid, self._worker.parent, self._runtime, self._kill_timeout_s
+        )
+        news.last_kill.begin()
 
     def _launch(self, epoch: int) -> None:
         news = self._news = _LaunchNews(self.me(), self._worker.parent, self._live)

@@ -11,9 +11,12 @@ from llama_worker.actors.request import RequestActor
 from llama_worker.request.messages import PostChat, RequestInput
 from llama_worker.request.request import Effect, Request
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
+from llama_worker.server.messages import Died
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
+from llama_worker.server.termination import Signal
 from llama_worker.types.request import RequestFailReason, RequestState
 from tests.simulation.bench import Bench, quiet_bench
+from tests.simulation.runtime import SimServerProcess
 from tests.simulation.scheduler import SimulatedActor
 from tests.simulation.server import Reply
 
@@ -160,3 +163,25 @@ def test_a_stop_ends_requests_as_stopped_though_no_stream_can_be_flushed() -> No
         with pytest.raises(RequestFailed, match="worker_stopped") as failed:
             answer.get(timeout=0)
         assert len(failed.value.result["text"]) > 100
+
+
+def test_a_server_that_ends_at_once_has_not_died_before_its_process_actor() -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: Reply(
+        key="r", prompt_tokens=100, reasoning_tokens=0, text_tokens=2_000, step_tokens=1
+    )
+
+    def guard_tells_at_once(process: SimServerProcess, signal: Signal) -> None:
+        process._reply_to.tell(Died(epoch=process.epoch, returncode=-9))
+
+    with bench.in_use():
+        started = worker.start()
+        assert scheduler.run_until(started.done, scheduler.now + 60.0)
+        answer = worker.ask("a long answer")
+        scheduler.run_for(5.0)
+        bench.machine.on_signal = guard_tells_at_once
+        scheduler.break_actor(actor_of(bench, "process"))
+        assert scheduler.run_until(answer.done, scheduler.now + RESTARTED_S)
+        with pytest.raises(RequestFailed, match="worker_restarted: actor_died: process"):
+            answer.get(timeout=0)
