@@ -103,8 +103,10 @@ class ProcessActor(Child[ProcessMessage]):
 
     def died(self, detail: str) -> None:
         """The cause is told before its effect is: else the server would seem to have died."""
-        super().died(detail)
-        self._kill()
+        try:
+            super().died(detail)
+        finally:
+            self._kill()
 
     def abandon(self, detail: str) -> None:
         """As `release`, on the parent's thread."""
