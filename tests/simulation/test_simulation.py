@@ -116,6 +116,12 @@ CALM = (1.0, 0.046593980057776534)
             (1.0, 0.04659398005777654),
             id="its ProcessActor died, and the worker heard of it late",
         ),
+        pytest.param(
+            32015304328468,
+            2.495963481194701,
+            (37.671232876712324, 3.424657534246575),
+            id="a lease was refused by a server that died then",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(

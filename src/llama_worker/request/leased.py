@@ -318,13 +318,13 @@ class LeasedRequest:
             self._conclude(self._turn_end.closed(None))
 
     def _give_up(self, outcome: Outcome, now: float) -> LeaseEffects:
-        """End so, unless the model had finished before."""
+        """End so, unless its stream had come to an end before: its client may know that one."""
         if self.has_ended:
             return []
         self._conclude_finished()
         match self._state:
-            case _Over(outcome=Outcome(fail_reason=None) as finished):
-                return self._end(finished, now)
+            case _Over(outcome=over) if self.given_up is None or over.fail_reason is None:
+                return self._end(over, now)
         self.given_up = outcome
         return self._end(outcome, now)
 

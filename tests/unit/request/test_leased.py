@@ -34,6 +34,7 @@ from llama_worker.types.request import RequestResult
 DIED = Abandon(reason=Reason.SERVER_DIED, detail="exit code -9")
 STALLED = Abandon(reason=Reason.STALL_TIMEOUT, detail="no data")
 BROKEN = disconnected("in mid-stream")
+REFUSED = StreamFailure(reason=Reason.HTTP_ERROR, detail="500", http_status=500)
 
 
 def leased(*, in_one_piece: bool = False) -> LeasedRequest:
@@ -125,6 +126,14 @@ def test_a_regular_end_outlives_its_order() -> None:
     request = speaking()
     request.heard([Finish("stop")], 3.0)
     assert result(request.step(STALLED, 3.5))["state"] == "completed"
+
+
+@pytest.mark.parametrize("order", [DIED, STALLED])
+def test_a_bad_end_outlives_its_order(order: Abandon) -> None:
+    request = leased()
+    request.closed(REFUSED)  # and so its client is told
+    assert result(request.step(order, 3.0))["fail_reason"] is Reason.HTTP_ERROR
+    assert request.given_up is None
 
 
 def test_a_finish_behind_the_end_changes_nothing() -> None:
