@@ -122,6 +122,12 @@ CALM = (1.0, 0.046593980057776534)
             (37.671232876712324, 3.424657534246575),
             id="a lease was refused by a server that died then",
         ),
+        pytest.param(
+            220992768886379,
+            5.386532325325142,
+            (37.671232876712324, 3.424657534246575),
+            id="a lost request's slot stood still, and an image was encoded",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(

@@ -109,6 +109,13 @@ def moved_between(one: SlotsLook, other: SlotsLook) -> bool:
     return any(moved(pair) for pair in zip(one.slots, other.slots, strict=True))
 
 
+def _went_on(one: Slot, other: Slot) -> bool:
+    """Whether a slot did something for a task that it has still. One that is wedged never does: no
+    batch is computed for it."""
+    both = one.is_processing and other.is_processing
+    return both and one.slot_id == other.slot_id and one.task == other.task and one != other
+
+
 def moved(track: Sequence[Slot]) -> bool:
     """Whether one slot did something between any two successive looks."""
     return any(one != other for one, other in pairwise(track))
@@ -133,7 +140,8 @@ class SlotsWatch:
         self.tells = False  # it answered when it was asked last
         self.is_silent = False  # it did not, nor did it refuse
         self.may_read_unseen = False  # some slot, when it answered last
-        self.answers_in_batches = False  # one that stands still was seen to answer
+        self.answers_in_batches = False  # one that stood still, and then went on
+        self._stood_still: SlotsLook | None = None  # in which some slot did, since the one before
         self.silent_since: float | None = None  # the first of the latest looks without an answer
         self.silent_looks = 0
         self._has_answered = False
@@ -185,7 +193,10 @@ class SlotsWatch:
             self.still_since, self.moved_at = look.asked_at, self._last.asked_at
         elif self._was_interrupted:
             self.still_since = look.asked_at
-        elif any(slot.is_processing for slot in look.slots) and not self.may_read_unseen:
+        elif not self.may_read_unseen:
+            self._stood_still = look
+        still = self._stood_still.slots if self._stood_still is not None else ()
+        if any(map(_went_on, still, look.slots)):
             self.answers_in_batches = True
         self._last, self._was_interrupted = look, False
         self.looks.append(look)

@@ -753,9 +753,14 @@ def test_slots_of_a_server_whose_every_answer_is_slow_are_not_silent(world: dict
 
 
 def test_a_build_that_is_not_known_was_seen_to_answer_in_a_batch() -> None:
-    at = stalled_at(falls_silent(180.0, in_a_batch), reads, build=None)
+    in_batches = falls_silent(180.0, lambda now: (slot(prompt=0 if now < 150.0 else 2048),))
+    at = stalled_at(in_batches, reads, build=None)
     assert at is not None
     assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
+
+
+def test_a_slot_that_never_goes_on_shows_no_batch() -> None:
+    assert stalled_at(falls_silent(180.0, in_a_batch), reads, build=None) is None
 
 
 def test_a_probe_beside_silent_slots_is_no_health_probe() -> None:
