@@ -128,6 +128,12 @@ CALM = (1.0, 0.046593980057776534)
             (37.671232876712324, 3.424657534246575),
             id="a lost request's slot stood still, and an image was encoded",
         ),
+        pytest.param(
+            216877593245595,
+            5.899546182878867,
+            (37.671232876712324, 3.424657534246575),
+            id="it was recycled while all were at rest",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(

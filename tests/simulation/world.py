@@ -287,8 +287,11 @@ class World(Bench):
 
     def _check_told(self) -> None:
         """What the host can hear of, or ask for, is what happened."""
-        self.scheduler.run_until(self._is_at_rest, math.inf)
-        self.scheduler.run_for(QUICK_S)
+        while True:
+            self.scheduler.run_until(self._is_at_rest, math.inf)
+            self.scheduler.run_for(QUICK_S)
+            if self._is_at_rest():  # else a planned restart has begun
+                break
         asked = self.host.quick(self.worker.get_worker_status(), "get_worker_status()")
         also = self.host.quick(self.worker.get_debug_info(), "get_debug_info()")
         both = (asked, also)
