@@ -51,6 +51,16 @@ def test_replies_come_in_order_by_prompt_and_the_last_repeats(
     assert scripted_server.wait_request(6) == scripted_server.requests[-1]
 
 
+def test_a_reply_added_late_is_not_passed_over(
+    scripted_server: ScriptedServer, scripted_worker: LlamaWorker
+) -> None:
+    scripted_server.reply("one")
+    assert [said(scripted_worker, "x") for _ in range(3)] == ["one"] * 3
+    scripted_server.reply("two")
+    scripted_server.reply("three")
+    assert [said(scripted_worker, "x") for _ in range(3)] == ["two", "three", "three"]
+
+
 def test_a_restart_does_not_begin_the_replies_anew(
     scripted_server: ScriptedServer, scripted_worker: LlamaWorker
 ) -> None:

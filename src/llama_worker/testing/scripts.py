@@ -51,7 +51,7 @@ class ScriptedReply:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a plain endpoint answers, `times` times (None: from then on).
+    """What a plain endpoint answers, `times` times (None: from then on; the last one repeats).
 
     `body`: JSON (None: what llama-server says); `text`: another body.
     """

@@ -53,7 +53,7 @@ class Server:
         self.stopping = False
         self.open_chats: dict[int, socket.socket] = {}
         self.chats_seen = 0
-        self._picks: dict[str, int] = {}
+        self._uses: dict[str, int] = {}
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
 
@@ -259,16 +259,16 @@ class Server:
         """The spec for this use of `key`: each serves `times` uses (None: for ever), the last all
         others. Of a script in a file, uses by earlier launches count, too."""
         with self._lock:
+            for number, spec in enumerate(specs, start=1):
+                fact = f"use of {key}, {number}"
+                if fact not in self._uses:
+                    self._uses[fact] = self.journal.count(fact) if self._script_path else 0
+                if spec["times"] is None or self._uses[fact] < spec["times"]:
+                    break
+            self._uses[fact] += 1
             if self._script_path:
-                use = self.journal.count(f"use of {key}")
-                self.journal.note(f"use of {key}")
-            else:
-                use = self._picks[key] = self._picks.get(key, -1) + 1
-        for spec in specs:
-            if spec["times"] is None or use < spec["times"]:
-                return spec
-            use -= spec["times"]
-        return specs[-1]
+                self.journal.note(fact)
+            return spec
 
     def _endpoint(self, route: str, body: Json) -> Json:
         answer = dict(self._pick(route, self.script.get(route) or [USUAL_ANSWER]))
