@@ -18,10 +18,12 @@ from llama_worker.testing import (
     KillSelf,
     Reasoning,
     Script,
+    ScriptedReply,
     ScriptedServer,
     Text,
     ToolCall,
     failed,
+    plain_reply,
     request_result,
     resolved,
 )
@@ -72,6 +74,18 @@ def test_a_restart_does_not_begin_the_replies_anew(
     scripted_worker.wait_slot().get(timeout=WAIT_S)
     assert said(scripted_worker, "x") == "whole"
     assert len(scripted_server.journal.facts("launched")) == 2
+
+
+def test_each_launch_has_replies_of_its_own(tmp_path: Path) -> None:
+    first = Script(replies=[ScriptedReply([Text("one"), KillSelf()])])
+    then = Script(replies=[ScriptedReply(plain_reply(Text(text))) for text in ("two", "three")])
+    server = ScriptedServer(tmp_path / "server", Script(launches=[first, then]))
+    with LlamaWorker(server.config()) as worker:
+        with pytest.raises(RequestFailed) as failure:
+            said(worker, "x")
+        assert failure.value.result["text"] == "one"
+        worker.wait_slot().get(timeout=WAIT_S)
+        assert [said(worker, "x") for _ in range(3)] == ["two", "three", "three"]
 
 
 def test_a_refusal_takes_the_place_of_a_reply(

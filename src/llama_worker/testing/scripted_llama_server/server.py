@@ -41,8 +41,11 @@ class Server:
         given = options["--script"]
         self._script_path = given[1:] if given.startswith("@") else None
         self.script = self._read_script() if self._script_path else json.loads(given)
+        self._launch = ""  # which this is, of a script that has some
         if launches := self.script["launches"]:
-            self.script = launches[min(self.journal.count("launched"), len(launches) - 1)]
+            number = self.journal.count("launched")
+            self.script = launches[min(number, len(launches) - 1)]
+            self._launch = f"launch {number}, "
         self.host = options.get("--host", "127.0.0.1")
         self.port = int(options.get("--port", "8080"))
         self.parallel = int(options.get("--parallel", "4"))
@@ -271,7 +274,7 @@ class Server:
             return spec
 
     def _endpoint(self, route: str, body: Json) -> Json:
-        answer = dict(self._pick(route, self.script.get(route) or [USUAL_ANSWER]))
+        answer = dict(self._pick(self._launch + route, self.script.get(route) or [USUAL_ANSWER]))
         answer["hang"] |= self.frozen
         if answer["body"] is None:
             answer["body"] = (
@@ -376,14 +379,16 @@ class Server:
             ),
             "",
         )
-        replies = (self._read_script() if self._script_path else self.script)["replies"]
+        replies, launch = self.script["replies"], self._launch
+        if self._script_path and not (launch and replies):
+            replies, launch = self._read_script()["replies"], ""
         marker = next(
             (reply["marker"] for reply in replies if reply["marker"] and reply["marker"] in last),
             None,
         )
         fitting = [reply for reply in replies if reply["marker"] == marker]
         return (
-            list(self._pick(f"reply {marker}", fitting)["steps"])
+            list(self._pick(f"{launch}reply {marker}", fitting)["steps"])
             if fitting
             else plain_reply(Text("Hello"))
         )
