@@ -131,7 +131,7 @@ class Costs:
     # ------------------------------------------------------------ how requests end
 
     def ended(self, truth: Truth, record: RequestRecord, *, counts: bool) -> None:
-        """`counts`: its server is READY, and it did not end in nonsense."""
+        """`counts`: its server takes requests, and it did not end in nonsense."""
         launch = self._launches.setdefault(truth.epoch, _Launch())
         reason, policy = record.result["fail_reason"], self._policy
         completed = record.result["state"] is RequestState.COMPLETED

@@ -173,7 +173,8 @@ class Invariants:
                 self._backoff.completed()
             if has_ended and record.request_id in self.requests:
                 truth = self.requests[record.request_id]
-                self._costs.ended(truth, record, counts=serves and speaks_well)
+                counts = isinstance(state, Ready) and speaks_well  # or nobody comes after
+                self._costs.ended(truth, record, counts=counts)
             return has_ended
 
         requests.end = ended  # type: ignore[method-assign,assignment]

@@ -134,6 +134,12 @@ CALM = (1.0, 0.046593980057776534)
             (37.671232876712324, 3.424657534246575),
             id="it was recycled while all were at rest",
         ),
+        pytest.param(
+            239683604732883,
+            5.1623265623196275,
+            (37.671232876712324, 3.424657534246575),
+            id="a connection broke while it drained",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(
