@@ -17,12 +17,11 @@ Whatever it costs, `restart_on_stall=False` turns the first three into "its requ
 
 from __future__ import annotations
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.request.table import RequestRecord
-from llama_worker.server.restart_budget import ServerErrors, TransportFailures
 from llama_worker.types.request import RequestFailReason, RequestState
 
 _TRANSPORT_FAILURES = frozenset(
@@ -134,17 +133,22 @@ def is_degenerate(record: RequestRecord) -> bool:
 
 
 class RequestEnds(Struct, frozen=True):
-    """How the requests of one launch ended, as far as it counts."""
+    """How the requests of one launch ended since one ended well.
 
-    transport_failures: TransportFailures = field(default_factory=TransportFailures)
-    server_errors: ServerErrors = field(default_factory=ServerErrors)
-    degenerate_jobs: frozenset[str] = frozenset()  # that ended so since one ended well
+    Most 500s before the stream are the fault of the request (b11434): one job that tries again and
+    again counts once, and only several jobs together accuse the server. The same holds for output
+    that came to nothing.
+    """
+
+    transport_failures_count: int = 0  # in a row
+    jobs_with_server_error: frozenset[str] = frozenset()
+    degenerate_jobs: frozenset[str] = frozenset()
 
     def ended(
         self, record: RequestRecord, policy: RestartPolicy
     ) -> tuple[RequestEnds, ProbeCause | RestartCause | None]:
-        """A request reached its terminal state."""
-        reason = record.result["fail_reason"]
+        """After one more, and what follows for the server."""
+        reason, code = record.result["fail_reason"], record.http_status
         limit = policy.degenerate_outputs_before_restart
         if limit is not None and is_degenerate(record):
             jobs = self.degenerate_jobs | {record.job}
@@ -156,17 +160,26 @@ class RequestEnds(Struct, frozen=True):
         if record.result["state"] is RequestState.COMPLETED:
             return RequestEnds(), None
         if reason in _TRANSPORT_FAILURES:
-            failures, cause = self.transport_failures.failed(policy)
-            finding = (
-                RestartCause("transport_failures", cause)
-                if cause
-                else ProbeCause(f"a request failed with {reason}")
+            count, limit = (
+                self.transport_failures_count + 1,
+                policy.transport_failures_before_restart,
             )
-            return replace(self, transport_failures=failures), finding
+            after = replace(self, transport_failures_count=count)
+            if count < limit:
+                return after, ProbeCause(f"a request failed with {reason}")
+            limited = f"(limit: transport_failures_before_restart {limit})"
+            detail = f"{count} transport failures in a row {limited}"
+            return after, RestartCause("transport_failures", detail)
         if reason in _APPLICATION_ERRORS:
-            errors, cause = self.server_errors.failed(record.job, record.http_status, policy)
-            spoken = replace(self, transport_failures=TransportFailures(), server_errors=errors)
-            return spoken, RestartCause("server_errors", cause) if cause else None
+            is_server_error = code is not None and 500 <= code <= 599
+            jobs = self.jobs_with_server_error | ({record.job} if is_server_error else set())
+            after = replace(self, transport_failures_count=0, jobs_with_server_error=jobs)
+            limit = policy.server_errors_before_restart
+            if not is_server_error or len(jobs) < limit:
+                return after, None
+            detail = f"server errors in {len(jobs)} jobs with no success between"
+            limited = f"(limit: server_errors_before_restart {limit})"
+            return after, RestartCause("server_errors", f"{detail} {limited}")
         return self, None
 
 

@@ -1,5 +1,5 @@
-"""How often and how soon a server is started again, which failures of requests ask for it, and when
-an idle one is replaced as planned. Pure.
+"""How often and how soon a server is started again, and when an idle one is replaced as planned.
+Pure.
 
 The numbers are the `RestartPolicy`'s, in `config.profiles`. Instants (`now`) are monotonic seconds.
 """
@@ -94,53 +94,6 @@ def backoff_s(number: int, policy: RestartPolicy) -> float:
     except OverflowError:
         raw = policy.backoff_max_s if policy.restart_backoff_s > 0 else 0.0
     return float(min(raw, policy.backoff_max_s))
-
-
-class TransportFailures(Struct, frozen=True):
-    """Failed connections and broken streams in a row."""
-
-    row_count: int = 0
-
-    def failed(self, policy: RestartPolicy) -> tuple[TransportFailures, str | None]:
-        """One more; and why that calls for a restart, or None."""
-        count = self.row_count + 1
-        limit = policy.transport_failures_before_restart
-        cause = None
-        if count >= limit:
-            cause = (
-                f"{count} transport failures in a row (limit: transport_failures_before_restart "
-                f"{limit})"
-            )
-        return TransportFailures(count), cause
-
-
-class ServerErrors(Struct, frozen=True):
-    """Jobs that got a 5xx error with no success between.
-
-    A 500 before the stream is mostly the fault of the request (b11434): one job that tries again
-    and again counts once, and only several jobs together accuse the server.
-    """
-
-    jobs: frozenset[str] = frozenset()
-
-    def failed(
-        self, job: str, code: int | None, policy: RestartPolicy
-    ) -> tuple[ServerErrors, str | None]:
-        """One more application error; and why that calls for a restart, or None.
-
-        `code` is the HTTP status or the error record's code; others than 5xx neither count nor end
-        the row.
-        """
-        if code is None or not 500 <= code <= 599:
-            return self, None
-        errors = ServerErrors(self.jobs | {job})
-        count = len(errors.jobs)
-        limit = policy.server_errors_before_restart
-        cause = None
-        if count >= limit:
-            failures = f"server errors in {count} jobs with no success between"
-            cause = f"{failures} (limit: server_errors_before_restart {limit})"
-        return errors, cause
 
 
 class RecycleDue(Struct, frozen=True):
