@@ -17,19 +17,7 @@ from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.request.messages import CheckServer, ServerChecked
 from llama_worker.runtime.ports import Host, ServerProcess, Timer
-from llama_worker.server.messages import (
-    EvidenceKept,
-    Exited,
-    Launch,
-    Launched,
-    LaunchFailed,
-    MeasureMemory,
-    MemoryMeasured,
-    ProcessMessage,
-    ServerNews,
-    Terminate,
-    Unkillable,
-)
+from llama_worker.server import messages
 from llama_worker.server.termination import (
     Absent,
     Present,
@@ -43,11 +31,11 @@ from llama_worker.server.termination import (
 _EVIDENCE_LINES = 50  # of the server's output, kept with the evidence of a kill
 
 
-class ProcessActor(Child[ProcessMessage]):
+class ProcessActor(Child[messages.ProcessMessage]):
     """Starts the server of one launch, and ends it. The end of this actor kills the server."""
 
     role = "process"
-    accepts = message_types(ProcessMessage)
+    accepts = message_types(messages.ProcessMessage)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,23 +46,23 @@ class ProcessActor(Child[ProcessMessage]):
         self._pid: int | None = None
         self._alarm = Alarm(self._runtime, self.me())
 
-    def handle(self, message: ProcessMessage) -> None:
+    def handle(self, message: messages.ProcessMessage) -> None:
         """Act, step the state of the process, carry out what follows."""
         match message:
-            case Launch(epoch=epoch):
+            case messages.Launch(epoch=epoch):
                 self._launch(epoch)
-            case Terminate(epoch=epoch, keep_evidence=True):
+            case messages.Terminate(epoch=epoch, keep_evidence=True):
                 self._keep_evidence(epoch)
             case CheckServer(request_id=request_id, reply_to=reply_to):
                 gone = self._server is None or self._server.is_gone()
                 reply_to.tell(ServerChecked(request_id=request_id, is_gone=gone))
-            case MeasureMemory(epoch=epoch):
+            case messages.MeasureMemory(epoch=epoch):
                 if self._pid is not None:
                     anon_bytes = self._runtime.anon_bytes(self._pid)
-                    self._worker.tell(MemoryMeasured(epoch=epoch, anon_bytes=anon_bytes))
-            case Launched(pid=pid):
+                    self._worker.tell(messages.MemoryMeasured(epoch=epoch, anon_bytes=anon_bytes))
+            case messages.Launched(pid=pid):
                 self._pid = pid
-            case Exited():
+            case messages.Exited():
                 self._pid = None
             case Tick():
                 self._alarm.rang()
@@ -86,7 +74,7 @@ class ProcessActor(Child[ProcessMessage]):
         )
         if isinstance(self._state, Stuck) and self._state != before:
             detail = describe_stuck(self._pid, self._evidence())
-            self._worker.tell(Unkillable(epoch=self._state.epoch, detail=detail))
+            self._worker.tell(messages.Unkillable(epoch=self._state.epoch, detail=detail))
         if signal is not None and self._server is not None:
             self._server.send(signal)
         self._alarm.set(deadline(self._state))
@@ -97,7 +85,7 @@ class ProcessActor(Child[ProcessMessage]):
         self._alarm.set(None)
         if self._server is None:
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
-            self._worker.tell(LaunchFailed(epoch=self.member.epoch, detail=detail))
+            self._worker.tell(messages.LaunchFailed(epoch=self.member.epoch, detail=detail))
         elif failure is None:
             self._kill()
 
@@ -129,11 +117,13 @@ class ProcessActor(Child[ProcessMessage]):
         except (RuntimeError, OSError) as error:
             # The system has no thread left for it, or the host exits.
             detail = f"no process could be started: {described_error(error)}"
-            news.tell(LaunchFailed(epoch=epoch, detail=detail))
+            news.tell(messages.LaunchFailed(epoch=epoch, detail=detail))
 
     def _keep_evidence(self, epoch: int) -> None:
         tail = self._runtime.log.tail(_EVIDENCE_LINES)
-        self._worker.tell(EvidenceKept(epoch=epoch, processes=self._evidence(), log_tail=tail))
+        self._worker.tell(
+            messages.EvidenceKept(epoch=epoch, processes=self._evidence(), log_tail=tail)
+        )
 
     def _evidence(self) -> Mapping[str, Any]:
         """Plain reads of /proc: they take a millisecond and wait for nothing."""
@@ -145,7 +135,7 @@ class _LaunchNews:
     live. Until LaunchFailed or Exited has passed, the worker's end waits for it."""
 
     def __init__(
-        self, me: Mailbox[ServerNews], worker: Mailbox[WorkerMessage], live: LiveSet
+        self, me: Mailbox[messages.ServerNews], worker: Mailbox[WorkerMessage], live: LiveSet
     ) -> None:
         self._me = me
         self._worker = worker
@@ -153,10 +143,10 @@ class _LaunchNews:
         self.last_kill: _LastKill | None = None
         live.enter(self)
 
-    def tell(self, message: ServerNews) -> bool:
+    def tell(self, message: messages.ServerNews) -> bool:
         self._me.tell(message)
         is_heard = self._worker.tell(message)
-        if isinstance(message, LaunchFailed | Exited):
+        if isinstance(message, messages.LaunchFailed | messages.Exited):
             if self.last_kill is not None:
                 self.last_kill.cancel()
             self._live.leave(self)
@@ -186,21 +176,21 @@ class _LastKill:
         self._timer: Timer | None = None
 
     def begin(self) -> None:
-        self._step(Terminate(epoch=self._epoch, grace_s=0.0))
+        self._step(messages.Terminate(epoch=self._epoch, grace_s=0.0))
 
     def cancel(self) -> None:
         """The server is gone. Any thread."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _step(self, message: Terminate | Tick) -> None:
+    def _step(self, message: messages.Terminate | Tick) -> None:
         now = self._clock.now()
         self._state, signal = step(self._state, message, now, kill_timeout_s=self._kill_timeout_s)
         if signal is not None:
             self._server.send(signal)
         if isinstance(self._state, Stuck):
             detail = describe_stuck(self._pid, {})
-            self._worker.tell(Unkillable(epoch=self._epoch, detail=detail))
+            self._worker.tell(messages.Unkillable(epoch=self._epoch, detail=detail))
         at = deadline(self._state)
         if at is not None:
             self._timer = self._clock.call_at(at, lambda: self._step(Tick()))

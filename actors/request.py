@@ -20,39 +20,7 @@ from llama_worker.actors.base import Alarm, Child, message_types
 from llama_worker.actors.messages import BeginLease, EndLease, RequestMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
-from llama_worker.request.messages import (
-    Abandon,
-    AskIfServerDied,
-    Begin,
-    BiosWritten,
-    CallTool,
-    CancelRequest,
-    CheckServer,
-    CloseStream,
-    DropTool,
-    FlushStream,
-    GetStatus,
-    HurryStream,
-    OpenStream,
-    PostChat,
-    ProgressReported,
-    Question,
-    ReadOutput,
-    ReportProgress,
-    RequestEnded,
-    RequestInput,
-    RunTool,
-    SignalEmitted,
-    StreamClosed,
-    StreamEvents,
-    StreamFlushed,
-    StreamOpened,
-    ToolMessage,
-    ToolsRefused,
-    TransportMessage,
-    TurnId,
-    WriteBios,
-)
+from llama_worker.request import messages
 from llama_worker.request.output import WaitingReads, is_answered_by
 from llama_worker.request.request import Effect, Request
 from llama_worker.runtime.ports import HURRY_LASTS_S
@@ -60,7 +28,8 @@ from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.types.request import RequestFailReason
 
 M = TypeVar("M")
-Flushing = Question | CancelRequest | Abandon  # what waits until the stream is flushed
+# what waits until the stream is flushed
+Flushing = messages.Question | messages.CancelRequest | messages.Abandon
 
 
 class RequestActor(Child[RequestMessage]):
@@ -73,13 +42,13 @@ class RequestActor(Child[RequestMessage]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._request: Request | LeasedExchange | None = None
-        self._transport: Mailbox[TransportMessage] | None = None
-        self._tools: Mailbox[ToolMessage] | None = None
-        self._process: Mailbox[CheckServer] | None = None
-        self._stream: TurnId | None = None  # the newest that was opened
+        self._transport: Mailbox[messages.TransportMessage] | None = None
+        self._tools: Mailbox[messages.ToolMessage] | None = None
+        self._process: Mailbox[messages.CheckServer] | None = None
+        self._stream: messages.TurnId | None = None  # the newest that was opened
         self._hurried_at = -math.inf
         # asked; the stream is flushed
-        self._flushing: deque[tuple[TurnId, Flushing]] = deque()
+        self._flushing: deque[tuple[messages.TurnId, Flushing]] = deque()
         self._waiting_reads = WaitingReads()
         self._is_launch_over = False
         self._alarm = Alarm(self._runtime, self.me())
@@ -96,33 +65,33 @@ class RequestActor(Child[RequestMessage]):
 
     def _take(self, message: RequestMessage) -> None:
         match message:
-            case StreamEvents():  # nearly all of them
+            case messages.StreamEvents():  # nearly all of them
                 if self._request is not None:
                     self._send(self._request.step(message, message.at))
-            case Begin():
+            case messages.Begin():
                 self._begin(message)
             case BeginLease():
                 self._request, self._process = message.exchange, message.process
             case EndLease():
                 self._end_lease(message)
-            case GetStatus() | ReadOutput() | CancelRequest():
+            case messages.GetStatus() | messages.ReadOutput() | messages.CancelRequest():
                 self._flush_and_answer(message)
-            case Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
+            case messages.Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
                 self._flush_and_answer(message)  # of a dead server all is read that it sent
-            case StreamFlushed(turn_id=turn_id):
+            case messages.StreamFlushed(turn_id=turn_id):
                 if self._flushing and self._flushing[0][0] == turn_id:
                     self._answer(self._flushing.popleft()[1])
-            case StreamClosed(turn_id=turn_id):
+            case messages.StreamClosed(turn_id=turn_id):
                 self._step(message)
                 # All has come; the TransportActor's own answer may be long in coming.
                 while self._flushing and self._flushing[0][0] == turn_id:
                     self._answer(self._flushing.popleft()[1])
-            case ReportProgress():
+            case messages.ReportProgress():
                 self._report(message)
             case _:
                 if isinstance(message, Tick):
                     self._alarm.rang()
-                elif isinstance(message, StreamOpened):
+                elif isinstance(message, messages.StreamOpened):
                     self._stream, self._hurried_at = message.turn_id, -math.inf
                 self._step(message)
 
@@ -133,8 +102,8 @@ class RequestActor(Child[RequestMessage]):
             return
         reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
         detail = failure or "the worker was closed"
-        stopped = Abandon(reason=reason, detail=detail)
-        given_up = (each for _, each in self._flushing if isinstance(each, Abandon))
+        stopped = messages.Abandon(reason=reason, detail=detail)
+        given_up = (each for _, each in self._flushing if isinstance(each, messages.Abandon))
         effects: Sequence[Effect]
         try:
             effects = request.step(next(given_up, stopped), now)
@@ -147,10 +116,10 @@ class RequestActor(Child[RequestMessage]):
         if self._request is not None:
             now, reason = self._runtime.now(), RequestFailReason.UNKNOWN_ERROR
             for effect in self._request.fail(reason, detail, now):
-                if isinstance(effect, RequestEnded):
+                if isinstance(effect, messages.RequestEnded):
                     self._worker.tell(effect)
 
-    def _begin(self, order: Begin) -> None:
+    def _begin(self, order: messages.Begin) -> None:
         now = self._runtime.now()
         self._transport, self._tools, self._process = order.transport, order.tools, order.process
         self._request = Request(
@@ -165,43 +134,45 @@ class RequestActor(Child[RequestMessage]):
                 self._forget_request()
             self._send([])
 
-    def _step(self, message: RequestInput) -> None:
+    def _step(self, message: messages.RequestInput) -> None:
         if self._request is not None:
             self._send(self._request.step(message, self._runtime.now()))
 
     def _flush_and_answer(self, question: Flushing) -> None:
         """Answer, or end the request, behind all that the stream has brought by now; who waits gets
         it at once, too."""
-        waits = isinstance(question, ReadOutput) and question.wait
+        waits = isinstance(question, messages.ReadOutput) and question.wait
         if self._stream is not None and self._transport is not None and not waits:
-            order = FlushStream(turn_id=self._stream, reply_to=self.me())
+            order = messages.FlushStream(turn_id=self._stream, reply_to=self.me())
             if self._transport.tell(order):
                 self._flushing.append((self._stream, question))
                 return
         self._answer(question)
 
     def _answer(self, question: Flushing) -> None:
-        if isinstance(question, Abandon):
+        if isinstance(question, messages.Abandon):
             self._step(question)
             return
         request = self._request
         if request is None or request.request_id != question.request_id:
             return  # it has ended: the WorkerActor answers, from its record
         match question:
-            case GetStatus():
+            case messages.GetStatus():
                 question.reply.answer(request.status())
-            case ReadOutput():
+            case messages.ReadOutput():
                 if is_answered_by(question, *request.output_chars):
                     self._answer_read(question, request)
                 else:
                     self._waiting_reads.add(question)
                     self._hurry()
-            case CancelRequest():
+            case messages.CancelRequest():
                 self._step(question)
             case _:
                 assert_never(question)
 
-    def _answer_read(self, question: ReadOutput, request: Request | LeasedExchange) -> None:
+    def _answer_read(
+        self, question: messages.ReadOutput, request: Request | LeasedExchange
+    ) -> None:
         question.reply.answer(request.read_output(question.text_offset, question.reasoning_offset))
 
     def _answer_waiting(self) -> None:
@@ -218,14 +189,16 @@ class RequestActor(Child[RequestMessage]):
             return
         if self._waiting_reads and self._transport is not None:
             self._hurried_at = now
-            self._transport.tell(HurryStream(turn_id=self._stream))
+            self._transport.tell(messages.HurryStream(turn_id=self._stream))
 
-    def _report(self, order: ReportProgress) -> None:
+    def _report(self, order: messages.ReportProgress) -> None:
         request = self._request
         if request is not None:
             request.saw_liveness(order.liveness_at)
         progress = request.progress() if request is not None else None
-        order.reply_to.tell(ProgressReported(progress=progress, for_verdict=order.for_verdict))
+        order.reply_to.tell(
+            messages.ProgressReported(progress=progress, for_verdict=order.for_verdict)
+        )
 
     def _forget_request(self) -> None:
         """It has its record, from which the WorkerActor answers what was not answered here."""
@@ -251,25 +224,25 @@ class RequestActor(Child[RequestMessage]):
     def _carry_out(self, effect: Effect) -> None:
         me = self.me()
         match effect:
-            case PostChat(turn_id=turn_id, body=body):
-                order = OpenStream(turn_id=turn_id, body=body, reply_to=me)
+            case messages.PostChat(turn_id=turn_id, body=body):
+                order = messages.OpenStream(turn_id=turn_id, body=body, reply_to=me)
                 self._tell(self._transport, order)
-            case CloseStream():
+            case messages.CloseStream():
                 self._tell(self._transport, effect)
-            case CallTool():
-                self._tell(self._tools, RunTool(**asdict(effect), reply_to=me))
-            case DropTool():
+            case messages.CallTool():
+                self._tell(self._tools, messages.RunTool(**asdict(effect), reply_to=me))
+            case messages.DropTool():
                 self._tell(self._tools, effect)
-            case WriteBios(turn_id=turn_id):
+            case messages.WriteBios(turn_id=turn_id):
                 try:
                     self._runtime.write_bios(effect, me)
                 except RuntimeError as error:  # the system has no thread left
-                    me.tell(BiosWritten(turn_id=turn_id, bios="", error=str(error)))
-            case AskIfServerDied(request_id=request_id):
-                self._tell(self._process, CheckServer(request_id=request_id, reply_to=me))
-            case SignalEmitted() | ToolsRefused() | RequestEnded():
+                    me.tell(messages.BiosWritten(turn_id=turn_id, bios="", error=str(error)))
+            case messages.AskIfServerDied(request_id=request_id):
+                self._tell(self._process, messages.CheckServer(request_id=request_id, reply_to=me))
+            case messages.SignalEmitted() | messages.ToolsRefused() | messages.RequestEnded():
                 self._worker.tell(effect)
-                if isinstance(effect, RequestEnded):
+                if isinstance(effect, messages.RequestEnded):
                     self._forget_request()
             case _:
                 assert_never(effect)

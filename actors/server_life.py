@@ -13,31 +13,11 @@ from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import RequestRecord, RequestTable
-from llama_worker.server import lifecycle
+from llama_worker.server import lifecycle, messages
 from llama_worker.server import lifecycle_states as states
 from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, is_degenerate
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained
-from llama_worker.server.messages import (
-    BecameReady,
-    Drain,
-    EvidenceKept,
-    Exited,
-    GpuFaulted,
-    Launch,
-    Launched,
-    MeasureMemory,
-    MemoryMeasured,
-    PaceLearnt,
-    ProbeNow,
-    Restart,
-    ServerMessage,
-    Stalled,
-    StandDown,
-    Start,
-    Stop,
-    Terminate,
-)
 from llama_worker.server.restart_budget import RecycleDue, recycle_due
 from llama_worker.server.traits import ServerTraits, shortcomings
 from llama_worker.types.request import RequestState
@@ -66,12 +46,12 @@ class ServerLife:
         self._table = table
         self._journal = journal
         self._requests_count = 0  # ended since READY
-        self._learnt: PaceLearnt | None = None  # in the launches so far
+        self._learnt: messages.PaceLearnt | None = None  # in the launches so far
         self._life = states.Lifecycle(
             policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s
         )
         self._request_ends = RequestEnds()
-        self._waiting: list[Start | Restart | Stop | Drain] = []
+        self._waiting: list[messages.Start | messages.Restart | messages.Stop | messages.Drain] = []
 
     @property
     def lifecycle(self) -> states.Lifecycle:
@@ -136,43 +116,45 @@ class ServerLife:
     # ------------------------------------------------------------ messages about the server
 
     def handle(
-        self, message: ServerMessage | RestartCause | RecycleDue | Drained | Tick, now: float
+        self,
+        message: messages.ServerMessage | RestartCause | RecycleDue | Drained | Tick,
+        now: float,
     ) -> None:
         """Take note, step the lifecycle, carry out what follows. News of another launch changes
         nothing."""
         if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
             return
         match message:
-            case Start() | Restart() | Stop():
+            case messages.Start() | messages.Restart() | messages.Stop():
                 self._waiting.append(message)
-            case Drain():
+            case messages.Drain():
                 self._waiting.append(message)
                 self._journal.note("draining", now, requests=len(self._table.active))
-            case Launched(epoch=epoch, pid=pid):
+            case messages.Launched(epoch=epoch, pid=pid):
                 self.pid = pid
                 self._journal.note("launched", now, pid=pid, epoch=epoch)
                 if isinstance(self._life.state, states.Launching):
                     self._children.watchdog.tell(message)
                 return
-            case MemoryMeasured(anon_bytes=anon_bytes):
+            case messages.MemoryMeasured(anon_bytes=anon_bytes):
                 self._recycle_by(now, anon_bytes)
                 return
-            case PaceLearnt():
+            case messages.PaceLearnt():
                 self._learnt = message
                 return
-            case Stalled():
+            case messages.Stalled():
                 self._stalled(message, now)
                 return
-            case EvidenceKept(processes=processes, log_tail=log_tail):
+            case messages.EvidenceKept(processes=processes, log_tail=log_tail):
                 self._journal.add_processes(processes, log_tail)
                 return
-            case BecameReady(traits=traits):
+            case messages.BecameReady(traits=traits):
                 self.traits = traits
                 for line in shortcomings(traits, self._config):
                     self._journal.warn(line, now)
-            case GpuFaulted(fault=fault) if not fault.fatal:
+            case messages.GpuFaulted(fault=fault) if not fault.fatal:
                 self._journal.warn(fault.detail, now)
-            case Exited(epoch=epoch, returncode=returncode):
+            case messages.Exited(epoch=epoch, returncode=returncode):
                 self.pid = None
                 self._journal.note("exited", now, returncode=returncode, epoch=epoch)
             case _:
@@ -201,7 +183,7 @@ class ServerLife:
             case RestartCause():
                 self.handle(cause, now)
             case ProbeCause(cause=why):
-                self._children.watchdog.tell(ProbeNow(epoch=self._life.epoch, cause=why))
+                self._children.watchdog.tell(messages.ProbeNow(epoch=self._life.epoch, cause=why))
         self.recycle_if_due(now)
 
     def _go_on_if_drained(self, now: float) -> None:
@@ -212,7 +194,7 @@ class ServerLife:
         """A planned restart, of a server that is idle, and due; its memory is asked for first."""
         policy = self._config.restart.recycle
         if policy is not None and policy.max_anon_mib and self._is_idle:
-            self._children.process.tell(MeasureMemory(epoch=self._life.epoch))
+            self._children.process.tell(messages.MeasureMemory(epoch=self._life.epoch))
         self._recycle_by(now, None)
 
     def _recycle_by(self, now: float, anon_bytes: int | None) -> None:
@@ -242,7 +224,7 @@ class ServerLife:
     def _is_idle(self) -> bool:
         return self._life.public_state is WorkerState.READY and not self._table.active
 
-    def _stalled(self, stalled: Stalled, now: float) -> None:
+    def _stalled(self, stalled: messages.Stalled, now: float) -> None:
         """A verdict on a request that runs: it is given up, and perhaps the server, too."""
         request_id, verdict = stalled.request_id, stalled.verdict
         admitted = self._table.find(request_id)
@@ -270,7 +252,7 @@ class ServerLife:
                 self._request_ends = RequestEnds()
         match self._life.state:
             case states.Ending():
-                self._children.watchdog.tell(StandDown())
+                self._children.watchdog.tell(messages.StandDown())
             case states.Stopped() | states.Failed() | states.BackingOff():
                 self._children.end()
             case _:
@@ -280,7 +262,7 @@ class ServerLife:
 
     def _carry_out(self, effect: states.Effect, now: float) -> None:
         match effect:
-            case Launch(epoch=epoch):
+            case messages.Launch(epoch=epoch):
                 if self._children.start(epoch):
                     if self._learnt is not None:
                         self._children.watchdog.tell(self._learnt)
@@ -291,7 +273,7 @@ class ServerLife:
                     self._dispatcher.abandon(admitted, effect)
             case CloseAllStreams():
                 self._children.transport.tell(effect)
-            case Terminate(epoch=epoch, keep_evidence=keep_evidence):
+            case messages.Terminate(epoch=epoch, keep_evidence=keep_evidence):
                 if keep_evidence:
                     self._journal.keep_evidence(
                         now,
@@ -309,15 +291,17 @@ class ServerLife:
                 assert_never(effect)
 
     def _resolve(
-        self, order: type[Start] | type[Stop], error: WorkerStartError | WorkerStopError | None
+        self,
+        order: type[messages.Start] | type[messages.Stop],
+        error: WorkerStartError | WorkerStopError | None,
     ) -> None:
         waiting, self._waiting = self._waiting, []
         for each in waiting:
-            if isinstance(each, Start | Restart) is not (order is Start):
+            if isinstance(each, messages.Start | messages.Restart) is not (order is messages.Start):
                 self._waiting.append(each)
             elif error is not None:
                 each.reply.fail(error)
-            elif isinstance(each, Start | Restart):
+            elif isinstance(each, messages.Start | messages.Restart):
                 each.reply.answer(self.status())
             else:
                 each.reply.answer(None)

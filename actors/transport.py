@@ -11,38 +11,27 @@ from typing import Any, assert_never
 
 from llama_worker.actors.base import Child, message_types
 from llama_worker.errors import described_error
-from llama_worker.request.messages import (
-    CloseAllStreams,
-    CloseStream,
-    FlushStream,
-    HurryStream,
-    OpenStream,
-    StreamClosed,
-    StreamFlushed,
-    StreamsClosed,
-    TransportMessage,
-    TurnId,
-)
+from llama_worker.request import messages
 from llama_worker.runtime.ports import Stream
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason
 
 
-class TransportActor(Child[TransportMessage]):
+class TransportActor(Child[messages.TransportMessage]):
     """Opens and closes streams. A crash of this actor closes every connection."""
 
     role = "transport"
-    accepts = message_types(TransportMessage)
+    accepts = message_types(messages.TransportMessage)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._streams: dict[TurnId, Stream] = {}
+        self._streams: dict[messages.TurnId, Stream] = {}
         self._closing: int | None = None  # the epoch whose StreamsClosed is owed
 
-    def handle(self, message: TransportMessage) -> None:
+    def handle(self, message: messages.TransportMessage) -> None:
         """Open or close, and say when all are closed that were to be."""
         match message:
-            case OpenStream(turn_id=turn_id):
+            case messages.OpenStream(turn_id=turn_id):
                 try:
                     self._streams[turn_id] = self._runtime.open_stream(message, self.me())
                 # The host's lack, and no news of the server.
@@ -52,22 +41,24 @@ class TransportActor(Child[TransportMessage]):
                         detail=f"no connection could be made: {described_error(error)}",
                     )
                     at = self._runtime.now()
-                    message.reply_to.tell(StreamClosed(turn_id=turn_id, failure=failure, at=at))
-            case CloseStream(turn_id=turn_id):
+                    message.reply_to.tell(
+                        messages.StreamClosed(turn_id=turn_id, failure=failure, at=at)
+                    )
+            case messages.CloseStream(turn_id=turn_id):
                 if turn_id in self._streams:
                     self._streams[turn_id].abort()
-            case FlushStream(turn_id=turn_id):
+            case messages.FlushStream(turn_id=turn_id):
                 if turn_id in self._streams:
                     self._streams[turn_id].flush()
-                message.reply_to.tell(StreamFlushed(turn_id=turn_id))
-            case HurryStream(turn_id=turn_id):
+                message.reply_to.tell(messages.StreamFlushed(turn_id=turn_id))
+            case messages.HurryStream(turn_id=turn_id):
                 if turn_id in self._streams:
                     self._streams[turn_id].hurry()
-            case CloseAllStreams(epoch=epoch):
+            case messages.CloseAllStreams(epoch=epoch):
                 self._closing = epoch
                 self.release(None)
                 self._report_closed()
-            case StreamClosed(turn_id=turn_id):
+            case messages.StreamClosed(turn_id=turn_id):
                 self._streams.pop(turn_id, None)
                 self._report_closed()
             case _:
@@ -80,5 +71,5 @@ class TransportActor(Child[TransportMessage]):
 
     def _report_closed(self) -> None:
         if self._closing is not None and not self._streams:
-            self._worker.tell(StreamsClosed(epoch=self._closing))
+            self._worker.tell(messages.StreamsClosed(epoch=self._closing))
             self._closing = None

@@ -22,21 +22,7 @@ from llama_worker.request.messages import Abandon, ProgressReported, ServerCheck
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.ports import Abortable, Host, UpstreamRuntime
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
-from llama_worker.server.messages import (
-    AskForProgress,
-    HealthLost,
-    LookAtSlots,
-    Probed,
-    ProbeOutcome,
-    ProbeReadiness,
-    SlotsSeen,
-    Stalled,
-    StandDown,
-    Unwatch,
-    Watch,
-    WatchdogMessage,
-    WatchEffect,
-)
+from llama_worker.server import messages
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from llama_worker.types.request import RequestFailReason
@@ -94,48 +80,50 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
             self._watch.adopt(next(self._epochs), now)
         request_id = order.exchange.request_id
         self._exchanges[request_id] = order.exchange
-        self._step(Watch(request_id=request_id), now)
+        self._step(messages.Watch(request_id=request_id), now)
 
-    def _step(self, message: WatchdogMessage, now: float) -> None:
-        messages = deque([message])
-        while messages:
-            for effect in self._watch.step(messages.popleft(), now):
-                messages.extend(self._carry_out(effect, now))
-            if not messages and not self._exchanges and self._watch.state != "idle":
-                messages.append(StandDown())
+    def _step(self, message: messages.WatchdogMessage, now: float) -> None:
+        waiting = deque([message])
+        while waiting:
+            for effect in self._watch.step(waiting.popleft(), now):
+                waiting.extend(self._carry_out(effect, now))
+            if not waiting and not self._exchanges and self._watch.state != "idle":
+                waiting.append(messages.StandDown())
 
-    def _carry_out(self, effect: WatchEffect, now: float) -> Iterator[WatchdogMessage]:
+    def _carry_out(
+        self, effect: messages.WatchEffect, now: float
+    ) -> Iterator[messages.WatchdogMessage]:
         """What the watch is to be told of it at once."""
         match effect:
-            case AskForProgress(for_verdict=for_verdict):
+            case messages.AskForProgress(for_verdict=for_verdict):
                 for exchange in self._exchanges.values():
                     yield ProgressReported(progress=exchange.progress(), for_verdict=for_verdict)
-            case Stalled(request_id=request_id, verdict=verdict):
+            case messages.Stalled(request_id=request_id, verdict=verdict):
                 if request_id in self._exchanges:
                     yield self._give_up(request_id, verdict.reason, verdict.detail, now)
-            case HealthLost(detail=detail):
+            case messages.HealthLost(detail=detail):
                 for request_id in list(self._exchanges):
                     yield self._give_up(request_id, RequestFailReason.STALL_TIMEOUT, detail, now)
-            case ProbeReadiness(epoch=epoch):
+            case messages.ProbeReadiness(epoch=epoch):
                 try:
-                    self._probes[ProbeReadiness] = self._runtime.probe(epoch, self.me())
+                    self._probes[messages.ProbeReadiness] = self._runtime.probe(epoch, self.me())
                 except RuntimeError as error:  # the system has no thread left
-                    outcome = ProbeOutcome.NO_NEWS
-                    yield Probed(
+                    outcome = messages.ProbeOutcome.NO_NEWS
+                    yield messages.Probed(
                         epoch=epoch, outcome=outcome, detail=str(error), traits=ServerTraits()
                     )
-            case LookAtSlots(epoch=epoch):
+            case messages.LookAtSlots(epoch=epoch):
                 try:
                     look = self._runtime.look_at_slots(epoch, self.me())
-                    self._probes[LookAtSlots] = look
+                    self._probes[messages.LookAtSlots] = look
                 except RuntimeError:
-                    yield SlotsSeen(epoch=epoch, look=None)
-            case StandDown():
+                    yield messages.SlotsSeen(epoch=epoch, look=None)
+            case messages.StandDown():
                 self._abort_probes()
 
     def _give_up(
         self, request_id: int, reason: RequestFailReason, detail: str, now: float
-    ) -> Unwatch:
+    ) -> messages.Unwatch:
         exchange = self._exchanges.pop(request_id)
         exchange.step(Abandon(reason=reason, detail=detail), now)
         self._runner.write_log(
@@ -167,9 +155,9 @@ class UpstreamLeases:
         )
 
 
-def _unwatch(exchange: LeasedExchange) -> Unwatch:
+def _unwatch(exchange: LeasedExchange) -> messages.Unwatch:
     progress = exchange.progress()
-    return Unwatch(
+    return messages.Unwatch(
         request_id=exchange.request_id,
         data_at=progress.data_at,
         batches=progress.batches,

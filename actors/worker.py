@@ -11,23 +11,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from llama_worker.actors import messages
 from llama_worker.actors.base import Alarm, LiveSet, SupervisedActor, message_types
 from llama_worker.actors.children import Children
-from llama_worker.actors.messages import (
-    ActorDied,
-    AwaitResult,
-    EndLease,
-    GetDebugInfo,
-    GetResult,
-    GetWorkerStatus,
-    Lease,
-    ReleaseResult,
-    ReportedIn,
-    ReportIn,
-    Submit,
-    WaitSlot,
-    WorkerMessage,
-)
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
 from llama_worker.config.command import masked_server_cmd
@@ -58,12 +44,12 @@ from llama_worker.server.traits import unsupported
 from llama_worker.types.worker import WorkerDebugInfo, WorkerState
 
 
-class WorkerActor(SupervisedActor[WorkerMessage]):
+class WorkerActor(SupervisedActor[messages.WorkerMessage]):
     """See the module. A crash of this actor ends the worker: the server is killed, every future is
     answered."""
 
     role = "worker"
-    accepts = message_types(WorkerMessage)
+    accepts = message_types(messages.WorkerMessage)
 
     def __init__(
         self,
@@ -92,7 +78,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             config, self._children, self._dispatcher, self._table, self._journal
         )
 
-    def handle(self, message: WorkerMessage) -> None:
+    def handle(self, message: messages.WorkerMessage) -> None:
         """Answer, admit, pass on; then wait for what is due next."""
         now = self._runtime.now()
         self._roll_call.notice_gap(now)
@@ -104,30 +90,30 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         if self._config.check_invariants:
             self._check_invariants(message)
 
-    def _take(self, message: WorkerMessage, now: float) -> None:  # noqa: C901  a case per message
+    def _take(self, message: messages.WorkerMessage, now: float) -> None:  # noqa: C901  a case each
         match message:
-            case Submit():
+            case messages.Submit():
                 self._submit(message, now)
-            case Lease():
+            case messages.Lease():
                 self._lease(message, now)
-            case EndLease():
+            case messages.EndLease():
                 self._end_lease(message, now)
             case CountTokens():
                 self._count_tokens(message)
             case (
                 GetStatus()
                 | ReadOutput()
-                | GetResult()
-                | AwaitResult()
+                | messages.GetResult()
+                | messages.AwaitResult()
                 | CancelRequest()
-                | ReleaseResult()
+                | messages.ReleaseResult()
             ):
                 self._dispatcher.handle(message)
-            case WaitSlot(reply=reply):
+            case messages.WaitSlot(reply=reply):
                 self._slot_waiters.add(reply)
-            case GetWorkerStatus(reply=reply):
+            case messages.GetWorkerStatus(reply=reply):
                 reply.answer(self._server.status())
-            case GetDebugInfo(reply=reply):
+            case messages.GetDebugInfo(reply=reply):
                 reply.answer(self._debug_info())
             case RequestEnded(record=record):
                 self._request_ended(record, now)
@@ -141,9 +127,9 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
                 self._journal.stuck_tool_threads_count -= 1
             case Observed():
                 self._journal.observed = message
-            case ActorDied():
+            case messages.ActorDied():
                 self._actor_died(message, now)
-            case ReportedIn(member=member):
+            case messages.ReportedIn(member=member):
                 self._roll_call.answered(member)
             case Tick():
                 self._tick(message, now)
@@ -157,7 +143,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._server.recycle_if_due(now)
         self._call_roll(now)
 
-    def _check_invariants(self, message: WorkerMessage) -> None:
+    def _check_invariants(self, message: messages.WorkerMessage) -> None:
         """Raises AssertionError, which ends the worker."""
         broken = [*self._table.broken(), *self._server.broken(), *self._dispatcher.broken()]
         if broken:
@@ -174,7 +160,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
 
     # ------------------------------------------------------------ requests
 
-    def _submit(self, order: Submit, now: float) -> None:
+    def _submit(self, order: messages.Submit, now: float) -> None:
         error = self._server.lifecycle.refusal
         if error is not None:
             order.reply.answer({"ok": False, "error": error})
@@ -200,7 +186,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
 
-    def _lease(self, order: Lease, now: float) -> None:
+    def _lease(self, order: messages.Lease, now: float) -> None:
         error = self._server.lifecycle.refusal
         admitted = self._table.admit(order.job_name, now, is_leased=True) if error is None else None
         if admitted is None:
@@ -213,7 +199,7 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
         self._dispatcher.begin_lease(admitted, order.exchange)
         self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
 
-    def _end_lease(self, order: EndLease, now: float) -> None:
+    def _end_lease(self, order: messages.EndLease, now: float) -> None:
         """Its record is made here, so that the slot is free before anybody can ask for it again."""
         admitted = self._table.find(order.exchange.request_id)
         if admitted is None:
@@ -331,13 +317,14 @@ class WorkerActor(SupervisedActor[WorkerMessage]):
             if self._children.give_up(member, detail):
                 # At once: should its handler return after all, nobody takes an order of it.
                 self._end_launch(member, detail, now)
-                self.me().tell(ActorDied(member=member, detail=detail))  # behind what it has left
+                # Behind what it has left.
+                self.me().tell(messages.ActorDied(member=member, detail=detail))
         members = self._children.members
         for member in self._roll_call.due(members, now):
-            if members[member].tell(ReportIn()):
+            if members[member].tell(messages.ReportIn()):
                 self._roll_call.asked(member, now)
 
-    def _actor_died(self, death: ActorDied, now: float) -> None:
+    def _actor_died(self, death: messages.ActorDied, now: float) -> None:
         """Its launch is over. A request whose actor could not even hand over its record has one,
         too."""
         epoch, role, slot = death.member

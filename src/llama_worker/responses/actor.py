@@ -16,35 +16,22 @@ from typing import assert_never
 
 from llama_worker.actors.base import LiveSet, Ref, SupervisedActor, message_types
 from llama_worker.mailbox import Reply
+from llama_worker.responses import messages
 from llama_worker.responses.api.store import ResponseStore
 from llama_worker.responses.config import ResponsesProxyConfig
-from llama_worker.responses.messages import (
-    Enter,
-    Fetch,
-    Forget,
-    Leave,
-    Listener,
-    ListenerEnded,
-    Listening,
-    ProxyMessage,
-    Recall,
-    Remember,
-    StartListening,
-    StopListening,
-)
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.real import RealHost
 
 _logger = logging.getLogger("llama_worker.responses")
-MakeListener = Callable[[ResponsesProxyConfig, Ref[ProxyMessage]], Listener]
+MakeListener = Callable[[ResponsesProxyConfig, Ref[messages.ProxyMessage]], messages.Listener]
 
 
-class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
+class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
     """Owns what outlives a request. `make_listener` binds the port and raises OSError where it
     cannot; called on a thread."""
 
     role = "responses-proxy"
-    accepts = message_types(ProxyMessage)
+    accepts = message_types(messages.ProxyMessage)
 
     def __init__(
         self, live: LiveSet, config: ResponsesProxyConfig, make_listener: MakeListener
@@ -56,38 +43,38 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
             max_count=config.max_responses, max_bytes=config.max_stored_bytes
         )
         self._running: dict[int, str] = {}  # ids of responses, by the exchange that makes each
-        self._recalls: list[Recall] = []
-        self._listener: Listener | None = None
+        self._recalls: list[messages.Recall] = []
+        self._listener: messages.Listener | None = None
         self._starting: Reply[int] | None = None
         self._stopping: list[Reply[None]] = []
         self._alive = False  # the listener's thread
         self._stopped = False
 
-    def handle(self, message: ProxyMessage) -> None:
+    def handle(self, message: messages.ProxyMessage) -> None:
         """Handle one message."""
         match message:
-            case StartListening(reply=reply):
+            case messages.StartListening(reply=reply):
                 self._begin(reply)
-            case Listening(listener=listener):
+            case messages.Listening(listener=listener):
                 self._listening(listener)
-            case StopListening(reply=reply):
+            case messages.StopListening(reply=reply):
                 self._stopping.append(reply)
                 self._end_all()
-            case ListenerEnded(error=error):
+            case messages.ListenerEnded(error=error):
                 self._ended(error)
-            case Enter():
+            case messages.Enter():
                 self._enter(message)
-            case Leave(exchange_id=exchange_id):
+            case messages.Leave(exchange_id=exchange_id):
                 self._running.pop(exchange_id, None)
                 self._recall_what_waits()
-            case Recall():
+            case messages.Recall():
                 self._recalls.append(message)
                 self._recall_what_waits()
-            case Remember(stored=stored):
+            case messages.Remember(stored=stored):
                 self._store.put(stored)
-            case Fetch(response_id=response_id, reply=fetched):
+            case messages.Fetch(response_id=response_id, reply=fetched):
                 fetched.answer(self._store.get(response_id))
-            case Forget(response_id=response_id, reply=forgotten):
+            case messages.Forget(response_id=response_id, reply=forgotten):
                 forgotten.answer(self._store.delete(response_id))
             case _:
                 assert_never(message)
@@ -109,19 +96,19 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
             return
         self._starting, self._alive = reply, True
 
-    def _listen(self, me: Ref[ProxyMessage]) -> None:
+    def _listen(self, me: Ref[messages.ProxyMessage]) -> None:
         """The listener's thread; those that it starts are daemons like itself."""
         try:
             listener = self._make_listener(self._config, me)
-            if not me.tell(Listening(listener=listener)):
+            if not me.tell(messages.Listening(listener=listener)):
                 listener.stop()
             listener.serve()
         except BaseException as error:
-            me.tell(ListenerEnded(error=error))
+            me.tell(messages.ListenerEnded(error=error))
         else:
-            me.tell(ListenerEnded(error=None))
+            me.tell(messages.ListenerEnded(error=None))
 
-    def _listening(self, listener: Listener) -> None:
+    def _listening(self, listener: messages.Listener) -> None:
         self._listener = listener
         if self._stopped:
             listener.stop()
@@ -136,7 +123,7 @@ class ResponsesProxyActor(SupervisedActor[ProxyMessage]):
             self._starting.answer(listener.port)
         self._starting = None
 
-    def _enter(self, entering: Enter) -> None:
+    def _enter(self, entering: messages.Enter) -> None:
         limit = self._config.max_concurrent
         is_admitted = not self._stopped and (limit is None or len(self._running) < limit)
         if is_admitted:
