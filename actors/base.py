@@ -117,7 +117,7 @@ class Alarm:
         self._mailbox.tell(Tick())
 
     def rang(self) -> None:
-        """A Tick came: the same instant may be set again."""
+        """The same instant may be set again."""
         self._at = None
 
 
@@ -125,7 +125,8 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     """Handles `M`, and releases what it owns exactly once.
 
     A subclass defines `handle`, the `accepts` of its messages and, where it owns something,
-    `release`. An exception in `handle` ends the actor: it is logged, and `release` runs.
+    `release`. One that accepts Tick may set its `_alarm`. An exception in `handle` ends the actor:
+    it is logged, and `release` runs.
     """
 
     use_daemon_thread = True  # a host that forgets close() can still exit
@@ -137,6 +138,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         self._runner = runner
         self._live = live
         self._released = False
+        self._alarm = Alarm(runner, Ref(self.actor_ref))
         live.enter(self)
 
     @staticmethod
@@ -186,6 +188,8 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
             if self.is_given_up:
                 self.stop()
             elif type(message) in self.accepts:
+                if isinstance(message, Tick):
+                    self._alarm.rang()
                 self.handle(message)
             elif isinstance(message, ReportIn):
                 self.report_in()
@@ -230,6 +234,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         if self._released:
             return
         self._released = True
+        self._alarm.set(None)
         try:
             self.release(failure)
         finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker.actors.base import Alarm, Child, LiveSet, message_types
+from llama_worker.actors.base import Child, LiveSet, message_types
 from llama_worker.actors.messages import WorkerMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
@@ -44,7 +44,6 @@ class ProcessActor(Child[messages.ProcessMessage]):
         self._server: ServerProcess | None = None
         self._news: _LaunchNews | None = None
         self._pid: int | None = None
-        self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: messages.ProcessMessage) -> None:
         """Act, step the state of the process, carry out what follows."""
@@ -64,8 +63,6 @@ class ProcessActor(Child[messages.ProcessMessage]):
                 self._pid = pid
             case messages.Exited():
                 self._pid = None
-            case Tick():
-                self._alarm.rang()
             case _:
                 pass
         before = self._state
@@ -82,7 +79,6 @@ class ProcessActor(Child[messages.ProcessMessage]):
     def release(self, failure: str | None) -> None:
         """Kill what is left; the launch reports its end. Without a launch, report that there will
         be none."""
-        self._alarm.set(None)
         if self._server is None:
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
             self._worker.tell(messages.LaunchFailed(epoch=self.member.epoch, detail=detail))

@@ -16,10 +16,10 @@ from typing import Any, TypeVar, assert_never
 
 from msgspec.structs import asdict
 
-from llama_worker.actors.base import Alarm, Child, message_types
+from llama_worker.actors.base import Child, message_types
 from llama_worker.actors.messages import BeginLease, EndLease, RequestMessage
 from llama_worker.errors import described_error
-from llama_worker.mailbox import Mailbox, Tick
+from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.output import WaitingReads, is_answered_by
 from llama_worker.request.request import Effect, Request
@@ -51,7 +51,6 @@ class RequestActor(Child[RequestMessage]):
         self._flushing: deque[tuple[messages.TurnId, Flushing]] = deque()
         self._waiting_reads = WaitingReads()
         self._is_launch_over = False
-        self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: RequestMessage) -> None:
         """Step the request, and send what follows. What belongs to a request that has ended is
@@ -89,9 +88,7 @@ class RequestActor(Child[RequestMessage]):
             case messages.ReportProgress():
                 self._report(message)
             case _:
-                if isinstance(message, Tick):
-                    self._alarm.rang()
-                elif isinstance(message, messages.StreamOpened):
+                if isinstance(message, messages.StreamOpened):
                     self._stream, self._hurried_at = message.turn_id, -math.inf
                 self._step(message)
 

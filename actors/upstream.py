@@ -14,10 +14,9 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 
-from llama_worker.actors.base import Alarm, LiveSet, SupervisedActor, message_types
+from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, ProgressReported, ServerChecked
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.ports import Abortable, Host, UpstreamRuntime
@@ -43,7 +42,6 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         super().__init__(live, runtime)
         self._runtime = runtime
         self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0)
-        self._alarm = Alarm(runtime, self.me())
         self._exchanges: dict[int, LeasedExchange] = {}  # by request id
         self._epochs = itertools.count(1)  # one for each time in which requests are in flight
         self._probes: dict[type, Abortable] = {}  # the latest of each kind
@@ -60,16 +58,12 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                         unknown = ServerChecked(request_id=exchange.request_id, is_gone=False)
                         exchange.step(unknown, now)
                     self._step(_unwatch(exchange), now)
-            case Tick():
-                self._alarm.rang()
-                self._step(message, now)
             case _:
                 self._step(message, now)
         self._alarm.set(self._watch.deadline)
 
     def release(self, failure: str | None) -> None:
         """End what is in flight: nobody watches it any more."""
-        self._alarm.set(None)
         self._abort_probes()
         reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
         for exchange in self._exchanges.values():

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from llama_worker.actors.base import Alarm, Child, message_types
+from llama_worker.actors.base import Child, message_types
 from llama_worker.errors import described_error
-from llama_worker.mailbox import Mailbox, Tick
+from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import ReportProgress
 from llama_worker.runtime.ports import Abortable
 from llama_worker.server import messages
@@ -33,13 +33,10 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
         self._slots: Abortable | None = None
         self._requests: dict[int, Mailbox[ReportProgress]] = {}  # by id
         self._watch = ServerWatch(self._config.timeouts, probes_count=self._runtime.probes_count)
-        self._alarm = Alarm(self._runtime, self.me())
 
     def handle(self, message: messages.WatchdogMessage) -> None:
         """Step the watch, carry out what follows."""
         match message:
-            case Tick():
-                self._alarm.rang()
             case messages.Watch(request_id=request_id, request=request) if request is not None:
                 self._requests[request_id] = request
             case messages.Unwatch(request_id=request_id):
@@ -51,8 +48,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
         self._alarm.set(self._watch.deadline)
 
     def release(self, failure: str | None) -> None:
-        """Wake nobody any more."""
-        self._alarm.set(None)
+        """Ask the server nothing any more."""
         self._abort_probes()
 
     def _carry_out(self, effect: messages.WatchEffect) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llama_worker.actors import messages
-from llama_worker.actors.base import Alarm, LiveSet, SupervisedActor, message_types
+from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
 from llama_worker.actors.children import Children
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.actors.server_life import ServerLife
@@ -70,7 +70,6 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         self._tools_refused = False
         self._slot_waiters: WeakList[Reply[None]] = WeakList()
         me = self.me()
-        self._alarm = Alarm(runtime, me)
         self._children = Children(me, live, runtime, config)
         self._dispatcher = RequestDispatcher(self._table, self._children)
         self._roll_call = RollCall()
@@ -137,7 +136,6 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
                 self._server.handle(message, now)
 
     def _tick(self, tick: Tick, now: float) -> None:
-        self._alarm.rang()
         self._expire(now)
         self._server.handle(tick, now)
         self._server.recycle_if_due(now)
@@ -154,7 +152,6 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         closed = WorkerClosed(self._config.name)
         if failure is not None:
             closed.add_note(f"the worker's actor failed: {failure}")
-        self._alarm.set(None)
         self._children.end()
         self._open_futures.close(closed)
 
