@@ -20,6 +20,7 @@ from llama_worker.server.messages import GpuFaulted
 from llama_worker.testing.scripts import Finish, Text, WaitClose
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.scripted_nvml import Gpu, NVMLError, ScriptedNvml
+from tests.tables import cases
 
 STRANGER = 2**22 + 7
 
@@ -135,24 +136,16 @@ def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(
     )
 
 
-@pytest.mark.parametrize(
+@cases(
     "nvml",
-    [
-        ScriptedNvml(),
-        ScriptedNvml(Gpu(pids={STRANGER})),
-        ScriptedNvml(Gpu(lost=True)),
-        ScriptedNvml(Gpu(pids=None, event_types=0)),
-        None,
-        object(),
-    ],
-    ids=[
-        "no GPU",
-        "another's GPU",
-        "a lost GPU",
-        "a GPU that reports nothing",
-        "no library",
-        "a broken library",
-    ],
+    {
+        "no GPU": ScriptedNvml(),
+        "another's GPU": ScriptedNvml(Gpu(pids={STRANGER})),
+        "a lost GPU": ScriptedNvml(Gpu(lost=True)),
+        "a GPU that reports nothing": ScriptedNvml(Gpu(pids=None, event_types=0)),
+        "no library": None,
+        "a broken library": object(),
+    },
 )
 def test_where_there_is_nothing_to_watch_the_watch_ends(watching: Watching, nvml: object) -> None:
     watching.begin(nvml)

@@ -28,6 +28,7 @@ from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
+from tests.tables import cases
 
 MIB = 1024 * 1024
 CROWD = 1000
@@ -121,18 +122,13 @@ def test_threads_are_given_back(fake: Client) -> None:
         eventually(lambda: request_threads_count() == 0, "threads that have ended")
 
 
-@pytest.mark.parametrize(
-    ("begin", "more", "status"),
-    [
-        pytest.param(
-            b"GET / HTTP/1.1\r\nHost: localhost\r\n",
-            b"X-A: " + b"a" * 1000 + b"\r\n",
-            431,
-            id="head",
-        ),
-        pytest.param(b"GET /", b"a" * 1000, 431, id="target"),
-        pytest.param(HALVES["half a chunk"], b"a" * 254 + b"\r\nff\r\n{", 413, id="body"),
-    ],
+@cases(
+    "begin, more, status",
+    {
+        "head": (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"X-A: " + b"a" * 1000 + b"\r\n", 431),
+        "target": (b"GET /", b"a" * 1000, 431),
+        "body": (HALVES["half a chunk"], b"a" * 254 + b"\r\nff\r\n{", 413),
+    },
 )
 def test_what_has_no_end_is_refused(
     make_fake: MakeClient, begin: bytes, more: bytes, status: int
@@ -239,9 +235,7 @@ def test_a_reused_descriptor_is_a_new_client() -> None:
     assert not has_left
 
 
-def test_a_connection_that_cannot_be_watched_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_connection_that_cannot_be_watched_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where `max_user_watches` is reached."""
 
     def serve(request: HttpRequest, client: ProxyClient) -> None:

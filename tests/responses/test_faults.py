@@ -13,32 +13,26 @@ from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, no_threads
 from tests.conftest import Leftovers
 from tests.responses.conftest import Client, MakeClient, Through, answer
+from tests.tables import cases
 
 Steps = list[fs.Step]
 HALF: Steps = [fs.Headers(), fs.Role(), fs.Text("Once ")]
 
 
-@pytest.mark.parametrize(
+@cases(
     "fault",
-    [
-        pytest.param([fs.ErrorData(500, "out of memory")], id="error record"),
-        pytest.param(
-            [fs.ErrorField(400, "out of memory"), fs.DoneMarker()], id="error field, then [DONE]"
-        ),
-        pytest.param(
-            [fs.Finish(), fs.ErrorData(500, "out of memory")],
-            id="error record after the finish reason",
-        ),
-        pytest.param([fs.Fin()], id="end without the last chunk"),
-        pytest.param([fs.Reset()], id="reset"),
-        pytest.param([fs.Raw("0\r\n\r\n", framed=False), fs.Fin()], id="silent, regular end"),
-        pytest.param([fs.Raw("data: {")], id="truncated record"),
-        pytest.param([fs.Record("no json")], id="garbage"),
-    ],
+    {
+        "error record": [fs.ErrorData(500, "out of memory")],
+        "error field, then [DONE]": [fs.ErrorField(400, "out of memory"), fs.DoneMarker()],
+        "error record after the finish reason": [fs.Finish(), fs.ErrorData(500, "out of memory")],
+        "end without the last chunk": [fs.Fin()],
+        "reset": [fs.Reset()],
+        "silent, regular end": [fs.Raw("0\r\n\r\n", framed=False), fs.Fin()],
+        "truncated record": [fs.Raw("data: {")],
+        "garbage": [fs.Record("no json")],
+    },
 )
-@pytest.mark.parametrize(
-    "open_item", [[], [fs.ToolCall("f", '{"a": 1', pieces=2)]], ids=["text", "call"]
-)
+@cases("open_item", {"text": [], "call": [fs.ToolCall("f", '{"a": 1', pieces=2)]})
 def test_a_broken_stream_keeps_what_was_said(fake: Client, fault: Steps, open_item: Steps) -> None:
     events = fake.stream(*HALF, *open_item, *fault)
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]

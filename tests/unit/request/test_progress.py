@@ -6,6 +6,7 @@ import pytest
 
 from llama_worker.request.progress import Advance, Batch, TurnProgress
 from llama_worker.stream import events
+from tests.tables import cases
 
 
 def advances(*stream: events.StreamEvent) -> list[bool]:
@@ -16,38 +17,32 @@ def advances(*stream: events.StreamEvent) -> list[bool]:
 ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, False]
 
 
-@pytest.mark.parametrize(
-    ("stream", "advance"),
-    [
-        pytest.param([events.TextDelta("a")] * 3, ALWAYS, id="text"),
-        pytest.param([events.ReasoningDelta("a")] * 3, ALWAYS, id="reasoning"),
-        pytest.param([events.ToolCallDelta(0, "c", None, '{"')] * 3, ALWAYS, id="arguments"),
-        pytest.param([events.ToolCallDelta(0, "c", "look", "")] * 3, ONCE, id="the head of a call"),
-        pytest.param([events.PromptReport(7, 100, 0)] * 3, ONCE, id="prompt progress"),
-        pytest.param(
-            [events.UsageReport(1, tokens, None) for tokens in range(3)],
-            ONCE,
-            id="usage, also another",
-        ),
-        pytest.param(
+@cases(
+    "stream, advance",
+    {
+        "text": ([events.TextDelta("a")] * 3, ALWAYS),
+        "reasoning": ([events.ReasoningDelta("a")] * 3, ALWAYS),
+        "arguments": ([events.ToolCallDelta(0, "c", None, '{"')] * 3, ALWAYS),
+        "the head of a call": ([events.ToolCallDelta(0, "c", "look", "")] * 3, ONCE),
+        "prompt progress": ([events.PromptReport(7, 100, 0)] * 3, ONCE),
+        "usage, also another": ([events.UsageReport(1, tokens, None) for tokens in range(3)], ONCE),
+        "timings, also others": (
             [events.TimingsReport(None, None, tokens, None) for tokens in range(3)],
             ONCE,
-            id="timings, also others",
         ),
-        pytest.param([events.Finish("stop")] * 3, ONCE, id="a finish"),
-        pytest.param([events.ServerError("no", None, None)] * 3, ONCE, id="an error"),
-        pytest.param([events.Done()] * 3, ONCE, id="the end mark"),
-        pytest.param([events.UnknownContent(7)] * 3, ONCE, id="what has no name here"),
-        pytest.param(
+        "a finish": ([events.Finish("stop")] * 3, ONCE),
+        "an error": ([events.ServerError("no", None, None)] * 3, ONCE),
+        "the end mark": ([events.Done()] * 3, ONCE),
+        "what has no name here": ([events.UnknownContent(7)] * 3, ONCE),
+        "more of the prompt than there is": (
             [events.PromptReport(processed, 100, 0) for processed in (100, 101, 2**62)],
             ONCE,
-            id="more of the prompt than there is",
         ),
-        pytest.param([events.EmptyRecord()] * 3, NEVER, id="a role"),
-        pytest.param([events.TextDelta("")] * 3, NEVER, id="no text"),
-        pytest.param([events.ReasoningDelta("")] * 3, NEVER, id="no reasoning"),
-        pytest.param([events.ToolCallDelta(0, None, None, None)] * 3, NEVER, id="an empty call"),
-    ],
+        "a role": ([events.EmptyRecord()] * 3, NEVER),
+        "no text": ([events.TextDelta("")] * 3, NEVER),
+        "no reasoning": ([events.ReasoningDelta("")] * 3, NEVER),
+        "an empty call": ([events.ToolCallDelta(0, None, None, None)] * 3, NEVER),
+    },
 )
 def test_the_same_again_and_again(stream: list[events.StreamEvent], advance: list[bool]) -> None:
     assert advances(*stream) == advance
@@ -124,21 +119,15 @@ def test_a_batch_leaves_out_what_was_cached() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("timings", "batches"),
-    [
-        pytest.param(
-            events.TimingsReport(100, 400, 1, None, 2000.0),
-            (Batch(3.0, 5.0, 400, 500),),
-            id="whole",
-        ),
-        pytest.param(
-            events.TimingsReport(None, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 400),), id="old"
-        ),
-        pytest.param(events.TimingsReport(100, 0, 1, None, 2000.0), (), id="all of it was cached"),
-        pytest.param(events.TimingsReport(100, 400, 1, None, -1.0), (), id="no duration"),
-        pytest.param(events.TimingsReport(100, 400, 1, None), (), id="no duration told"),
-    ],
+@cases(
+    "timings, batches",
+    {
+        "whole": (events.TimingsReport(100, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 500),)),
+        "old": (events.TimingsReport(None, 400, 1, None, 2000.0), (Batch(3.0, 5.0, 400, 400),)),
+        "all of it was cached": (events.TimingsReport(100, 0, 1, None, 2000.0), ()),
+        "no duration": (events.TimingsReport(100, 400, 1, None, -1.0), ()),
+        "no duration told": (events.TimingsReport(100, 400, 1, None), ()),
+    },
 )
 def test_a_prompt_without_reports_is_one_batch(
     timings: events.TimingsReport, batches: tuple[Batch, ...]

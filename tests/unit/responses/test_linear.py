@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, cast
 
-import pytest
-
 from llama_worker.responses.api.conversation import ChatMessages, Item
 from llama_worker.responses.api.events import ResponseEvents
 from llama_worker.responses.api.request import normalise
 from llama_worker.responses.api.store import Found, StoredResponse, stored_response
 from llama_worker.responses.api.tools import NO_TOOLS
 from llama_worker.stream.events import ToolCallDelta
+from tests.tables import cases
 
 N = 300
 Json = dict[str, Any]
@@ -67,13 +66,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}
 SAID = {"type": "message", "role": "assistant", "content": "x" * 1000}
 
 
-@pytest.mark.parametrize(
-    ("first", "more"),
-    [
-        pytest.param(REASONING, REASONING, id="reasoning"),
-        pytest.param(CALL, SAID, id="answers behind a call"),
-    ],
-)
+@cases("first, more", {"reasoning": (REASONING, REASONING), "answers behind a call": (CALL, SAID)})
 def test_many_items_cost_linear_time(first: Json, more: Json) -> None:
     one, two = (allocated_bytes([first, *[more] * count]) for count in (N, 2 * N))
     assert two < 2.5 * one
@@ -95,12 +88,12 @@ def chosen_tools(count: int) -> Json:
     return {"tools": tools, "tool_choice": {"type": "allowed_tools", "tools": tools}}
 
 
-@pytest.mark.parametrize(
+@cases(
     "body",
-    [
-        pytest.param(lambda count: {"input": found_tools(count)}, id="tools that were found"),
-        pytest.param(lambda count: {"input": "x", **chosen_tools(count)}, id="allowed tools"),
-    ],
+    {
+        "tools that were found": lambda count: {"input": found_tools(count)},
+        "allowed tools": lambda count: {"input": "x", **chosen_tools(count)},
+    },
 )
 def test_no_tool_is_looked_for_among_all(body: Callable[[int], Json]) -> None:
     one, two = (steps(lambda count=count: normalise(body(count))) for count in (N, 2 * N))  # type: ignore[misc]

@@ -21,6 +21,7 @@ from llama_worker.server.blame import (
     is_busy,
 )
 from llama_worker.types.request import RequestFailReason, RequestState
+from tests.tables import cases
 
 STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s", accuses=True)
 BESIDE = replace(STALLED, alone=True)  # the server serves others
@@ -37,17 +38,17 @@ def judge(blame: Blame, request_id: int, verdict: Verdict = BESIDE) -> tuple[Bla
 ONE_ENDED_ALONE, _ = judge(Blame(), 1)
 
 
-@pytest.mark.parametrize(
-    ("blame", "request_id", "verdict", "costs"),
-    [
-        pytest.param(Blame(), 1, STALLED, True, id="nobody else is served"),
-        pytest.param(Blame(), 1, BESIDE, False, id="the first beside one that is served"),
-        pytest.param(ONE_ENDED_ALONE, 1, STALLED, False, id="the same one, told twice"),
-        pytest.param(ONE_ENDED_ALONE, 2, BESIDE, True, id="the second"),
-        pytest.param(ONE_ENDED_ALONE.completed(9), 2, BESIDE, True, id="one under way completed"),
-        pytest.param(ONE_ENDED_ALONE.completed(10), 2, BESIDE, False, id="a new one completed"),
-        pytest.param(ONE_ENDED_ALONE, 2, OVERDUE, False, id="one that accuses nobody"),
-    ],
+@cases(
+    "blame, request_id, verdict, costs",
+    {
+        "nobody else is served": (Blame(), 1, STALLED, True),
+        "the first beside one that is served": (Blame(), 1, BESIDE, False),
+        "the same one, told twice": (ONE_ENDED_ALONE, 1, STALLED, False),
+        "the second": (ONE_ENDED_ALONE, 2, BESIDE, True),
+        "one under way completed": (ONE_ENDED_ALONE.completed(9), 2, BESIDE, True),
+        "a new one completed": (ONE_ENDED_ALONE.completed(10), 2, BESIDE, False),
+        "one that accuses nobody": (ONE_ENDED_ALONE, 2, OVERDUE, False),
+    },
 )
 def test_what_a_verdict_costs(blame: Blame, request_id: int, verdict: Verdict, costs: bool) -> None:
     after, found = judge(blame, request_id, verdict)
@@ -124,42 +125,29 @@ JOBS_REFUSED = ("server_errors", "server errors in 5 jobs with no success betwee
 JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or in nothing")
 
 
-@pytest.mark.parametrize(
-    ("records", "costs"),
-    [
-        pytest.param(refused("abcde"), JOBS_REFUSED, id="five jobs"),
-        pytest.param(refused("a" * 20), None, id="one job that tries again and again"),
-        pytest.param(refused("ab" * 10), None, id="too few jobs"),
-        pytest.param([*refused("ab"), DONE, *refused("cde")], None, id="a success between"),
-        pytest.param([*refused("abcd"), *refused("e", 503)], JOBS_REFUSED, id="any 5xx"),
-        pytest.param([*refused("abcd"), *refused("e", 499)], None, id="499 is no 5xx"),
-        pytest.param([*refused("abcd"), *refused("e", 600)], None, id="nor is 600"),
-        pytest.param([*refused("abcd"), WITHOUT_A_CODE], None, id="an error without a code"),
-        pytest.param(
+@cases(
+    "records, costs",
+    {
+        "five jobs": (refused("abcde"), JOBS_REFUSED),
+        "one job that tries again and again": (refused("a" * 20), None),
+        "too few jobs": (refused("ab" * 10), None),
+        "a success between": ([*refused("ab"), DONE, *refused("cde")], None),
+        "any 5xx": ([*refused("abcd"), *refused("e", 503)], JOBS_REFUSED),
+        "499 is no 5xx": ([*refused("abcd"), *refused("e", 499)], None),
+        "nor is 600": ([*refused("abcd"), *refused("e", 600)], None),
+        "an error without a code": ([*refused("abcd"), WITHOUT_A_CODE], None),
+        "other errors end no row": (
             [*refused("ab"), *refused("x", 400), *refused("cde")],
             JOBS_REFUSED,
-            id="other errors end no row",
         ),
-        pytest.param(
-            [ended(LOOP, "a"), ended(job="b", text=" \n")],
-            JOBS_WITH_NOTHING,
-            id="a loop, and nothing",
-        ),
-        pytest.param([ended(LOOP, "a"), ended(LOOP, "a")], None, id="one job that tries again"),
-        pytest.param(
-            [ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")],
-            None,
-            id="a text between",
-        ),
-        pytest.param(
-            [ended(job="a"), CANCELED, ended(job="b")], JOBS_WITH_NOTHING, id="a cancel between"
-        ),
-        pytest.param(
-            [ended(job="a"), ended(job="b", signals=[{}])], None, id="a signal is something"
-        ),
-        pytest.param([ended(job="a"), ended(job="b", tool_trace=[{}])], None, id="so is a call"),
-        pytest.param([ended(job="a"), ended(job="b", reasoning="hm")], None, id="so is reasoning"),
-    ],
+        "a loop, and nothing": ([ended(LOOP, "a"), ended(job="b", text=" \n")], JOBS_WITH_NOTHING),
+        "one job that tries again": ([ended(LOOP, "a"), ended(LOOP, "a")], None),
+        "a text between": ([ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")], None),
+        "a cancel between": ([ended(job="a"), CANCELED, ended(job="b")], JOBS_WITH_NOTHING),
+        "a signal is something": ([ended(job="a"), ended(job="b", signals=[{}])], None),
+        "so is a call": ([ended(job="a"), ended(job="b", tool_trace=[{}])], None),
+        "so is reasoning": ([ended(job="a"), ended(job="b", reasoning="hm")], None),
+    },
 )
 def test_what_enough_jobs_met_costs_the_server(
     records: list[RequestRecord], costs: tuple[str, str] | None
@@ -178,19 +166,13 @@ def test_without_a_limit_what_came_to_nothing_says_nothing_of_the_server() -> No
 # ---------------------------------------------------------------- errors of GPUs
 
 
-@pytest.mark.parametrize(
-    ("xids", "fatal"),
-    [
-        pytest.param(
-            (46, 48, 62, 79, 95, 110, 119, 120, 140, 143, 158), True, id="takes a reset to mend"
-        ),
-        pytest.param(
-            (8, 13, 31, 32, 94, 109, 9999), False, id="may be another process's, or is unknown"
-        ),
-        pytest.param(
-            (43, 45, 63, 92, 154), None, id="is left behind by a kill, or mends itself: no fault"
-        ),
-    ],
+@cases(
+    "xids, fatal",
+    {
+        "takes a reset to mend": ((46, 48, 62, 79, 95, 110, 119, 120, 140, 143, 158), True),
+        "may be another process's, or is unknown": ((8, 13, 31, 32, 94, 109, 9999), False),
+        "is left behind by a kill, or mends itself: no fault": ((43, 45, 63, 92, 154), None),
+    },
 )
 def test_what_an_error_means_for_the_server(xids: tuple[int, ...], fatal: bool | None) -> None:
     faults = {xid: fault_of_xid("GPU 0", xid) for xid in xids}

@@ -11,27 +11,27 @@ import pytest
 
 from llama_worker import TimeoutProfile
 from llama_worker.server.health import HealthCounter, StartupWatch, probe_timeout_s
+from tests.tables import cases
 
 PROFILE = TimeoutProfile(health_failures_before_restart=2)
 
 
-@pytest.mark.parametrize(
-    ("probes", "data", "lost"),
-    [
-        pytest.param("--", [], 60, id="two in a row"),
-        pytest.param("-+-", [], None, id="a success between"),
-        pytest.param("--", [59], None, id="data since the probe before"),
-        pytest.param("----", [59], 120, id="data ends the row, and it begins anew"),
-        pytest.param("--", [-5], 60, id="data from before READY"),
-        pytest.param("--", [0], 60, id="data at the probe before is old"),
-        pytest.param("--", [10], None, id="data before the first probe"),
-        pytest.param(
+@cases(
+    "probes, data, lost",
+    {
+        "two in a row": ("--", [], 60),
+        "a success between": ("-+-", [], None),
+        "data since the probe before": ("--", [59], None),
+        "data ends the row, and it begins anew": ("----", [59], 120),
+        "data from before READY": ("--", [-5], 60),
+        "data at the probe before is old": ("--", [0], 60),
+        "data before the first probe": ("--", [10], None),
+        "a stream that moves outdoes any number of failures": (
             "-" * 100,
             range(29, 3000, 30),
             None,
-            id="a stream that moves outdoes any number of failures",
         ),
-    ],
+    },
 )
 def test_failures_count_in_a_row_and_without_data(
     probes: str, data: Sequence[int], lost: float | None
@@ -80,26 +80,19 @@ def watch(*worked_at: float) -> StartupWatch:
     return functools.reduce(StartupWatch.saw_work, worked_at, StartupWatch.begin(100.0))
 
 
-@pytest.mark.parametrize(
-    ("profile", "worked_at", "due_at", "why"),
-    [
-        pytest.param(
-            LAST_RESORT, (), 220.0, f"{IDLE}; 120.0 s since the launch", id="no sign of work"
-        ),
-        pytest.param(
-            LAST_RESORT, (200.0, 300.0, 250.0), 420.0, IDLE, id="work starts the time anew"
-        ),
-        pytest.param(
+@cases(
+    "profile, worked_at, due_at, why",
+    {
+        "no sign of work": (LAST_RESORT, (), 220.0, f"{IDLE}; 120.0 s since the launch"),
+        "work starts the time anew": (LAST_RESORT, (200.0, 300.0, 250.0), 420.0, IDLE),
+        "it spins": (
             LAST_RESORT,
             (1099.0,),
             1100.0,
             "not ready within silent_work_timeout_s 1000 s",
-            id="it spins",
         ),
-        pytest.param(
-            BOUNDED, (999.0,), 1000.0, "not ready within load_timeout_s 900 s", id="it is bound"
-        ),
-    ],
+        "it is bound": (BOUNDED, (999.0,), 1000.0, "not ready within load_timeout_s 900 s"),
+    },
 )
 def test_a_launch_is_given_up(
     profile: TimeoutProfile, worked_at: tuple[float, ...], due_at: float, why: str

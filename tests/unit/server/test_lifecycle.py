@@ -50,6 +50,7 @@ from llama_worker.server.messages import (
 from llama_worker.server.restart_budget import RecycleDue, RestartBudget
 from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import StartFailReason, WorkerState
+from tests.tables import cases
 
 POLICY = RestartPolicy(restart_backoff_s=5.0, max_restarts_per_window=2, restart_window_s=120.0)
 ONE_RESTART = replace(POLICY, max_restarts_per_window=1)
@@ -200,33 +201,25 @@ def timed_out(life: Lifecycle) -> Step:
     return exited(killed, 20.1, returncode=-9)
 
 
-@pytest.mark.parametrize(
-    ("fail", "reason", "returncode", "log_tail"),
-    [
-        pytest.param(lambda life: exited(life, 20.0), EXITED, 1, ("oops",), id="it ends"),
-        pytest.param(
-            lambda life: exited(life, 20.0, port_taken=True),
-            PORT_IN_USE,
-            1,
-            ("oops",),
-            id="port lost",
-        ),
-        pytest.param(
+@cases(
+    "fail, reason, returncode, log_tail",
+    {
+        "it ends": (lambda life: exited(life, 20.0), EXITED, 1, ("oops",)),
+        "port lost": (lambda life: exited(life, 20.0, port_taken=True), PORT_IN_USE, 1, ("oops",)),
+        "no port": (
             lambda life: launch_failed(life, 20.0, reason=PORT_IN_USE),
             PORT_IN_USE,
             None,
             (),
-            id="no port",
         ),
-        pytest.param(
+        "spawn": (
             lambda life: launch_failed(life, 20.0, reason=SPAWN_FAILED),
             SPAWN_FAILED,
             None,
             (),
-            id="spawn",
         ),
-        pytest.param(timed_out, TIMEOUT, None, ("oops",), id="it takes too long"),
-    ],
+        "it takes too long": (timed_out, TIMEOUT, None, ("oops",)),
+    },
 )
 def test_the_first_launch_and_last_restart_are_final(
     fail: Fail, reason: StartFailReason, returncode: int | None, log_tail: tuple[str, ...]

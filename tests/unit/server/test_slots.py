@@ -35,6 +35,7 @@ from llama_worker.server.slots import (
     parse_slots,
 )
 from llama_worker.types.request import RequestFailReason, RequestPhase
+from tests.tables import cases
 from tests.virtual_watch import RequestAt, SlotsAt, VirtualWatch, generating
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
@@ -66,37 +67,32 @@ GENERATES = Slot(slot_id=0, is_processing=True, task=7, prompt_tokens=20, decode
 NEVER_USED = {"id": 0, "n_ctx": 512, "speculative": False, "is_processing": False}
 
 
-@pytest.mark.parametrize(
-    ("body", "slots"),
-    [
-        pytest.param([told()], (GENERATES,), id="b11434"),
-        pytest.param(
-            [told(next_token={"n_decoded": 3})], (GENERATES,), id="next_token as an object"
-        ),
-        pytest.param(
-            [told(is_processing=None, state=1)], (GENERATES,), id="state for is_processing"
-        ),
-        pytest.param([NEVER_USED], (Slot(slot_id=0, is_processing=False),), id="never used"),
-        pytest.param(
+@cases(
+    "body, slots",
+    {
+        "b11434": ([told()], (GENERATES,)),
+        "next_token as an object": ([told(next_token={"n_decoded": 3})], (GENERATES,)),
+        "state for is_processing": ([told(is_processing=None, state=1)], (GENERATES,)),
+        "never used": ([NEVER_USED], (Slot(slot_id=0, is_processing=False),)),
+        "in any order: told by id": (
             [told(id=1), told()],
             (GENERATES, replace(GENERATES, slot_id=1)),
-            id="in any order: told by id",
         ),
-        pytest.param([], None, id="no slot"),
-        pytest.param([told(), told()], None, id="the same slot twice"),
-        pytest.param([told(next_token=[])], None, id="nothing that could be seen to move"),
-        pytest.param([told(next_token=[{"n_decoded": -1}])], None, id="a counter below zero"),
-        pytest.param([told(id=True)], None, id="a truth for an id"),
-        pytest.param([told(is_processing="yes")], None, id="a text for a truth"),
-        pytest.param([told(), 7], None, id="a number for a slot"),
-        pytest.param({"error": {"code": 501}}, None, id="an error object"),
-    ],
+        "no slot": ([], None),
+        "the same slot twice": ([told(), told()], None),
+        "nothing that could be seen to move": ([told(next_token=[])], None),
+        "a counter below zero": ([told(next_token=[{"n_decoded": -1}])], None),
+        "a truth for an id": ([told(id=True)], None),
+        "a text for a truth": ([told(is_processing="yes")], None),
+        "a number for a slot": ([told(), 7], None),
+        "an error object": ({"error": {"code": 501}}, None),
+    },
 )
 def test_answers_of_every_build(body: Any, slots: tuple[Slot, ...] | None) -> None:
     assert parse_slots(body) == slots
 
 
-def test_a_build_that_does_not_show_how_far_a_prompt_is_read() -> None:
+def test_a_build_may_hide_its_reading() -> None:
     body = {"id": 0, "is_processing": True, "id_task": 7, "next_token": [{"n_decoded": 0}]}
     (reading,) = parse_slots([body]) or ()
     assert reading.may_read_unseen
@@ -106,7 +102,7 @@ def test_a_build_that_does_not_show_how_far_a_prompt_is_read() -> None:
     assert not shown.may_read_unseen
 
 
-def test_a_draft_model_reads_the_prompt_behind_the_first_token() -> None:
+def test_a_draft_model_reads_behind_the_first_token() -> None:
     def parsed(speculative: bool, decoded: int) -> Slot:
         (found,) = (
             parse_slots([told(speculative=speculative, next_token=[{"n_decoded": decoded}])]) or ()
@@ -190,45 +186,32 @@ def judge(
     return judge_by_slots(seen, suspect, others=others, all_are_silent=silent, **times)
 
 
-@pytest.mark.parametrize(
-    ("tracks", "suspect", "others", "reason", "alone"),
-    [
-        pytest.param([IDLE], IN_PREFILL, [], LOST, True, id="swallowed before its prefill"),
-        pytest.param([IDLE], WRITES, [], LOST, True, id="swallowed while it generated"),
-        pytest.param([IDLE, MOVES], IN_PREFILL, [SERVED], LOST, True, id="lost beside a live one"),
-        pytest.param(
-            [IDLE, MOVES], WAITS, [SERVED], LOST, True, id="queued although a slot is idle"
-        ),
-        pytest.param([STUCK], WRITES, [], STALL, False, id="livelock in decode"),
-        pytest.param(
-            [STUCK, STUCK], WAITS, [QUIET], STALL, False, id="livelock, found by one who waits"
-        ),
-        pytest.param([STUCK, MOVES], WRITES, [SERVED], STALL, True, id="dead beside a live one"),
-        pytest.param(
-            [STUCK, READS],
-            WRITES,
-            [QUIET_IN_PREFILL],
-            STALL,
-            True,
-            id="dead beside a silent prefill",
-        ),
-        pytest.param(
+@cases(
+    "tracks, suspect, others, reason, alone",
+    {
+        "swallowed before its prefill": ([IDLE], IN_PREFILL, [], LOST, True),
+        "swallowed while it generated": ([IDLE], WRITES, [], LOST, True),
+        "lost beside a live one": ([IDLE, MOVES], IN_PREFILL, [SERVED], LOST, True),
+        "queued although a slot is idle": ([IDLE, MOVES], WAITS, [SERVED], LOST, True),
+        "livelock in decode": ([STUCK], WRITES, [], STALL, False),
+        "livelock, found by one who waits": ([STUCK, STUCK], WAITS, [QUIET], STALL, False),
+        "dead beside a live one": ([STUCK, MOVES], WRITES, [SERVED], STALL, True),
+        "dead beside a silent prefill": ([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True),
+        "beside one that said less": (
             [stands(decoded=90), decodes(10)],
             TOLD_88,
             [QUIET],
             STALL,
             True,
-            id="beside one that said less",
         ),
-        pytest.param(
+        "a prefill that stands still alone": (
             [IN_A_BATCH, MOVES],
             IN_PREFILL,
             [SERVED],
             STALL,
             True,
-            id="a prefill that stands still alone",
         ),
-    ],
+    },
 )
 def test_a_wedge_is_found_in_one_round(
     tracks: list[Track],
@@ -248,17 +231,15 @@ DRAFTS: Track = [replace(slot(decoded=1), speculates=True)] * LOOKS_COUNT
 REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
 
 
-@pytest.mark.parametrize(
-    ("tracks", "suspect", "others"),
-    [
-        pytest.param([UNSEEN, UNSEEN], REPEATED, [], id="its turn comes behind another client"),
-        pytest.param([UNSEEN, MOVES], IN_PREFILL, [SERVED], id="it reads beside another"),
-        pytest.param([UNSEEN, STUCK], WRITES, [QUIET_IN_PREFILL], id="a batch beside it"),
-        pytest.param([DRAFTS], WRITES, [], id="a draft model reads its prompt"),
-        pytest.param(
-            [DRAFTS, STUCK], WRITES, [QUIET], id="a draft model reads a neighbour's prompt"
-        ),
-    ],
+@cases(
+    "tracks, suspect, others",
+    {
+        "its turn comes behind another client": ([UNSEEN, UNSEEN], REPEATED, []),
+        "it reads beside another": ([UNSEEN, MOVES], IN_PREFILL, [SERVED]),
+        "a batch beside it": ([UNSEEN, STUCK], WRITES, [QUIET_IN_PREFILL]),
+        "a draft model reads its prompt": ([DRAFTS], WRITES, []),
+        "a draft model reads a neighbour's prompt": ([DRAFTS, STUCK], WRITES, [QUIET]),
+    },
 )
 def test_who_may_read_unseen_is_not_given_up(
     tracks: list[Track], suspect: Progress, others: list[Progress]
@@ -275,84 +256,51 @@ SERVED_PROMPT = replace(SERVED, phase=PREFILL)
 LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
 
 
-@pytest.mark.parametrize(
-    ("tracks", "suspect", "others", "works"),
-    [
-        pytest.param([MOVES], WRITES, [], True, id="text that is held back"),
-        pytest.param(
-            [decodes(200), stands(decoded=60)],
-            WRITES,
-            [QUIET],
-            True,
-            id="held back, beside a dead one",
-        ),
-        pytest.param([READS], IN_PREFILL, [], True, id="prefill without reports"),
-        pytest.param(
-            [READS, IDLE], WAITS, [], True, id="prefill by a build that holds headers back"
-        ),
-        pytest.param([IDLE, MOVES], WAITS, [QUIET], True, id="the slot that works may be its own"),
-        pytest.param([MOVES_AT_LAST], WRITES, [], True, id="a step of six seconds"),
-        pytest.param(
-            [MOVES], WAITS, [SERVED], False, id="queued behind the only slot, which is served"
-        ),
-        pytest.param(
-            [decodes(1)],
-            silent(GENERATING, tokens=99),
-            [],
-            False,
-            id="another's, which has said less",
-        ),
-        pytest.param([IN_A_BATCH], IN_PREFILL, [], False, id="one long batch"),
-        pytest.param(
-            [STUCK, stands(prompt=0)],
-            WRITES,
-            [QUIET_IN_PREFILL],
-            False,
-            id="a neighbour's long batch",
-        ),
-        pytest.param([IDLE], WAITS, [], False, id="no headers: tokenizing, or a model on demand"),
-        pytest.param(
+@cases(
+    "tracks, suspect, others, works",
+    {
+        "text that is held back": ([MOVES], WRITES, [], True),
+        "held back, beside a dead one": ([decodes(200), stands(decoded=60)], WRITES, [QUIET], True),
+        "prefill without reports": ([READS], IN_PREFILL, [], True),
+        "prefill by a build that holds headers back": ([READS, IDLE], WAITS, [], True),
+        "the slot that works may be its own": ([IDLE, MOVES], WAITS, [QUIET], True),
+        "a step of six seconds": ([MOVES_AT_LAST], WRITES, [], True),
+        "queued behind the only slot, which is served": ([MOVES], WAITS, [SERVED], False),
+        "another's, which has said less": ([decodes(1)], silent(GENERATING, tokens=99), [], False),
+        "one long batch": ([IN_A_BATCH], IN_PREFILL, [], False),
+        "a neighbour's long batch": ([STUCK, stands(prompt=0)], WRITES, [QUIET_IN_PREFILL], False),
+        "no headers: tokenizing, or a model on demand": ([IDLE], WAITS, [], False),
+        "no headers: its video is decoded": (
             [IDLE, MOVES],
             replace(WAITS, has_media=True),
             [SERVED],
             False,
-            id="no headers: its video is decoded before it gets a slot",
         ),
-        pytest.param([STUCK, MOVES_AT_TIMES], WRITES, [QUIET], False, id="another's slow steps"),
-        pytest.param(
-            [STUCK],
-            silent(GENERATING, last_data_at=100.0),
-            [],
-            False,
-            id="data since the first look",
-        ),
-        pytest.param(
+        "another's slow steps": ([STUCK, MOVES_AT_TIMES], WRITES, [QUIET], False),
+        "data since the first look": ([STUCK], silent(GENERATING, last_data_at=100.0), [], False),
+        "another fills the batches": (
             [stands(prompt=0), READS],
             IN_PREFILL,
             [SERVED_PROMPT],
             False,
-            id="another fills the batches",
         ),
-        pytest.param([IDLE, CHANGES_TASKS], IN_PREFILL, [], False, id="one task after the other"),
-        pytest.param(
-            [IDLE, MOVES], IN_PREFILL, [LATE_NEIGHBOUR], True, id="a neighbour that came in between"
-        ),
-        pytest.param(
+        "one task after the other": ([IDLE, CHANGES_TASKS], IN_PREFILL, [], False),
+        "a neighbour that came in between": ([IDLE, MOVES], IN_PREFILL, [LATE_NEIGHBOUR], True),
+        "a served neighbour's slow step": (
             [STUCK],
             WAITS,
             [replace(SERVED, last_data_at=99.0)],
             False,
-            id="a served neighbour's slow step",
         ),
-    ],
+    },
 )
-def test_an_honest_server_is_spared_and_what_moves_and_may_be_its_own_is_a_sign_of_work(
+def test_an_honest_server_is_spared(
     tracks: list[Track], suspect: Progress, others: list[Progress], works: bool
 ) -> None:
     assert judge(looks(*tracks), suspect, *others) == (SlotMoves() if works else None)
 
 
-def test_slots_that_are_others_than_before_tell_nothing() -> None:
+def test_other_slots_than_before_tell_nothing() -> None:
     seen = looks(IDLE)
     seen[2] = looks(IDLE, IDLE)[2]
     assert judge(seen, IN_PREFILL) is None
@@ -382,56 +330,38 @@ def in_batch(tokens: int, depth: int) -> Track:
 
 
 LIMIT_OF_60_S = PACE_MULTIPLE * 60.0
-A_MINUTE = learnt((512, 4096, 60.0))
+A_MINUTE = [(512, 4096, 60.0)]
+SLOW_AND_SMALL = [(1, 513, 5.0), (512, 512, 60.0)]
+SLOW_AND_FAST = [(512, 512, 60.0), (512, 512, 1.0)]
+AS_DEEP, NEARLY_AS_DEEP = ([(512, 512, 60.0), (512, depth, 70.0)] for depth in (8192, 4096))
 
 
-@pytest.mark.parametrize(
-    ("pace", "tracks", "limit_s"),
-    [
-        pytest.param(A_MINUTE, [in_batch(512, 512)], LIMIT_OF_60_S, id="as many tokens"),
-        pytest.param(A_MINUTE, [in_batch(100, 512)], LIMIT_OF_60_S, id="fewer"),
-        pytest.param(A_MINUTE, [in_batch(2048, 2048)], 4 * LIMIT_OF_60_S, id="more"),
-        pytest.param(A_MINUTE, [in_batch(512, 8192)], 2 * LIMIT_OF_60_S, id="deeper"),
-        pytest.param(
+@cases(
+    "earlier, batches, limit_s",
+    {
+        "as many tokens": (A_MINUTE, [(512, 512)], LIMIT_OF_60_S),
+        "fewer": (A_MINUTE, [(100, 512)], LIMIT_OF_60_S),
+        "more": (A_MINUTE, [(2048, 2048)], 4 * LIMIT_OF_60_S),
+        "deeper": (A_MINUTE, [(512, 8192)], 2 * LIMIT_OF_60_S),
+        "beside another in the same batch": (
             A_MINUTE,
-            [in_batch(512, 512), in_batch(512, 1024)],
+            [(512, 512), (512, 1024)],
             2 * LIMIT_OF_60_S,
-            id="beside another in the same batch",
         ),
-        pytest.param(
-            learnt((512, 4096, 1.0)), [in_batch(512, 512)], PACE_MIN_S, id="never before a minimum"
-        ),
-        pytest.param(
-            learnt((512, 512, 60.0), (512, 8192, 70.0)),
-            [in_batch(512, 8192)],
-            PACE_MULTIPLE * 70.0,
-            id="one that was as deep tells more",
-        ),
-        pytest.param(
-            learnt((512, 512, 60.0), (512, 4096, 70.0)),
-            [in_batch(512, 8192)],
-            2 * PACE_MULTIPLE * 70.0,
-            id="one that was nearly as deep tells more",
-        ),
-        pytest.param(
-            learnt((1, 513, 5.0), (512, 512, 60.0)),
-            [in_batch(512, 512)],
-            LIMIT_OF_60_S,
-            id="a small one tells little",
-        ),
-        pytest.param(
-            learnt((512, 512, 60.0), (512, 512, 1.0)),
-            [in_batch(512, 512)],
-            LIMIT_OF_60_S,
-            id="the slowest counts",
-        ),
-    ],
+        "never before a minimum": ([(512, 4096, 1.0)], [(512, 512)], PACE_MIN_S),
+        "one that was as deep tells more": (AS_DEEP, [(512, 8192)], PACE_MULTIPLE * 70.0),
+        "one nearly as deep tells more": (NEARLY_AS_DEEP, [(512, 8192)], 2 * PACE_MULTIPLE * 70.0),
+        "a small one tells little": (SLOW_AND_SMALL, [(512, 512)], LIMIT_OF_60_S),
+        "the slowest counts": (SLOW_AND_FAST, [(512, 512)], LIMIT_OF_60_S),
+    },
 )
-def test_a_prefill_that_stands_still_is_measured_by_what_earlier_prompts_took(
-    pace: Pace, tracks: list[Track], limit_s: float
+def test_a_prefill_is_measured_by_earlier_ones(
+    earlier: list[tuple[int, int, float]], batches: list[tuple[int, int]], limit_s: float
 ) -> None:
+    seen, pace = looks(*(in_batch(*batch) for batch in batches)), learnt(*earlier)
+
     def found(still_s: float, *, is_cold: bool = False) -> Any:
-        return judge(looks(*tracks), REPORTED, still_s=still_s, pace=pace, is_cold=is_cold)
+        return judge(seen, REPORTED, still_s=still_s, pace=pace, is_cold=is_cold)
 
     assert found(limit_s - 0.1) is None
     assert found(limit_s).reason is STALL
@@ -439,20 +369,18 @@ def test_a_prefill_that_stands_still_is_measured_by_what_earlier_prompts_took(
     assert found(2 * limit_s, is_cold=True).reason is STALL
 
 
-@pytest.mark.parametrize(
-    ("suspect", "track"),
-    [
-        pytest.param(replace(REPORTED, has_media=True), in_batch(512, 512), id="an image in it"),
-        pytest.param(REPORTED, IN_A_BATCH, id="a build that does not tell the batch"),
-    ],
+@cases(
+    "suspect, track",
+    {
+        "an image in it": (replace(REPORTED, has_media=True), in_batch(512, 512)),
+        "a build that does not tell the batch": (REPORTED, IN_A_BATCH),
+    },
 )
-def test_a_batch_of_which_nothing_is_known_may_take_any_time(
-    suspect: Progress, track: Track
-) -> None:
+def test_an_unknown_batch_may_take_any_time(suspect: Progress, track: Track) -> None:
     assert judge(looks(track), suspect, still_s=1e6, pace=learnt((512, 512, 1.0))) is None
 
 
-def test_batches_near_a_gap_teach_nothing_and_each_teaches_once() -> None:
+def test_a_batch_teaches_once_near_gaps_never() -> None:
     pace, gaps = Pace(), NO_GAPS.with_gap(100.0, 50.0)
     for began_at in (90.0, 100.0, 109.0):  # over it, and reports that had waited for its end
         pace.learn(1, [Batch(began_at, began_at + 0.1, 512, 512)], gaps)
@@ -468,9 +396,9 @@ PROFILE = TimeoutProfile.normal()
 ANSWER_S = PROFILE.suspect_after_s or 0.0
 
 
-def watched(slots: SlotsAt, *requests: RequestAt) -> VirtualWatch:
+def watched(slots: SlotsAt, *requests: RequestAt, **world: Any) -> VirtualWatch:
     """A server that computes all the time, and requests that are sent at 0.0."""
-    watch = VirtualWatch.ready(PROFILE, evidence=lambda now, fresh: not fresh, slots=slots)
+    watch = VirtualWatch.ready(PROFILE, evidence=lambda now, fresh: not fresh, slots=slots, **world)
     watch.begin(*requests)
     return watch
 
@@ -479,7 +407,7 @@ def writes_on(now: float) -> tuple[Slot, ...]:
     return (slot(decoded=int(now)),)
 
 
-def test_one_that_holds_its_text_back_is_looked_at_again_and_again_and_spared() -> None:
+def test_one_that_holds_its_text_back_is_spared() -> None:
     watch = watched(writes_on, lambda now: generating(min(now, 100.0)))
     assert watch.run(1000.0, Stalled) is None
     at_ready, *asked = watch.slots_asked_at
@@ -490,7 +418,7 @@ def test_one_that_holds_its_text_back_is_looked_at_again_and_again_and_spared() 
     )
 
 
-def test_slots_are_asked_once_at_ready_and_while_somebody_is_suspected() -> None:
+def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     watch = watched(writes_on, lambda now: generating(now if now < 100.0 or now > 162.0 else 99.9))
     assert watch.run(1000.0, Stalled) is None
     at_ready, *asked = watch.slots_asked_at
@@ -514,9 +442,7 @@ def reads_at(now: float, *, began_at: float, stuck_at: float) -> tuple[Progress,
 
 
 @pytest.mark.parametrize("stuck_at", [0.0, 80.0])
-def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_learnt(
-    stuck_at: float,
-) -> None:
+def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None:
     def stalled(earlier: list[Batch], reads: bool = False) -> float | None:
         def request(now: float) -> Progress:
             return reads_at(now, began_at=0.0, stuck_at=stuck_at)[0]
@@ -524,9 +450,7 @@ def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_learnt(
         def slots(now: float) -> tuple[Slot, ...]:
             return (reads_at(now, began_at=0.0, stuck_at=stuck_at)[1],)
 
-        watch = VirtualWatch.ready(
-            PROFILE, evidence=lambda now, fresh: not fresh, slots=slots, reads=lambda now: reads
-        )
+        watch = watched(slots, reads=lambda now: reads)
         watch.watch._pace.learn(7, earlier, NO_GAPS)
         watch.begin(request)
         found = watch.run(1100.0, Stalled)
@@ -541,7 +465,7 @@ def test_a_livelock_in_prefill_is_told_from_a_long_batch_by_what_was_learnt(
         assert stalled([]) is None
 
 
-def test_the_first_batch_of_a_launch_is_measured_by_first_batches() -> None:
+def test_first_batches_are_measured_by_first_batches() -> None:
     pace = learnt((512, 512, 1.0))
     assert pace.longest_standstill_s(512, 512, is_cold=True) == 2 * PACE_MIN_S
     pace.learn(100, [Batch(-60.0, 0.0, 7, 7)], NO_GAPS, is_cold=True)
@@ -567,7 +491,7 @@ def test_what_was_learnt_outlives_a_launch() -> None:
 
 
 @pytest.mark.parametrize("has_media", [True, False])
-def test_the_image_of_a_request_that_is_gone_may_still_be_encoded(has_media: bool) -> None:
+def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
     batches = (Batch(10.0, 11.0, 512, 512),)
 
     def writes(now: float) -> Progress:
@@ -594,7 +518,7 @@ UNSEEN_SLOT = replace(slot(prompt=0), shows_reading=False)
         (SlotsSilence(), None),
     ],
 )
-def test_who_waits_behind_another_client_whose_prompt_is_read_unseen_is_spared(
+def test_who_waits_behind_an_unseen_prefill_is_spared(
     slots: tuple[Slot, ...] | SlotsSilence, build: int | None
 ) -> None:
     def waits(now: float) -> Progress:
@@ -626,93 +550,60 @@ def reads(now: float) -> Progress:
     return silent(PREFILL, prompt_progress_at=0.0)
 
 
+def reads_an_image(now: float) -> Progress:
+    return replace(reads(now), has_media=True)
+
+
+def now_and_then(now: float) -> tuple[Slot, ...] | SlotsSilence:
+    return SlotsSilence() if int(now) // 50 % 2 else writes_on(now)
+
+
+WROTE = writes_until(100.0)
+SILENT_FROM_180 = falls_silent(180.0, writes_on)
+SILENT_IN_PREFILL = falls_silent(180.0, lambda now: (slot(prompt=int(now)),))
+
+
 def stalled_at(
-    slots: SlotsAt,
-    request: RequestAt,
-    readiness: Callable[[float], ProbeOutcome] = lambda now: ProbeOutcome.READY,
-    *,
-    build: int | None = 11434,
-    until: float = 1000.0,
+    slots: SlotsAt, request: RequestAt, *, until: float = 1000.0, **world: Any
 ) -> float | None:
-    profile = TimeoutProfile.normal()
-    watch = VirtualWatch.ready(
-        profile,
-        evidence=lambda now, fresh: not fresh,
-        slots=slots,
-        readiness=readiness,
-        build=build,
-    )
-    watch.begin(request)
-    found = watch.run(until, Stalled)
+    found = watched(slots, request, **world).run(until, Stalled)
     return None if found is None else found[0]
 
 
-def test_slots_that_fall_silent_while_the_rest_answers_cost_the_server_after_a_minute() -> None:
-    at = stalled_at(falls_silent(180.0, writes_on), writes_until(100.0))
-    assert at is not None
-    assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
+def is_missed(at: float | None, since: float) -> bool:
+    """Whether the server was given up at that instant for slots that were silent since then."""
+    return at is not None and SILENT_S <= at - since <= SILENT_S + 3 * PAUSE_S
 
 
-@pytest.mark.parametrize("request_at", [writes_until(100.0), reads])
+def test_slots_that_fall_silent_cost_the_server() -> None:
+    assert is_missed(stalled_at(SILENT_FROM_180, WROTE), since=180.0)
+
+
+@pytest.mark.parametrize("request_at", [WROTE, reads])
 def test_slots_that_answered_at_ready_alone_are_missed(request_at: RequestAt) -> None:
     at = stalled_at(falls_silent(0.1, writes_on), request_at)
-    suspected_at = ANSWER_S + (request_at(1000.0).data_at or 0.0)
-    assert at is not None
-    assert SILENT_S <= at - suspected_at <= SILENT_S + 3 * PAUSE_S
+    assert is_missed(at, since=ANSWER_S + (request_at(1000.0).data_at or 0.0))
 
 
-@pytest.mark.parametrize(
-    ("slots", "request_at", "readiness", "build"),
-    [
-        pytest.param(
-            lambda now: SlotsSilence(),
-            writes_until(100.0),
-            ProbeOutcome.READY,
-            11434,
-            id="always silent",
-        ),
-        pytest.param(
-            falls_silent(180.0, writes_on),
-            writes_until(100.0),
-            ProbeOutcome.LOADING,
-            11434,
-            id="no HTTP",
-        ),
-        pytest.param(
-            falls_silent(180.0, lambda now: (slot(prompt=int(now)),)),
-            reads,
-            ProbeOutcome.READY,
-            10019,
-            id="a long batch, of a build that answers between batches",
-        ),
-        pytest.param(
-            falls_silent(180.0, lambda now: (slot(prompt=int(now)),)),
-            lambda now: replace(reads(now), has_media=True),
-            ProbeOutcome.READY,
-            11434,
-            id="an image is encoded, perhaps",
-        ),
-        pytest.param(
-            lambda now: SlotsSilence() if int(now) // 50 % 2 else writes_on(now),
-            writes_until(100.0),
-            ProbeOutcome.READY,
-            11434,
-            id="it answers now and then",
-        ),
-    ],
+@cases(
+    "slots, request_at, readiness, build",
+    {
+        "always silent": (lambda now: SlotsSilence(), WROTE, ProbeOutcome.READY, 11434),
+        "no HTTP": (SILENT_FROM_180, WROTE, ProbeOutcome.LOADING, 11434),
+        "a long batch, of an old build": (SILENT_IN_PREFILL, reads, ProbeOutcome.READY, 10019),
+        "an image, perhaps": (SILENT_IN_PREFILL, reads_an_image, ProbeOutcome.READY, 11434),
+        "it answers now and then": (now_and_then, WROTE, ProbeOutcome.READY, 11434),
+    },
 )
 def test_silent_slots_are_no_news(
     slots: SlotsAt, request_at: RequestAt, readiness: ProbeOutcome, build: int
 ) -> None:
     answers = lambda now: readiness if now > 180.0 else ProbeOutcome.READY  # noqa: E731
-    at = stalled_at(slots, request_at, answers, build=build)
-    assert at is None
+    assert stalled_at(slots, request_at, readiness=answers, build=build) is None
 
 
-def test_slots_that_answered_in_a_batch_and_fall_silent_in_a_prefill_are_news() -> None:
-    at = stalled_at(falls_silent(180.0, in_a_batch), reads)
-    assert at is not None
-    assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
+def test_slots_that_answered_in_a_batch_are_missed() -> None:
+    assert is_missed(stalled_at(falls_silent(180.0, in_a_batch), reads), since=180.0)
 
 
 def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
@@ -721,42 +612,31 @@ def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
 
 
 @pytest.mark.parametrize("build", [9093, 10019, None])
-def test_a_batch_of_a_request_that_is_gone_or_of_a_stranger_silences_an_old_build(
-    build: int | None,
-) -> None:
-    silent_from = falls_silent(180.0, writes_on)
-    assert stalled_at(silent_from, writes_until(100.0), build=build) is None
-    beside = falls_silent(180.0, writes_beside_a_stranger)
-    assert stalled_at(beside, writes_until(100.0), build=build) is None
+def test_an_unseen_batch_silences_an_old_build(build: int | None) -> None:
+    for before in (writes_on, writes_beside_a_stranger):
+        assert stalled_at(falls_silent(180.0, before), WROTE, build=build) is None
 
 
 @pytest.mark.parametrize("build", [9093, None])
-def test_a_slot_that_hides_its_reading_does_not_show_that_batches_are_interrupted(
-    build: int | None,
-) -> None:
+def test_hidden_reading_shows_no_interrupted_batch(build: int | None) -> None:
     hides = falls_silent(180.0, lambda now: (replace(slot(prompt=0), shows_reading=False),))
     assert stalled_at(hides, reads, build=build) is None
 
 
-@pytest.mark.parametrize(
+@cases(
     "world",
-    [
-        pytest.param({"probes_take_s": lambda now: 3.0 if now > 180.0 else 0.0}, id="all is slow"),
-        pytest.param({"reads": lambda now: now > 180.0}, id="its memory comes from disk"),
-    ],
+    {
+        "all is slow": {"probes_take_s": lambda now: 3.0 if now > 180.0 else 0.0},
+        "its memory comes from disk": {"reads": lambda now: now > 180.0},
+    },
 )
-def test_slots_of_a_server_whose_every_answer_is_slow_are_not_silent(world: dict[str, Any]) -> None:
-    busy: dict[str, Any] = {"evidence": lambda now, fresh: not fresh}
-    watch = VirtualWatch.ready(PROFILE, slots=falls_silent(180.0, writes_on), **busy, **world)
-    watch.begin(writes_until(100.0))
-    assert watch.run(1000.0, Stalled) is None
+def test_slots_of_a_slow_server_are_not_silent(world: dict[str, Any]) -> None:
+    assert stalled_at(SILENT_FROM_180, WROTE, **world) is None
 
 
-def test_a_build_that_is_not_known_was_seen_to_answer_in_a_batch() -> None:
+def test_an_unknown_build_that_answered_in_a_batch() -> None:
     in_batches = falls_silent(180.0, lambda now: (slot(prompt=0 if now < 150.0 else 2048),))
-    at = stalled_at(in_batches, reads, build=None)
-    assert at is not None
-    assert SILENT_S <= at - 180.0 <= SILENT_S + 3 * PAUSE_S
+    assert is_missed(stalled_at(in_batches, reads, build=None), since=180.0)
 
 
 def test_a_slot_that_never_goes_on_shows_no_batch() -> None:
@@ -767,8 +647,8 @@ def test_a_probe_beside_silent_slots_is_no_health_probe() -> None:
     failing = VirtualWatch.ready(
         replace(PROFILE, health_probe_interval_s=None),
         evidence=lambda now, fresh: not fresh,
-        slots=falls_silent(180.0, writes_on),
+        slots=SILENT_FROM_180,
         readiness=lambda now: ProbeOutcome.READY if now < 150.0 else ProbeOutcome.FAILED,
     )
-    failing.begin(writes_until(100.0))
+    failing.begin(WROTE)
     assert failing.run(1000.0, HealthLost) is None

@@ -5,20 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, last_progress_at
-from llama_worker.server.timeouts import (
-    NO_SLOT_SIGNS,
-    Neighbours,
-    SlotSigns,
-    verdict,
-)
+from llama_worker.server.timeouts import NO_SLOT_SIGNS, Neighbours, SlotSigns, verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
+from tests.tables import cases
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
 TOOL, DONE = RequestPhase.TOOL, RequestPhase.DONE
@@ -85,156 +80,81 @@ BUSY = progress(TOOL, turn_started_at=1499.0, headers_at=1499.0, last_data_at=14
 HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
 
 
-@pytest.mark.parametrize(
-    ("at", "told", "due_at", "reason"),
-    [
-        pytest.param(QUEUED, heard(), 1030.0, HEADERS, id="no headers and no work"),
-        pytest.param(
-            QUEUED, heard(work=1020.0), 1050.0, HEADERS, id="no headers, and the work has ended"
-        ),
-        pytest.param(
-            QUEUED, heard(work=999.0), 1030.0, HEADERS, id="work before the turn saves nothing"
-        ),
-        pytest.param(
-            QUEUED,
-            heard(neighbour=1029.0),
-            1059.0,
-            HEADERS,
-            id="queued behind a neighbour that gets data",
-        ),
-        pytest.param(
-            QUEUED,
-            heard(work=2199.0),
-            2200.0,
-            STALL,
-            id="silent work counts before the headers too",
-        ),
-        pytest.param(
-            QUEUED, heard(left=1010.0), 1130.0, HEADERS, id="the batch of one that is gone"
-        ),
-        pytest.param(
+@cases(
+    "at, told, due_at, reason",
+    {
+        "no headers and no work": (QUEUED, heard(), 1030.0, HEADERS),
+        "no headers, and the work has ended": (QUEUED, heard(work=1020.0), 1050.0, HEADERS),
+        "work before the turn saves nothing": (QUEUED, heard(work=999.0), 1030.0, HEADERS),
+        "behind a neighbour that gets data": (QUEUED, heard(neighbour=1029.0), 1059.0, HEADERS),
+        "silent work before the headers": (QUEUED, heard(work=2199.0), 2200.0, STALL),
+        "the batch of one that is gone": (QUEUED, heard(left=1010.0), 1130.0, HEADERS),
+        "a batch that must be over": (
             QUEUED,
             heard(left=1010.0, idle_stream_timeout_s=20.0),
             1030.0,
             HEADERS,
-            id="a batch that would be over by now",
         ),
-        pytest.param(
-            QUEUED, heard(beside=True), 2200.0, STALL, id="beside one that has limits of its own"
-        ),
-        pytest.param(
+        "beside one that has limits of its own": (QUEUED, heard(beside=True), 2200.0, STALL),
+        "a reply in one piece, by its slots": (
             replace(QUEUED, in_one_piece=True),
             heard(work=2345.0, slots=SlotSigns(any_moved_at=1150.0)),
             2350.0,
             STALL,
-            id="a reply in one piece brings no data, and what slots do counts",
         ),
-        pytest.param(READS, heard(), 1610.0, STALL, id="silent prefill, from the headers on"),
-        pytest.param(
-            READS, heard(work=2199.0), 2200.0, STALL, id="headers are no data for silent work"
-        ),
-        pytest.param(HAS_A_ROLE, heard(), 1616.0, STALL, id="a role chunk is data"),
-        pytest.param(HAS_A_ROLE, heard(work=1017.0), 1617.0, STALL, id="prefill that works"),
-        pytest.param(REPORTS, heard(), 1140.0, STALL, id="reported prefill has the stream's limit"),
-        pytest.param(
-            REPORTS,
-            heard(prefill_liveness_timeout_s=10.0),
-            1140.0,
-            STALL,
-            id="and not the prefill's",
-        ),
-        pytest.param(REPORTS, heard(work=1021.0), 1141.0, STALL, id="reported prefill that works"),
-        pytest.param(
-            REPEATS,
-            heard(work=1219.0),
-            1220.0,
-            STALL,
-            id="the same again and again, while it computes",
-        ),
-        pytest.param(WRITES, heard(), 1220.0, STALL, id="a silent stream"),
-        pytest.param(
-            WRITES, heard(work=1101.0), 1221.0, STALL, id="a silent stream of a server that works"
-        ),
-        pytest.param(WRITES, heard(work=2299.0), 2300.0, STALL, id="a server that spins"),
-        pytest.param(
+        "silent prefill, from the headers on": (READS, heard(), 1610.0, STALL),
+        "headers are no data for silent work": (READS, heard(work=2199.0), 2200.0, STALL),
+        "a role chunk is data": (HAS_A_ROLE, heard(), 1616.0, STALL),
+        "prefill that works": (HAS_A_ROLE, heard(work=1017.0), 1617.0, STALL),
+        "reported prefill has the stream's limit": (REPORTS, heard(), 1140.0, STALL),
+        "and not the prefill's": (REPORTS, heard(prefill_liveness_timeout_s=10.0), 1140.0, STALL),
+        "reported prefill that works": (REPORTS, heard(work=1021.0), 1141.0, STALL),
+        "it repeats itself while it computes": (REPEATS, heard(work=1219.0), 1220.0, STALL),
+        "a silent stream": (WRITES, heard(), 1220.0, STALL),
+        "a silent stream of a server that works": (WRITES, heard(work=1101.0), 1221.0, STALL),
+        "a server that spins": (WRITES, heard(work=2299.0), 2300.0, STALL),
+        "its work is a neighbour's": (
             WRITES,
             heard(3199.0, 2000.0, SlotSigns(tells=True)),
             3200.0,
             STALL,
-            id="a server whose work is a neighbour's",
         ),
-        pytest.param(
-            WRITES,
-            heard(3199.0, 2000.0),
-            1580.0,
-            STALL,
-            id="a dead stream beside a live one, without the slots",
-        ),
-        pytest.param(
-            WRITES, heard(2299.0, 1219.0), 2419.0, STALL, id="a neighbour that went on for a while"
-        ),
-        pytest.param(
-            REPEATS,
-            heard(1219.0, 1100.5),
-            1220.5,
-            STALL,
-            id="the same again and again, and the neighbours stand still, too",
-        ),
-        pytest.param(
+        "dead beside a live one, no slots": (WRITES, heard(3199.0, 2000.0), 1580.0, STALL),
+        "a neighbour that went on for a while": (WRITES, heard(2299.0, 1219.0), 2419.0, STALL),
+        "repeats, and neighbours stand still": (REPEATS, heard(1219.0, 1100.5), 1220.5, STALL),
+        "repeats, and no slot moves any more": (
             REPEATS,
             heard(1219.0, slots=SlotSigns(any_moved_at=1100.5)),
             1220.5,
             STALL,
-            id="the same again and again, and no slot moves any more",
         ),
-        pytest.param(
-            REPORTS,
-            heard(neighbour=1130.0),
-            1250.0,
-            STALL,
-            id="read in turn with a neighbour, by a server that shows no work",
-        ),
-        pytest.param(
+        "read in turn, and no sign of work": (REPORTS, heard(neighbour=1130.0), 1250.0, STALL),
+        "writes the same, beside a neighbour": (
             WRITES_THE_SAME,
             heard(1219.0, 1219.0),
             1220.0,
             STALL,
-            id="one that generates writes the same, beside a neighbour",
         ),
-        pytest.param(
+        "writes the same, its slot moved once": (
             WRITES_THE_SAME,
             heard(1219.0, slots=SlotSigns(moved_at=1100.5, any_moved_at=1219.0)),
             1220.5,
             STALL,
-            id="one that generates writes the same, and its slot has moved for a while",
         ),
-        pytest.param(
-            SECOND_TURN,
-            heard(1559.0, ttft_timeout_s=60.0),
-            1560.0,
-            TTFT,
-            id="no token in this turn",
-        ),
-        pytest.param(
-            OLD_TOKEN,
-            heard(1559.0, ttft_timeout_s=60.0),
-            1560.0,
-            TTFT,
-            id="only one of the turn before",
-        ),
-        *(
-            pytest.param(
+        "no token in this turn": (SECOND_TURN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT),
+        "a token of the turn before": (OLD_TOKEN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT),
+        **{
+            f"late, {phase}": (
                 replace(BUSY, phase=phase),
                 heard(1499.9, **HAS_500_S),
                 1500.0,
                 ABSOLUTE,
-                id=f"late, {phase}",
             )
             for phase in (WAITING, PREFILL, GENERATING, TOOL)
-        ),
-    ],
+        },
+    },
 )
-def test_silence_costs_the_server_once_its_limit_is_over_and_an_absolute_limit_only_the_request(
+def test_a_limit_that_is_over_has_its_verdict(
     at: Progress, told: dict[str, Any], due_at: float, reason: RequestFailReason
 ) -> None:
     assert verdict(at, now=due_at - 0.1, **told) is None
@@ -248,63 +168,46 @@ ONLY_TTFT = heard(ttft_timeout_s=60.0, idle_stream_timeout_s=None, silent_work_t
 OFF = heard() | {"profile": TimeoutProfile.debug()}
 
 
-@pytest.mark.parametrize(
-    ("at", "told"),
-    [
-        pytest.param(
-            progress(TOOL, last_data_at=1100.0), heard(), id="tools have their own deadline"
-        ),
-        pytest.param(progress(DONE), STRICT, id="it has ended"),
-        pytest.param(
-            progress(GENERATING, first_token_at=1050.0), ONLY_TTFT, id="the first token came"
-        ),
-        pytest.param(progress(WAITING), OFF | {"liveness_at": 1e9 - 1}, id="off: waiting"),
-        *(
-            pytest.param(progress(phase), OFF, id=f"off: {phase}")
-            for phase in (PREFILL, GENERATING, TOOL)
-        ),
-        *(
-            pytest.param(
-                progress(phase, concluding=True), STRICT, id=f"the turn has finished: {phase}"
-            )
+@cases(
+    "at, told",
+    {
+        "tools have their own deadline": (progress(TOOL, last_data_at=1100.0), heard()),
+        "it has ended": (progress(DONE), STRICT),
+        "the first token came": (progress(GENERATING, first_token_at=1050.0), ONLY_TTFT),
+        "off: waiting": (progress(WAITING), OFF | {"liveness_at": 1e9 - 1}),
+        **{f"off: {phase}": (progress(phase), OFF) for phase in (PREFILL, GENERATING, TOOL)},
+        **{
+            f"the turn has finished: {phase}": (progress(phase, concluding=True), STRICT)
             for phase in (WAITING, PREFILL, GENERATING)
-        ),
-    ],
+        },
+    },
 )
 def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any]) -> None:
     assert verdict(at, now=1e9, **told) is None
 
 
-@pytest.mark.parametrize(
-    ("at", "told"),
-    [
-        pytest.param(STARVES, heard(neighbour=5019.0), id="a neighbour's prompt is read before it"),
-        pytest.param(
-            STARVES, heard(slots=SlotSigns(any_moved_at=5019.0)), id="a stranger's prompt is"
-        ),
-        pytest.param(
-            REPEATED_BEFORE,
-            heard(1219.0, 1188.0),
-            id="the same again and again, until a neighbour went on",
-        ),
-        pytest.param(
+@cases(
+    "at, told",
+    {
+        "a neighbour's prompt is read first": (STARVES, heard(neighbour=5019.0)),
+        "a stranger's prompt is": (STARVES, heard(slots=SlotSigns(any_moved_at=5019.0))),
+        "repeats until a neighbour went on": (REPEATED_BEFORE, heard(1219.0, 1188.0)),
+        "the same twice, and then a batch": (
             replace(REPEATS, repeated_at=(1101.0, 1103.0)),
             heard(work=1219.0),
-            id="the same twice, and then a batch",
         ),
-        pytest.param(
+        "text held back, and its slot moves": (
             WRITES_THE_SAME,
             heard(slots=SlotSigns(moved_at=1218.0, any_moved_at=1218.0)),
-            id="what it writes is held back, and its slot moves",
         ),
-    ],
+    },
 )
 def test_what_waits_for_its_turn_is_spared(at: Progress, told: dict[str, Any]) -> None:
     heard_at = max(told["neighbours"].data_at or 0.0, told["slots"].any_moved_at or 0.0, 1100.0)
     assert reason_at(heard_at + 119.0, at, told | {"liveness_at": heard_at}) is None
 
 
-def test_the_limit_that_was_over_first_gives_the_reason_however_late_the_tick() -> None:
+def test_the_first_limit_over_gives_the_reason() -> None:
     limits: dict[str, Any] = {"absolute_timeout_s": 100.0, "ttft_timeout_s": 50.0}
     assert reason_at(5000.0, progress(WAITING), heard(**limits)) is HEADERS
     assert reason_at(5000.0, progress(WAITING), heard(work=1040.0, **limits)) is TTFT
@@ -322,7 +225,7 @@ def test_detail_names_the_limit_and_the_times() -> None:
     )
 
 
-def test_last_progress_is_the_latest_of_data_and_this_turns_evidence() -> None:
+def test_last_progress_is_data_or_this_turns_evidence() -> None:
     at = progress(PREFILL, last_data_at=1010.0, prompt_progress_at=1020.0)
     assert last_progress_at(at, None) == 1020.0
     assert last_progress_at(at, 1030.0) == 1030.0
@@ -365,7 +268,7 @@ def progresses(draw: st.DrawFn) -> Progress:
 
 
 @given(progresses(), what_is_heard, offsets, offsets)
-def test_a_verdict_once_due_stays_the_same_while_nothing_new_is_heard(
+def test_a_due_verdict_stays_the_same(
     at: Progress, told: dict[str, Any], age: float, more: float
 ) -> None:
     now = at.turn_started_at + age
