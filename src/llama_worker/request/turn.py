@@ -136,8 +136,7 @@ class Turn(TurnProgress):
         match event:
             case ToolCallDelta():
                 self._assembler.feed(event)
-                if self._arguments is not None and self.hidden_loop is None and event.arguments:
-                    self.hidden_loop = self._arguments.feed(event.arguments)
+                self._watch_arguments(event.arguments)
                 return self._put_back_tagged_calls()
             case (
                 PromptReport() | UsageReport() | TimingsReport() | EmptyRecord() | UnknownContent()
@@ -146,6 +145,10 @@ class Turn(TurnProgress):
             case _:
                 assert_never(event)
         return ""
+
+    def _watch_arguments(self, arguments: str | None) -> None:
+        if self._arguments is not None and self.hidden_loop is None and arguments:
+            self.hidden_loop = self._arguments.feed(arguments)
 
     def _watch_held(self, text: str) -> None:
         """Whitespace that may be the end of a thought, or a call that goes on and on: nobody sees
@@ -167,7 +170,13 @@ class Turn(TurnProgress):
 
     def _show(self, reasoning: str, text: str) -> tuple[str, str]:
         if text and self._filter is not None:
+            calls = self._filter.calls
+            known_count = len(calls)
             text = self._filter.feed(text)
+            if self._prompted:  # else what was held back may yet be text
+                for call in calls[known_count:]:
+                    if isinstance(call, RawCall):
+                        self._watch_arguments(call.arguments)
         if reasoning:
             self._said[0].append(reasoning)
         if text:

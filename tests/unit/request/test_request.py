@@ -882,11 +882,12 @@ OPEN_CALL = '<tool_call>{"name": "add", "arguments": {"a": "'
         ((TextDelta("So: "),), TextDelta("ha "), None),
         ((TextDelta(OPEN_CALL),), TextDelta("ha "), None),
         ((TextDelta(TAGGED.replace("signal", "add")),), TextDelta("ha "), None),
+        ((), TextDelta(TAGGED.replace("1", f'"{"ha" * 50}"') + "\n"), None),
     ],
     ids=[
         *("head", "in a thought", "thought's end", "behind a thought"),
         *("reasoning_content", "its end", "between it and the text"),
-        *("shown", "open call", "behind a call"),
+        *("shown", "open call", "behind a call", "calls"),
     ],
 )
 @pytest.mark.parametrize("piece", [1, 50])
