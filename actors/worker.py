@@ -284,8 +284,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
     def _expire(self, now: float) -> None:
         ttl_s = self._config.result_ttl_s
         if ttl_s is not None:
-            for request_id in self._table.expire(now - ttl_s):
-                self._note("result_expired", request_id=request_id)
+            for old in self._table.expire(now - ttl_s):
+                self._note("result_expired", request_id=old.request_id, job_name=old.job_name)
 
     def _due_times(self) -> Iterator[float]:
         ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_since()

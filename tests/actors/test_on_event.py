@@ -38,6 +38,17 @@ def test_a_host_hears_of_states_restarts_and_requests_in_order(make_worker: Make
     ]
 
 
+def test_each_event_of_a_request_names_its_job(make_worker: MakeWorker) -> None:
+    heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    rig = make_worker(on_event=heard.put, result_ttl_s=0.01)
+    rig.submit(*plain_reply(Text("x")))
+    told: list[dict[str, Any]] = []
+    while not told or told[-1]["event"] != "result_expired":
+        told.append(heard.get(timeout=WAIT_S))
+    named = [(each["event"], each["job_name"]) for each in told if "request_id" in each]
+    assert named == [(event, "job") for event in ("admitted", "ended", "result_expired")]
+
+
 def test_a_handler_that_waits_holds_up_no_call(make_worker: MakeWorker) -> None:
     go_on = threading.Event()
     rig = make_worker(on_event=lambda event: go_on.wait(WAIT_S))

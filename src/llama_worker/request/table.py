@@ -130,11 +130,11 @@ class RequestTable:
         """Forget the record; False where there is none."""
         return self._records.pop(request_id, None) is not None
 
-    def expire(self, kept_before: float) -> tuple[int, ...]:
-        """Forget the records that are kept since before that; their ids."""
+    def expire(self, kept_before: float) -> tuple[RequestRecord, ...]:
+        """Forget the records that are kept since before that; returns them."""
         expired = []
         while (oldest := self.oldest_since()) is not None and oldest < kept_before:
-            expired.append(self._records.popitem(last=False)[0])
+            expired.append(self._records.popitem(last=False)[1].record)
         return tuple(expired)
 
     def oldest_since(self) -> float | None:

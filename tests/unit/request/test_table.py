@@ -55,7 +55,7 @@ def test_records_expire_by_the_time_they_are_kept() -> None:
         table.end(record(request_id), now)
     assert table.oldest_since() == 3.0
     assert table.expire(3.0) == ()
-    assert table.expire(4.5) == (1, 2)
+    assert table.expire(4.5) == (record(1), record(2))
     assert table.record(2) is None
     assert table.oldest_since() == 5.0
 
@@ -75,5 +75,5 @@ def test_expiring_looks_at_no_younger_record() -> None:
     for request_id in range(1, 101):
         table.admit("j", 0.0)
         table.end(record(request_id), Instant(request_id))
-    assert table.expire(3.0) == (1, 2)
+    assert table.expire(3.0) == (record(1), record(2))
     assert Instant.compared == 3
