@@ -333,6 +333,10 @@ def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
                 f"liveness_probes[{index}] must have the methods probe and reset; "
                 f"{type(probe).__name__} has not"
             )
+        check_takes(f"liveness_probes[{index}].probe", probe.probe, "root_pid", "now")
+        check_takes(f"liveness_probes[{index}].reset", probe.reset)
+        if is_async(probe.probe) or is_async(probe.reset):
+            raise TypeError(f"liveness_probes[{index}] must not be async: write it with 'def'")
     return tuple(value)
 
 

@@ -27,6 +27,7 @@ from llama_worker import (
 )
 from llama_worker.config.command import llama_server_cmd
 from llama_worker.errors import MASK
+from llama_worker.runtime.probes.liveness_probes import ProcessProbe
 from llama_worker.types.chat import ToolDef
 from llama_worker.worker import LlamaWorker
 from tests.conftest import OwnText
@@ -42,6 +43,8 @@ class AsyncObject:
 
 
 PROBE = SimpleNamespace(probe=print, reset=print)
+OLD_PROBE = SimpleNamespace(probe=lambda pid: None, reset=print)
+ASYNC_PROBE = SimpleNamespace(probe=async_call, reset=print)
 RUNNER = SimpleNamespace(run_tool=lambda **call: call)
 OLD_RUNNER = SimpleNamespace(run_tool=lambda name, args: None)
 
@@ -174,6 +177,9 @@ BAD_CONFIGS = [
     bad("default_params", {"a": HUGE}, ConfigError, "['a']", "double"),
     bad("default_params", HOLDS_ITSELF, ConfigError, "hold itself"),
     bad("liveness_probes", [object()], TypeError, "[0]", "probe and reset"),
+    bad("liveness_probes", [PROBE, ProcessProbe], TypeError, "[1].probe", "(self, root_pid"),
+    bad("liveness_probes", [OLD_PROBE], TypeError, "(root_pid, now)", "signature is (pid)"),
+    bad("liveness_probes", [ASYNC_PROBE], TypeError, "[0]", "must not be async"),
     *(bad("liveness_probes", value, TypeError, "sequence", "None") for value in (PROBE, "process")),
     bad("api_key", "", ConfigError, "empty"),
     bad("api_key", "k\n", ConfigError, "white space"),
