@@ -52,7 +52,9 @@ def llama_server_cmd(
     """
     optional(checked_int, "cache_ram_mib", cache_ram_mib, at_least=-1)
     optional(checked_int, "batch_size", batch_size, at_least=1)
-    checked_str("host", host)
+    checked_str("host", host, empty=False)
+    checked_int("port", port, at_least=1, at_most=65535)
+    checked_int("slots", slots, at_least=1)
     if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
         extra_args = tuple(extra_args)
     extra_words = checked_words("extra_args", extra_args, may_be_empty=True)

@@ -102,6 +102,22 @@ def test_what_is_no_path_is_refused(field: str, wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "wrong", "error", "says"),
+    [
+        ("host", "", ConfigError, "empty"),
+        ("port", "9", TypeError, "an int, not str"),
+        ("port", 65536, ConfigError, "from 1 to 65535"),
+        ("slots", 0, ConfigError, "1 or more"),
+    ],
+)
+def test_a_command_is_built_of_good_values(
+    field: str, wrong: Any, error: type[Exception], says: str
+) -> None:
+    given = {"host": "h", "port": 9, "slots": 1, field: wrong}
+    refuses(partial(llama_server_cmd, "m.gguf", **given), field, error, says)
+
+
+@pytest.mark.parametrize(
     ("words", "api_key", "shown"),
     [
         ("--api-key sesame -c 9", None, f"--api-key {MASK} -c 9"),
