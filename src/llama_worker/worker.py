@@ -345,8 +345,9 @@ class LlamaWorker(Startable):
             LookupError: the id is unknown, or the result was taken in the meantime.
             WorkerClosed: after `close`.
         """
+        self._backend.check_open()
         optional(checked_seconds, "timeout_s", timeout_s, above=0)
-        return self._iter_output(request_id, timeout_s)
+        return self._iter_output(_valid_id(request_id), timeout_s)
 
     def _iter_output(self, request_id: int, timeout_s: float | None) -> Iterator[OutputChunk]:
         chunk = read_output("", "", 0, 0, done=False)

@@ -309,10 +309,12 @@ def test_iter_output_gives_an_empty_chunk_after_each_silence(rig: Rig, gate: Pat
     assert chunk["done"]
 
 
-def test_iter_output_checks_its_timeout_at_once(rig: Rig) -> None:
+def test_iter_output_checks_its_arguments_at_once(rig: Rig) -> None:
     for timeout_s in (0, -1.0):
         with pytest.raises(ConfigError, match="timeout_s must be above 0"):
             rig.worker.iter_output(1, timeout_s=timeout_s)
+    with pytest.raises(TypeError, match="request_id must be an int, not str"):
+        rig.worker.iter_output("1")  # type: ignore[arg-type]
 
 
 def test_iter_output_gives_what_comes_and_ends_with_done(rig: Rig, gate: Path) -> None:

@@ -61,6 +61,7 @@ def _every_call(worker: LlamaWorker) -> list[Callable[[], Any]]:
         worker.get_result,
         worker.result,
         worker.read_output,
+        worker.iter_output,
         worker.cancel,
         worker.release,
     )
@@ -70,6 +71,7 @@ def _every_call(worker: LlamaWorker) -> list[Callable[[], Any]]:
     )
     return [
         partial(worker.submit, "job", "", "x"),
+        partial(worker.ask, "x"),
         partial(worker.count_tokens, "", "x"),
         *(partial(call, 1) for call in of_a_request),
         *about_all,
