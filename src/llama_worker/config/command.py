@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from llama_worker.config.validation import (
     checked_int,
@@ -24,6 +25,8 @@ _UBATCH_FLAGS = ("-ub", "--ubatch-size")
 BATCH_SIZE = 512  # what the server computes at once (--ubatch-size) unless its flag says otherwise
 _TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # and no shell to part them
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
+checked_port = partial(checked_int, at_least=1, at_most=65535)
+checked_slots = partial(checked_int, at_least=1, at_most=1024)
 
 
 def llama_server_cmd(
@@ -53,8 +56,8 @@ def llama_server_cmd(
     optional(checked_int, "cache_ram_mib", cache_ram_mib, at_least=-1)
     optional(checked_int, "batch_size", batch_size, at_least=1)
     checked_str("host", host, empty=False)
-    checked_int("port", port, at_least=1, at_most=65535)
-    checked_int("slots", slots, at_least=1)
+    checked_port("port", port)
+    checked_slots("slots", slots)
     if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
         extra_args = tuple(extra_args)
     extra_words = checked_words("extra_args", extra_args, may_be_empty=True)

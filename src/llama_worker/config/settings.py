@@ -23,6 +23,8 @@ from llama_worker.bios import default_bios
 from llama_worker.config.command import (
     BATCH_SIZE,
     check_command,
+    checked_port,
+    checked_slots,
     checked_words,
     ip_address_of,
     llama_server_cmd,
@@ -84,11 +86,11 @@ class WorkerConfig:
 
     name: Annotated[str, _check_name]
     host: Annotated[str, _check_host]
-    port: Annotated[int, partial(checked_int, at_least=1, at_most=65535)]
+    port: Annotated[int, checked_port]
     server_cmd: Sequence[str]
     _: KW_ONLY
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    slots: Annotated[int, partial(checked_int, at_least=1, at_most=1024)] = 1
+    slots: Annotated[int, checked_slots] = 1
     timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     normal_tools: Sequence[ToolDef] = ()
