@@ -3,6 +3,7 @@ server."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import struct
@@ -23,16 +24,9 @@ from llama_worker.cli.gguf import (
     part_names,
     read_context_needs,
 )
+from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import find_server, worker_config
-from llama_worker.cli.text import (
-    AnswerFlow,
-    ShownText,
-    harmless,
-    one_line,
-    seconds,
-    size,
-    wrapped,
-)
+from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
 
 # ---------------------------------------------------------------- text
 
@@ -74,35 +68,35 @@ def test_how_texts_sizes_and_durations_are_shown(value: str, shown: str) -> None
     assert value == shown
 
 
-# ---------------------------------------------------------------- the flow of an answer
+# ---------------------------------------------------------------- an answer
 
 
-def test_reasoning_and_text_are_told_apart() -> None:
-    flow = AnswerFlow()
-    assert flow.is_empty
-    assert flow.feed("hm", "") == [ShownText("reasoning", "hm")]
-    assert flow.feed("", "4") == [ShownText("break", "\n\n"), ShownText("text", "4")]
-    again = [
-        ShownText("break", "\n\n"),
-        ShownText("reasoning", "again\n"),
-        ShownText("break", "\n"),
-        ShownText("text", "5"),
-    ]
-    assert flow.feed("again\n", "5") == again
-    assert flow.end() == [ShownText("text", "\n")]
-    assert flow.end() == []
+def test_reasoning_and_text_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(sys, "stderr", both)
+    screen = Screen()
+    for reasoning, text in (("hm", ""), ("", "4"), ("again\n", "5")):
+        screen.show(reasoning, text)
+    screen.end_answer()
+    screen.end_answer()
+    screen.show("next", "")
+    answer = "[reasoning]\nhm\n\n4\n\n[reasoning]\nagain\n\n5\n"
+    assert both.getvalue() == answer + "[reasoning]\nnext"
 
 
 CHUNKS = list(itertools.product(("", "a", "b\n"), ("", "c", "\nd")))
 
 
-def test_the_text_of_a_flow_is_the_text() -> None:
+def test_standard_output_gets_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
     for chunks in itertools.product(CHUNKS, repeat=3):
-        flow = AnswerFlow()
-        pieces = [piece for reasoning, text in chunks for piece in flow.feed(reasoning, text)]
-        for channel, index in (("reasoning", 0), ("text", 1)):
-            shown = "".join(piece.text for piece in pieces if piece.channel == channel)
-            assert shown == "".join(chunk[index] for chunk in chunks)
+        screen = Screen()
+        for reasoning, text in chunks:
+            screen.show(reasoning, text)
+        shown, aside = capsys.readouterr()
+        assert shown == "".join(text for _, text in chunks)
+        told = "".join(reasoning for reasoning, _ in chunks)
+        assert "".join(aside.replace("[reasoning]", "").split()) == "".join(told.split())
 
 
 # ---------------------------------------------------------------- models and servers

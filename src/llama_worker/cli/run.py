@@ -17,7 +17,7 @@ from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import log_tail, make_ready
-from llama_worker.cli.text import AnswerFlow, harmless
+from llama_worker.cli.text import harmless
 
 _TICK_S = 0.05
 _LOG_LINES = 10  # of a server that died
@@ -119,16 +119,15 @@ class _ChatSession:
             todo = run_report.REFUSED[admitted["error"]]
             raise Problem(admitted["error"], f"the request was refused: {admitted['error']}", todo)
         request_id = admitted["request_id"]
-        flow, cancelled = AnswerFlow(), False
+        cancelled = False
         for chunk in self._worker.iter_output(request_id, timeout_s=_TICK_S):
-            self._screen.show(flow.feed(chunk["reasoning"], chunk["text"]))
+            self._screen.show(chunk["reasoning"], chunk["text"])
             if self._interrupts.asked and not cancelled:
                 self._worker.cancel(request_id)
                 cancelled = True
-            if flow.is_empty or talk.as_json or (flow.is_text and not self._screen.is_drawn_upon):
+            if self._screen.has_room:
                 self._show_work(request_id)
-        self._screen.show(flow.end())
-        self._screen.activity_over()
+        self._screen.end_answer()
         status = self._worker.get_status(request_id).get()
         self._tokens = status.get("tokens_received") if status["ok"] else None
         ended = self._worker.result(request_id).get()

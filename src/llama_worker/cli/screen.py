@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from llama_worker.cli.run_report import Activity
-from llama_worker.cli.text import ShownText, one_line, wrapped
+from llama_worker.cli.text import harmless, one_line, wrapped
 
+Channel = Literal["text", "reasoning"]
 _BAR_CHARS = 16
 _AROUND_CHARS = 14  # a spinner, the time, and what parts them
 _UNKNOWN_COLUMNS = 80
@@ -36,12 +36,20 @@ class Screen:
         # the activity's kind, and whether its tokens were counted
         self._said: tuple[str, bool] | None = None
         self._said_at = 0.0
-        self._in_reasoning = False
+        # of the answer that is being shown
+        self._channel: Channel | None = None  # None: nothing has come
+        self._line_open = False
 
     @property
-    def is_drawn_upon(self) -> bool:
+    def _is_drawn_upon(self) -> bool:
         """The answer's text goes to the terminal that shows what goes on: one or the other."""
         return self._shows_text and sys.stdout.isatty()
+
+    @property
+    def has_room(self) -> bool:
+        """What is being waited for would stand in the midst of no answer."""
+        to_elsewhere = self._channel == "text" and not self._is_drawn_upon
+        return self._channel is None or not self._shows_text or to_elsewhere
 
     def activity(self, activity: Activity) -> None:
         """What is being waited for, until something else is written."""
@@ -67,15 +75,35 @@ class Screen:
             self._bar.end()
             self._bar = None
 
-    def show(self, pieces: Iterable[ShownText]) -> None:
-        for piece in pieces if self._shows_text else ():
-            if piece.channel != "text" or self.is_drawn_upon:
-                self.activity_over()
-            if piece.channel == "text":
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-            elif not self._quiet:
-                self._aside(piece)
+    def show(self, reasoning: str, text: str) -> None:
+        """What has come of the answer since the last time."""
+        if piece := harmless(reasoning):
+            self._show("reasoning", piece)
+        if piece := harmless(text):
+            self._show("text", piece)
+
+    def end_answer(self) -> None:
+        """With the line end that its last line lacks; the next one begins anew."""
+        if self._channel is not None and self._line_open:
+            self._show(self._channel, "\n")
+        self._channel = None
+        self.activity_over()
+
+    def _show(self, channel: Channel, piece: str) -> None:
+        before, was_open = self._channel, self._line_open
+        self._channel, self._line_open = channel, not piece.endswith("\n")
+        if not self._shows_text:
+            return
+        if before not in (None, channel):
+            self._aside("\n\n" if was_open else "\n")
+        if channel == "reasoning":
+            header = "[reasoning]\n" if before != channel and not self._styled else ""
+            self._aside(header + piece)
+            return
+        if self._is_drawn_upon:
+            self.activity_over()
+        sys.stdout.write(piece)
+        sys.stdout.flush()
 
     def say(self, line: str) -> None:
         if not self._quiet:
@@ -89,11 +117,10 @@ class Screen:
         self.activity_over()
         self._write_err(wrapped(line, width_of(sys.stderr)) + "\n", style)
 
-    def _aside(self, piece: ShownText) -> None:
-        if piece.channel == "reasoning" and not self._in_reasoning and not self._styled:
-            self._write_err("[reasoning]\n")
-        self._in_reasoning = piece.channel == "reasoning"
-        self._write_err(piece.text, style="dim")
+    def _aside(self, text: str) -> None:
+        self.activity_over()
+        if not self._quiet:
+            self._write_err(text, style="dim")
 
     def _write_err(self, text: str, style: str = "") -> None:
         if self._styled:

@@ -1,13 +1,8 @@
-"""Text as it may stand on a terminal, and the order in which an answer is shown. Pure."""
+"""Text as it may stand on a terminal. Pure."""
 
 from __future__ import annotations
 
 import textwrap
-from typing import Literal
-
-from msgspec import Struct
-
-Channel = Literal["text", "reasoning", "break"]
 
 # ESC becomes a visible sign
 _PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
@@ -74,48 +69,3 @@ def seconds(duration_s: float) -> str:
     if duration_s < 120:
         return f"{duration_s:.0f} s"
     return f"{int(duration_s) // 60} min {int(duration_s) % 60} s"
-
-
-class ShownText(Struct, frozen=True):
-    """Harmless text for a channel. A `break` is the line end between channels; it belongs to
-    neither."""
-
-    channel: Channel
-    text: str
-
-
-class AnswerFlow:
-    """One answer as it comes."""
-
-    def __init__(self) -> None:
-        self._channel: Channel | None = None
-        self._line_open = False
-
-    @property
-    def is_empty(self) -> bool:
-        return self._channel is None
-
-    @property
-    def is_text(self) -> bool:
-        """The last that was shown is text, no reasoning."""
-        return self._channel == "text"
-
-    def feed(self, reasoning: str, text: str) -> list[ShownText]:
-        """What is to be shown of what was added."""
-        return [*self._add("reasoning", harmless(reasoning)), *self._add("text", harmless(text))]
-
-    def end(self) -> list[ShownText]:
-        """The line end that the last line lacks; it goes to the last line's channel."""
-        if not self._line_open or self._channel is None:
-            return []
-        self._line_open = False
-        return [ShownText(self._channel, "\n")]
-
-    def _add(self, channel: Channel, text: str) -> list[ShownText]:
-        if not text:
-            return []
-        pieces = []
-        if self._channel not in (None, channel):
-            pieces.append(ShownText("break", "\n" if not self._line_open else "\n\n"))
-        self._channel, self._line_open = channel, not text.endswith("\n")
-        return [*pieces, ShownText(channel, text)]
