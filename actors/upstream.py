@@ -22,7 +22,6 @@ from llama_worker.request.table import Admitted
 from llama_worker.runtime.ports import Abortable, Host, UpstreamRuntime
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server import messages
-from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from llama_worker.types.request import RequestFailReason
 
@@ -103,9 +102,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                     self._probes[messages.ProbeReadiness] = self._runtime.probe(epoch, self.me())
                 except RuntimeError as error:  # the system has no thread left
                     outcome = messages.ProbeOutcome.NO_NEWS
-                    yield messages.Probed(
-                        epoch=epoch, outcome=outcome, detail=str(error), traits=ServerTraits()
-                    )
+                    yield messages.Probed(epoch=epoch, outcome=outcome, detail=str(error))
             case messages.LookAtSlots(epoch=epoch):
                 try:
                     look = self._runtime.look_at_slots(epoch, self.me())

@@ -17,7 +17,6 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import ReportProgress
 from llama_worker.runtime.ports import Abortable
 from llama_worker.server import messages
-from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 
 
@@ -29,8 +28,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._readiness: Abortable | None = None
-        self._slots: Abortable | None = None
+        self._probes: dict[type, Abortable] = {}  # the latest of each kind
         self._requests: dict[int, Mailbox[ReportProgress]] = {}  # by id
         self._watch = ServerWatch(self._config.timeouts, probes_count=self._runtime.probes_count)
 
@@ -72,22 +70,16 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
             case messages.ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
                 try:
-                    self._readiness = self._runtime.probe_readiness(
+                    self._probes[messages.ProbeReadiness] = self._runtime.probe_readiness(
                         epoch, root_pid, first=first, reply_to=self.me()
                     )
                 except RuntimeError as error:
-                    why, none = described_error(error), ServerTraits()
-                    self.me().tell(
-                        messages.Probed(
-                            epoch=epoch,
-                            outcome=messages.ProbeOutcome.NO_NEWS,
-                            detail=why,
-                            traits=none,
-                        )
-                    )
+                    why, outcome = described_error(error), messages.ProbeOutcome.NO_NEWS
+                    self.me().tell(messages.Probed(epoch=epoch, outcome=outcome, detail=why))
             case messages.LookAtSlots(epoch=epoch):
                 try:
-                    self._slots = self._runtime.look_at_slots(epoch, self.me())
+                    look = self._runtime.look_at_slots(epoch, self.me())
+                    self._probes[messages.LookAtSlots] = look
                 except (OSError, RuntimeError):  # no thread, descriptor or port left
                     self.me().tell(messages.SlotsSeen(epoch=epoch, look=None))
             case messages.StandDown():
@@ -96,7 +88,6 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                 self._worker.tell(effect)
 
     def _abort_probes(self) -> None:
-        for under_way in (self._readiness, self._slots):
-            if under_way is not None:
-                under_way.abort()
-        self._readiness = self._slots = None
+        for probe in self._probes.values():
+            probe.abort()
+        self._probes.clear()

@@ -82,15 +82,6 @@ def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
     assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
 
 
-def test_what_this_machine_lacks_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Probed] = []
-    host: Any = SimpleNamespace(tell=told.append)
-    lack = RuntimeError("can't start new thread")
-    monkeypatch.setattr(readiness, "run_probe", Mock(side_effect=lack))
-    ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
-    assert [(probed.epoch, probed.outcome) for probed in told] == [(3, ProbeOutcome.NO_NEWS)]
-
-
 def test_what_a_server_is_asked_while_something_lacks_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

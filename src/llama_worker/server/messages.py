@@ -225,7 +225,7 @@ class Probed(Struct, frozen=True, kw_only=True):
     epoch: int
     outcome: ProbeOutcome
     detail: str
-    traits: ServerTraits
+    traits: ServerTraits = ServerTraits()
 
 
 class AskForProgress(Struct, frozen=True, kw_only=True):

@@ -57,16 +57,15 @@ class _Question:
     ) -> tuple[int, bytes]:
         return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
 
-    def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits | None = None) -> None:
+    def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
         shown = masked(detail, self._endpoint.api_key)  # it may quote the server
-        probed = Probed(
-            epoch=self._epoch, outcome=outcome, detail=shown, traits=traits or ServerTraits()
+        self._reply_to.tell(
+            Probed(epoch=self._epoch, outcome=outcome, detail=shown, traits=traits)
         )
-        self._reply_to.tell(probed)
 
 
 class ReadinessProbe(_Question):
-    """One probe of the worker's server, which tells one Probed, also where there is no thread.
+    """One probe of the worker's server, which tells one Probed.
 
     The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings
     the traits.
@@ -85,10 +84,7 @@ class ReadinessProbe(_Question):
         self._config = config
         self._root_pid = root_pid
         self._first = first
-        try:
-            super().__init__(endpoint, epoch=epoch, reply_to=reply_to)
-        except RuntimeError as error:
-            self._tell(_outcome(error), described_error(error))
+        super().__init__(endpoint, epoch=epoch, reply_to=reply_to)
 
     def _run(self) -> None:
         timeout_s = probe_timeout_s(self._config.timeouts)
@@ -152,7 +148,7 @@ class AnswerProbe(_Question):
             outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
         except Exception as error:
             outcome, detail = models_outcome(error, lost_s=gap_s(deadline, time.monotonic()))
-        self._tell(outcome, detail)
+        self._tell(outcome, detail, ServerTraits())
 
 
 class SlotsQuestion(_Question):
