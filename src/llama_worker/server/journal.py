@@ -43,8 +43,10 @@ class Journal:
     ) -> None:
         self.totals = Totals()
         self.observed: Observed | None = None  # what the watchdog told last
+        self._worker = worker
         self._unix_offset = unix_offset
-        self._events = EventLog(worker, write_log)
+        self._write_log = write_log
+        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._feed = feed
         self._warnings: list[str] = []
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
@@ -61,8 +63,17 @@ class Journal:
         return now + self._unix_offset()
 
     def note(self, event: str, now: float, *, level: int = logging.INFO, **facts: Any) -> None:
-        """Record the event, log it, and tell the host."""
-        noted = self._events.add(event, at=self.unix(now), level=level, **facts)
+        """Record the event, log it on one line, and tell the host: never prompts, outputs or
+        secrets. Facts that are None are left out; of an enum's member its value is kept."""
+        known = {
+            name: value.value if isinstance(value, StrEnum) else value
+            for name, value in facts.items()
+            if value is not None
+        }
+        noted = {"at": self.unix(now), "event": event, "worker": self._worker, **known}
+        self._events.append(noted)
+        shown = " ".join(f"{name}={value!r}" for name, value in known.items())
+        self._write_log(level, f"{event} worker={self._worker!r} {shown}")
         if self._feed is not None:
             self._feed.publish(dict(noted))
 
@@ -145,7 +156,7 @@ class Journal:
         return {
             "recent_logs": recent_logs,
             "recent_restarts": [record.copy() for record in self._restarts],
-            "recent_events": self._events.recent(),
+            "recent_events": [event.copy() for event in self._events],
             "events_dropped_count": self._feed.dropped_count if self._feed is not None else 0,
             "server_cmd": list(server_cmd),
             "evidence": copy.deepcopy(self._evidence),
@@ -153,34 +164,6 @@ class Journal:
             "stuck_tool_threads_count": self.stuck_tool_threads_count,
             "totals": self.totals.snapshot(),
         }
-
-
-class EventLog:
-    """Lifecycle events: one log line each, and the last of them kept. Never prompts, outputs or
-    secrets."""
-
-    def __init__(self, worker: str, write: Callable[[int, str], object]) -> None:
-        self._worker = worker
-        self._write = write  # a line, with its level
-        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
-
-    def add(self, event: str, *, at: float, level: int = logging.INFO, **facts: Any) -> Event:
-        """Record the event; `at` is Unix seconds. Facts that are None are left out; of an enum's
-        member its value is kept."""
-        known = {
-            name: value.value if isinstance(value, StrEnum) else value
-            for name, value in facts.items()
-            if value is not None
-        }
-        kept = {"at": at, "event": event, "worker": self._worker, **known}
-        self._events.append(kept)
-        shown = " ".join(f"{name}={value!r}" for name, value in known.items())
-        self._write(level, f"{event} worker={self._worker!r} {shown}")
-        return kept
-
-    def recent(self) -> list[Event]:
-        """The last events, newest last; copies."""
-        return [dict(event) for event in self._events]
 
 
 class EventFeed:

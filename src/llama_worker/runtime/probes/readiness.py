@@ -59,9 +59,7 @@ class _Question:
 
     def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
         shown = masked(detail, self._endpoint.api_key)  # it may quote the server
-        self._reply_to.tell(
-            Probed(epoch=self._epoch, outcome=outcome, detail=shown, traits=traits)
-        )
+        self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=shown, traits=traits))
 
 
 class ReadinessProbe(_Question):
