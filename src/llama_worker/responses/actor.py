@@ -19,11 +19,12 @@ from llama_worker.mailbox import Reply
 from llama_worker.responses import messages
 from llama_worker.responses.api.store import ResponseStore
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.http.listener import SocketListener
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.real import RealHost
 
 _logger = logging.getLogger("llama_worker.responses")
-MakeListener = Callable[[ResponsesProxyConfig, Ref[messages.ProxyMessage]], messages.Listener]
+MakeListener = Callable[[ResponsesProxyConfig, Ref[messages.ProxyMessage]], SocketListener]
 
 
 class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
@@ -44,7 +45,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         )
         self._running: dict[int, str] = {}  # ids of responses, by the exchange that makes each
         self._recalls: list[messages.Recall] = []
-        self._listener: messages.Listener | None = None
+        self._listener: SocketListener | None = None
         self._starting: Reply[int] | None = None
         self._stopping: list[Reply[None]] = []
         self._alive = False  # the listener's thread
@@ -108,7 +109,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         else:
             me.tell(messages.ListenerEnded(error=None))
 
-    def _listening(self, listener: messages.Listener) -> None:
+    def _listening(self, listener: SocketListener) -> None:
         self._listener = listener
         if self._stopped:
             listener.stop()

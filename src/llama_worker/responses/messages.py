@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from msgspec import Struct
 
 from llama_worker.mailbox import Reply
 from llama_worker.responses.api.request import References
 from llama_worker.responses.api.store import Found, StoredResponse
-
-
-class Listener(Protocol):
-    """The server that takes the clients' connections."""
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-
-    def serve(self) -> None:
-        """Take connections until stopped. Blocks until no request runs any more."""
-
-    def stop(self) -> None:
-        """Cut every exchange, and let `serve` return. Any thread; never blocks."""
+from llama_worker.responses.http.listener import SocketListener
 
 
 class StartListening(Struct, frozen=True, kw_only=True):
@@ -41,7 +26,7 @@ class StopListening(Struct, frozen=True, kw_only=True):
 class Listening(Struct, frozen=True, kw_only=True):
     """From the listener's thread: it is bound and takes connections."""
 
-    listener: Listener
+    listener: SocketListener
 
 
 class ListenerEnded(Struct, frozen=True, kw_only=True):

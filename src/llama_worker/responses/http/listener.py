@@ -52,8 +52,7 @@ _logger = logging.getLogger("llama_worker.responses")
 
 
 class SocketListener:
-    """The constructor binds the port: OSError where it cannot. `serve` and `stop` are the
-    `Listener` protocol's."""
+    """The constructor binds the port: OSError where it cannot."""
 
     def __init__(self, config: ResponsesProxyConfig, serve: Serve) -> None:
         self._config = config
@@ -102,7 +101,7 @@ class SocketListener:
             self._close()
 
     def stop(self) -> None:
-        """Let `serve` return. Any thread; never blocks."""
+        """Cut every exchange, and let `serve` return. Any thread; never blocks."""
         self._stopped = True
         self._wake_up()
 
