@@ -165,13 +165,8 @@ class TurnProgress:
         self.usage: events.UsageReport | None = None
         self.timings: events.TimingsReport | None = None
         self.is_over = False  # its connection is closed, its tokens are counted
-        self._deltas = 0
+        self.deltas = 0  # with something generated in them
         self._advance = Advance()
-
-    @property
-    def deltas(self) -> int:
-        """How many deltas with something generated in them have come."""
-        return self._deltas
 
     @property
     def tokens(self) -> int:
@@ -180,7 +175,7 @@ class TurnProgress:
             return self.usage.completion_tokens
         if self.timings is not None and self.timings.predicted_n is not None:
             return self.timings.predicted_n
-        return self._deltas
+        return self.deltas
 
     @property
     def phase(self) -> RequestPhase:
@@ -199,7 +194,7 @@ class TurnProgress:
             or self.last_token_at <= self.first_token_at
         ):
             return None
-        return (self._deltas - 1) / (self.last_token_at - self.first_token_at)
+        return (self.deltas - 1) / (self.last_token_at - self.first_token_at)
 
     def hear(self, event: events.StreamEvent, at: float) -> bool:
         """Take note of the event. True: it brings the turn forward."""
@@ -230,7 +225,7 @@ class TurnProgress:
 
     def _count(self, tokens: int, at: float) -> None:
         """So many deltas with something in them came."""
-        self._deltas += tokens
+        self.deltas += tokens
         self.last_token_at = at
         if self.first_token_at is None:
             self.first_token_at = at
