@@ -18,7 +18,7 @@ _PROBE_TIMEOUT_MIN_S = 1.0
 # probes so rare are due on whole seconds: those of many workers wake the host once
 _TOGETHER_FROM_S = 10.0
 # before READY
-_FIRST_PROBE_S = 0.1
+FIRST_PROBE_S = 0.1  # after the process was started
 _EARLY_S, _EARLY_INTERVAL_S, _LATE_INTERVAL_S = 30.0, 0.5, 2.0
 
 
@@ -44,11 +44,6 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
     began_at: float
     worked_at: float  # the latest evidence of work, or the beginning
 
-    @classmethod
-    def begin(cls, now: float) -> StartupWatch:
-        """The launch was ordered just now."""
-        return cls(began_at=now, worked_at=now)
-
     def saw_work(self, at: float) -> StartupWatch:
         """CPU time by rate, or reads from disk: the time that counts starts anew."""
         return replace(self, worked_at=max(at, self.worked_at))
@@ -56,10 +51,6 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
     def after_gap(self, lost_s: float) -> StartupWatch:
         """This machine did not run for so long: that time does not count."""
         return replace(self, began_at=self.began_at + lost_s, worked_at=self.worked_at + lost_s)
-
-    def first_probe_at(self, now: float) -> float:
-        """When to look for the first time, with the process started just now."""
-        return now + _FIRST_PROBE_S
 
     def next_probe_at(self, now: float) -> float:
         """When to look again: every 0.5 s, less often once the start has taken 30 s."""

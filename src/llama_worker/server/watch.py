@@ -82,7 +82,6 @@ class ServerWatch:
 
     @property
     def request_ids(self) -> set[int]:
-        """Of the requests in flight."""
         return self._requests.ids
 
     @property
@@ -132,8 +131,8 @@ class ServerWatch:
             case messages.Launch(epoch=epoch):
                 self._stand_down()
                 self._epoch = epoch
-                self._stage = health.StartupWatch.begin(now)
-                self._probe_at = self._stage.first_probe_at(now)
+                self._stage = health.StartupWatch(began_at=now, worked_at=now)
+                self._probe_at = now + health.FIRST_PROBE_S
             case messages.Launched(pid=pid):
                 self._launched(pid, now)
             case messages.StandDown():
@@ -161,7 +160,7 @@ class ServerWatch:
         if isinstance(self._stage, health.StartupWatch):  # else it comes too late
             self._pid = pid
             self._begin_round(now, fresh=True)
-            self._probe_at = self._stage.first_probe_at(now)
+            self._probe_at = now + health.FIRST_PROBE_S
 
     def _launch_is_over(self) -> None:
         if self._stage is not None:
