@@ -277,7 +277,6 @@ class Child(SupervisedActor[M]):
         self._worker.tell(ActorDied(member=self.member, detail=detail))
 
     def report_in(self) -> None:
-        """The answer to `ReportIn`."""
         self._worker.tell(ReportedIn(member=self.member))
 
     @property

@@ -46,7 +46,6 @@ class ProcessActor(Child[messages.ProcessMessage]):
         self._pid: int | None = None
 
     def handle(self, message: messages.ProcessMessage) -> None:
-        """Act, step the state of the process, carry out what follows."""
         match message:
             case messages.Launch(epoch=epoch):
                 self._launch(epoch)

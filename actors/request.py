@@ -93,7 +93,6 @@ class RequestActor(Child[RequestMessage]):
                 self._step(message)
 
     def release(self, failure: str | None) -> None:
-        """End the request that is under way."""
         request, now = self._request, self._runtime.now()
         if request is None:
             return

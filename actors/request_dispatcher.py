@@ -85,7 +85,6 @@ class RequestDispatcher:
             yield f"requests {sorted(active)} run, and {sorted(self._in_flight)} are in flight"
 
     def handle(self, order: RequestOrder) -> None:
-        """Answer, or pass on to the request that can."""
         match order:
             case GetStatus() | ReadOutput():
                 self._question(order)
@@ -127,7 +126,6 @@ class RequestDispatcher:
                 assert_never(question)
 
     def _get_result(self, order: GetResult) -> None:
-        """The result, which is then forgotten."""
         record = self._table.record(order.request_id)
         if record is not None:
             order.reply.answer(record.copy_of_result())
@@ -143,7 +141,6 @@ class RequestDispatcher:
             order.reply.answer(released)
 
     def _await_result(self, order: AwaitResult) -> None:
-        """The result, now or once there is one."""
         record = self._table.record(order.request_id)
         if record is not None:
             order.reply.answer(record.copy_of_result())

@@ -55,7 +55,6 @@ class ServerLife:
 
     @property
     def lifecycle(self) -> states.Lifecycle:
-        """Its state, and what follows from it."""
         return self._life
 
     def broken(self) -> Iterator[str]:

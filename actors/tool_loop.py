@@ -26,7 +26,6 @@ class ToolLoopActor(Child[ToolMessage]):
         self._threads: dict[TurnId, ToolThread] = {}
 
     def handle(self, message: ToolMessage) -> None:
-        """Start a thread, or forget one."""
         match message:
             case RunTool(turn_id=turn_id):
                 self._threads = {
@@ -49,7 +48,6 @@ class ToolLoopActor(Child[ToolMessage]):
                 assert_never(message)
 
     def release(self, failure: str | None) -> None:
-        """Give up the calls that run."""
         for turn_id in list(self._threads):
             self._drop(turn_id)
 

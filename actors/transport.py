@@ -29,7 +29,6 @@ class TransportActor(Child[messages.TransportMessage]):
         self._closing: int | None = None  # the epoch whose StreamsClosed is owed
 
     def handle(self, message: messages.TransportMessage) -> None:
-        """Open or close, and say when all are closed that were to be."""
         match message:
             case messages.OpenStream(turn_id=turn_id):
                 try:

@@ -46,7 +46,6 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         self._probes: dict[type, Abortable] = {}  # the latest of each kind
 
     def handle(self, message: UpstreamMessage) -> None:
-        """Step the watch, carry out what follows."""
         now = self._runtime.now()
         match message:
             case Lease():

@@ -33,7 +33,6 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
         self._watch = ServerWatch(self._config.timeouts, probes_count=self._runtime.probes_count)
 
     def handle(self, message: messages.WatchdogMessage) -> None:
-        """Step the watch, carry out what follows."""
         match message:
             case messages.Watch(request_id=request_id, request=request) if request is not None:
                 self._requests[request_id] = request
@@ -46,7 +45,6 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
         self._alarm.set(self._watch.deadline)
 
     def release(self, failure: str | None) -> None:
-        """Ask the server nothing any more."""
         self._abort_probes()
 
     def _carry_out(self, effect: messages.WatchEffect) -> None:

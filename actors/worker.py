@@ -78,7 +78,6 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         )
 
     def handle(self, message: messages.WorkerMessage) -> None:
-        """Answer, admit, pass on; then wait for what is due next."""
         now = self._runtime.now()
         self._roll_call.notice_gap(now)
         self._take(message, now)

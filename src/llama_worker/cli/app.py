@@ -341,7 +341,6 @@ def _free_port() -> int:
 
 
 def _prompt(given: str | None) -> str:
-    """The prompt, from stdin where none was given."""
     if given in (None, "-"):
         if sys.stdin.isatty():
             raise UsageProblem(

@@ -208,7 +208,6 @@ def of_trial(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
 
 
 def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
-    """What the library needs of the system."""
     yield _checked(
         "ports",
         machine.free_port is not None,

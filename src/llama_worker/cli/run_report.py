@@ -165,7 +165,6 @@ def signal_line(signal: ExitSignal) -> str:
 
 
 def exit_code(result: RequestResult) -> int:
-    """Of a command that ran this one request."""
     match result["state"]:
         case RequestState.COMPLETED:
             return exits.DONE
@@ -211,7 +210,6 @@ def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
 
 
 def start_problem(error: WorkerStartError) -> Problem:
-    """A `start()` that failed, with what to do."""
     shown = [f"  {harmless(line)}" for line in error.log_tail[-_LOG_LINES:]]
     more = ["the server's last lines:", *shown] if shown else []
     return Problem(

@@ -69,7 +69,6 @@ class Screen:
         self._write_err(activity.line(now - self._began_at) + "\n")
 
     def activity_over(self) -> None:
-        """Nothing is waited for any more."""
         self._said = None
         if self._bar is not None:
             self._bar.end()

@@ -85,5 +85,4 @@ def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> N
 
 
 def log_tail(worker: LlamaWorker, count: int) -> list[str]:
-    """The last lines that the server wrote."""
     return worker.get_debug_info().get()["recent_logs"][-count:]

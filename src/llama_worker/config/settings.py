@@ -214,7 +214,6 @@ class WorkerConfig:
 
     @property
     def timezone(self) -> tzinfo:
-        """The zone of `timezone_name`."""
         return _zone(self.timezone_name)
 
     @property

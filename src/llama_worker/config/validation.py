@@ -87,7 +87,6 @@ def checked_int(name: str, value: object, *, at_least: int, at_most: int | None 
 
 
 def checked_bool(name: str, value: object) -> None:
-    """True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, not {type(value).__name__}: {shown(value)}")
 
@@ -239,7 +238,6 @@ def optional(check: Callable[..., None], name: str, value: object, **bounds: Any
 
 
 def checked_type(name: str, value: object, kind: type) -> None:
-    """An instance of this class."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{name} must be a {kind.__name__}, not {type(value).__name__}: {shown(value)}"

@@ -60,7 +60,6 @@ def failed(
     http_status: int | None = None,
     context: ContextUse | None = None,
 ) -> Outcome:
-    """A failure; `detail` is for a person."""
     return Outcome(
         state=RequestState.FAILED,
         finish_reason=RequestFinishReason.FAILED,
@@ -90,7 +89,6 @@ def after_turn(finish_reason: str | None, calls: Partition, iterations_left: int
 
 
 def after_loop(loop: LoopFound | TextLoopFound) -> Outcome:
-    """How a loop in the output ends its request."""
     if isinstance(loop, TextLoopFound):
         reason = RequestFailReason.REPEATED_TEXT_LOOP
         detail = (

@@ -202,7 +202,6 @@ class LeasedRequest:
     # ------------------------------------------------------------ from the slot's actor
 
     def step(self, message: RequestInput, now: float) -> LeaseEffects:
-        """What follows from a message."""
         match message:
             case CancelRequest(request_id=self.request_id):
                 return self._give_up(CANCELED, now)

@@ -104,7 +104,6 @@ class RequestTable:
         return self._active.get(request_id)
 
     def in_slot(self, slot: int) -> Admitted | None:
-        """The request that holds the slot."""
         return next((admitted for admitted in self._active.values() if admitted.slot == slot), None)
 
     def end(self, record: RequestRecord, now: float) -> bool:

@@ -52,7 +52,6 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         self._stopped = False
 
     def handle(self, message: messages.ProxyMessage) -> None:
-        """Handle one message."""
         match message:
             case messages.StartListening(reply=reply):
                 self._begin(reply)
@@ -81,7 +80,6 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
                 assert_never(message)
 
     def release(self, failure: str | None) -> None:
-        """Cut every exchange, end the listener."""
         self._end_all()
 
     def _begin(self, reply: Reply[int]) -> None:

@@ -46,7 +46,6 @@ class ApiError(Exception):
         }
 
     def headers(self) -> list[tuple[str, str]]:
-        """What the reply says beside the body."""
         retry = [("Retry-After", str(self.retry_after_s))] if self.retry_after_s is not None else []
         return retry if self.should_retry else [("X-Should-Retry", "false")]
 

@@ -152,7 +152,6 @@ class Journal:
         active: Iterable[Admitted],
         now: float,
     ) -> WorkerDebugInfo:
-        """All of it, for a host to keep."""
         return {
             "recent_logs": recent_logs,
             "recent_restarts": [record.copy() for record in self._restarts],

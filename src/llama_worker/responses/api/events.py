@@ -43,7 +43,6 @@ def sse(events: list[Event]) -> bytes:
 
 
 def to_json(event: Event) -> bytes:
-    """The event's JSON, in UTF-8."""
     try:
         return _encode(event)  # ten times as fast as json
     except UnicodeEncodeError:  # a lone surrogate, which a client's own text may hold

@@ -259,7 +259,6 @@ def _children(value: object) -> Iterable[Any]:
 
 
 def input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
-    """What is given as `input`, as items. Raises ApiError."""
     given = body.get("input")
     if given is None:
         return ()

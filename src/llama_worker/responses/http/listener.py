@@ -292,7 +292,6 @@ class SocketListener:
                 self._refuse(client, ApiError(503, "no thread can be started", retry_after_s=2))
 
     def _run_request(self, client: Client, request: HttpRequest) -> None:
-        """The request's own thread."""
         try:
             self._answer(request, client)
         except Exception as error:  # the client has left, or the reply broke off

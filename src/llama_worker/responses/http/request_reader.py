@@ -206,7 +206,6 @@ class _Headers:
         self.hosts = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
         sent, said = name.decode("ascii"), value.decode("latin-1").strip(" \t")
         lower = sent.lower()
         self.hosts += lower == "host"
@@ -296,7 +295,6 @@ class ChunkedBody:
 
 
 def check_body_size(size: int, max_bytes: int) -> None:
-    """Raises ApiError where a body of this size is too large."""
     if size > max_bytes:
         raise ApiError(413, f"the request's body is larger than {max_bytes} bytes")
 

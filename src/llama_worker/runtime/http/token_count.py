@@ -95,7 +95,6 @@ def count_tokens(
 
 
 def _said(answer: object) -> str:
-    """The server's own message, where there is one."""
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return str(message or answer)[:500]

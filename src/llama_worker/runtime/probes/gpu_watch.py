@@ -75,7 +75,6 @@ def _watch(nvml: Any, server: psutil.Process, epoch: int, reply_to: Mailbox[GpuF
 
 
 def _next_faults(nvml: Any, events: Any, gpus: dict[str, Any]) -> Iterator[GpuFault]:
-    """What the next event tells, if one comes."""
     try:
         event = nvml.nvmlEventSetWait_v2(events, int(WAIT_S * 1000))
     except nvml.NVMLError as error:

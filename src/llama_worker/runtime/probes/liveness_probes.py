@@ -60,7 +60,6 @@ class ProcessProbe:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything seen: watching begins anew."""
         self._tree = _Tree()
         self._root: ProcessKey | None = None
         self._activity = ProcessActivity(self._ticks_per_second)
@@ -103,7 +102,6 @@ class NvidiaProbe:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything seen: watching begins anew."""
         self._tree = _Tree()
         self._seen_until: dict[int, int] = {}  # device -> newest sample, in NVML's own microseconds
 
@@ -197,7 +195,6 @@ def _process_state(pid: int) -> dict[str, Any] | None:
 
 
 def _uid(pid: int) -> int | None:
-    """The effective one."""
     match = _UID.search(_read(f"{PROC}/{pid}/status") or "")
     return int(match[1]) if match else None
 

@@ -232,7 +232,6 @@ class GuardedServer:
             os.close(ended)
 
     def _reported(self, line: str) -> None:
-        """One line of the guard's."""
         word, _, rest = line.partition(" ")
         match word:
             case "started":
