@@ -8,7 +8,7 @@ import pytest
 
 from llama_worker import RequestFailed
 from llama_worker.actors.request import RequestActor
-from llama_worker.request.messages import PostChat, RequestInput
+from llama_worker.request.messages import PostChat, RequestEnded, RequestInput
 from llama_worker.request.request import Effect, Request
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.server.messages import Died
@@ -106,6 +106,33 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
         assert scheduler.run_until(answer.done, scheduler.now + RESTARTED_S)
         scheduler.run_for(5.0)
         assert not posted
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_an_end_that_could_not_be_told_keeps_its_output(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = first_is_long
+    whole, lacks = RequestActor._carry_out, [error()]
+
+    def carry_out(actor: RequestActor, effect: Effect) -> None:
+        if isinstance(effect, RequestEnded) and lacks:
+            raise lacks.pop()
+        whole(actor, effect)
+
+    with bench.ready():
+        worker.submit("job", "", "a long answer")
+        result = worker.result(1)
+        scheduler.run_for(5.0)
+        monkeypatch.setattr(RequestActor, "_carry_out", carry_out)
+        worker.cancel(1)
+        assert scheduler.run_until(result.done, scheduler.now + 1.0)
+        told = result.get(timeout=0)
+        assert told["ok"]
+        assert told["state"] is RequestState.CANCELED
+        assert len(told["text"]) > 100
 
 
 def test_a_handler_that_returns_in_time_costs_nothing() -> None:

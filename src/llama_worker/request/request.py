@@ -370,19 +370,19 @@ class Request:
 
     def _end(self, outcome: Outcome, now: float) -> Effects:
         """End, with all that the turn under way has brought."""
-        if isinstance(self.state, states.Ended):
-            return []
-        self._totals.output.add_rest(*self._turn.finish())  # what was held back is output, too
-        if not self._turn.calls_taken:
-            self._tools.take_calls(self._turn, now)
+        if not isinstance(self.state, states.Ended):
+            self._totals.output.add_rest(*self._turn.finish())  # what was held back is output, too
+            if not self._turn.calls_taken:
+                self._tools.take_calls(self._turn, now)
         return self._hand_over(outcome, now)
 
     def _hand_over(self, outcome: Outcome, now: float) -> Effects:
-        """End with the record of things as they are."""
+        """End with the record of things as they are, or, where that was never told, as they
+        were."""
         effects: Effects = []
         match self.state:
-            case states.Ended():
-                return []
+            case states.Ended(record=record):
+                return [messages.RequestEnded(record=record)]
             case states.RunningTools(batch=batch):
                 effects.append(messages.DropTool(turn_id=self._turn_id))
                 error = f"given up while it ran: {outcome.fail_reason}"
@@ -396,5 +396,5 @@ class Request:
         conversation = self._prompts.since_prompt(self._turn, has_answered=has_answered)
         outcome = outcome.for_host(self._config.api_key)
         record = build_record(self._totals, self._turn, self.progress(), outcome, conversation, now)
-        self.state = states.Ended()
+        self.state = states.Ended(record)
         return [*effects, messages.RequestEnded(record=record)]

@@ -36,6 +36,7 @@ from msgspec.structs import replace
 
 from llama_worker.gaps import gap_s
 from llama_worker.request.ending import Outcome
+from llama_worker.request.table import RequestRecord
 from llama_worker.request.tools import ToolBatch
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import SETTLE_S
@@ -104,6 +105,8 @@ class RunningTools(_Timed, frozen=True, kw_only=True):
 
 class Ended(Struct, frozen=True):
     """Terminal."""
+
+    record: RequestRecord
 
 
 State = Prompting | Streaming | Settling | Disconnected | ReadingRest | RunningTools | Ended

@@ -363,7 +363,8 @@ def test_a_failure_of_its_own_keeps_what_was_shown(
     with pytest.raises(IndexError):
         play >> CANCEL
     assert play.fail("a bug") << CLOSE << Ends("unknown_error", text=text, fail_detail="a bug")
-    assert play.fail("once more")
+    told_again = play.fail("once more")
+    assert told_again << Ends("unknown_error", text=text, fail_detail="a bug")
 
 
 def test_what_is_told_of_a_lost_request_is_bounded() -> None:
