@@ -45,7 +45,7 @@ class RequestActor(Child[RequestMessage]):
         self._transport: Mailbox[messages.TransportMessage] | None = None
         self._tools: Mailbox[messages.ToolMessage] | None = None
         self._process: Mailbox[messages.CheckServer] | None = None
-        self._stream: messages.TurnId | None = None  # the newest that was opened
+        self._stream: messages.TurnId | None = None  # the newest that was opened, while it is
         self._hurried_at = -math.inf
         # asked; the stream is flushed
         self._flushing: deque[tuple[messages.TurnId, Flushing]] = deque()
@@ -81,6 +81,8 @@ class RequestActor(Child[RequestMessage]):
                 if self._flushing and self._flushing[0][0] == turn_id:
                     self._answer(self._flushing.popleft()[1])
             case messages.StreamClosed(turn_id=turn_id):
+                if self._stream == turn_id:
+                    self._stream = None
                 self._step(message)
                 # All has come; the TransportActor's own answer may be long in coming.
                 while self._flushing and self._flushing[0][0] == turn_id:
@@ -139,11 +141,11 @@ class RequestActor(Child[RequestMessage]):
         it at once, too."""
         waits = isinstance(question, messages.ReadOutput) and question.wait
         if self._stream is not None and self._transport is not None and not waits:
-            order = messages.FlushStream(turn_id=self._stream, reply_to=self.me())
-            if self._transport.tell(order):
-                self._flushing.append((self._stream, question))
-                return
-        self._answer(question)
+            # One that has ended has closed the stream: StreamClosed follows.
+            self._transport.tell(messages.FlushStream(turn_id=self._stream, reply_to=self.me()))
+            self._flushing.append((self._stream, question))
+        else:
+            self._answer(question)
 
     def _answer(self, question: Flushing) -> None:
         if isinstance(question, messages.Abandon):
@@ -211,10 +213,11 @@ class RequestActor(Child[RequestMessage]):
         self._alarm.set(request.deadline if request is not None else None)
 
     def _tell(self, actor: Mailbox[M] | None, order: M) -> None:
-        """To another of the launch's actors. Its end is the launch's: the WorkerActor is about to
-        say why, however late, and until then nothing else is concluded."""
+        """To another of the launch's actors. Its end, or that this one was given up, is the
+        launch's: the WorkerActor is about to say why, however late, and until then nothing else is
+        begun or concluded."""
         assert actor is not None
-        if not actor.tell(order):
+        if self.is_given_up or not actor.tell(order):
             self._is_launch_over = True
 
     def _carry_out(self, effect: Effect) -> None:

@@ -311,8 +311,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._roll_call.answered(member)
             detail = f"it has not answered for {ANSWER_S:g} s"
             if self._children.give_up(member, detail):
-                # At once: should its handler return after all, nobody takes an order of it.
-                self._end_launch(member, detail, now)
+                self._end_launch(member, detail, now)  # first: its server's death may be told
                 # Behind what it has left.
                 self.me().tell(messages.ActorDied(member=member, detail=detail))
         members = self._children.members
@@ -335,10 +334,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._request_ended(record, now)
 
     def _end_launch(self, dead: Member, detail: str, now: float) -> None:
-        """Nuke and repave: its requests fail, its server and its other actors end; the next launch
-        has new ones."""
+        """Nuke and repave: its requests fail, then its server and its other actors end; the next
+        launch has new ones."""
         self._server.handle(RestartCause("actor_died", f"{dead.role}: {detail}"), now)
-        self._children.end()
 
     # ------------------------------------------------------------ what is seen
 

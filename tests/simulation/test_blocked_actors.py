@@ -97,7 +97,6 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
             stuck = actor_of(bench, "request[0]").actor
             assert isinstance(stuck, RequestActor)
             assert stuck.give_up("meanwhile its parent gives it up")
-            bench.actor._children.end()
         return effects
 
     with bench.ready():
@@ -171,6 +170,30 @@ def test_the_end_of_an_actor_is_no_disconnect_however_late_it_is_told(
         with pytest.raises(RequestFailed, match=f"worker_restarted: actor_died: {name}") as failed:
             answer.get(timeout=0)
         assert len(failed.value.result["text"]) > 100
+
+
+@pytest.mark.parametrize("name", ["request[1]", "process", "transport", "watchdog", "tool_loop"])
+def test_what_lies_unread_when_an_actor_dies_is_kept(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = first_is_long
+    monkeypatch.setattr(bench.machine, "read_delay_s", lambda: 0.25)
+    with bench.ready():
+        worker.submit("job", "", "a long answer")
+        result = worker.result(1)
+        scheduler.run_for(5.0)
+        (stream,) = bench.runtime.streams
+        assert stream.exchange is not None
+        assert stream._buffer
+        said = "".join(stream.exchange.said)
+        scheduler.break_actor(actor_of(bench, name))
+        assert scheduler.run_until(result.done, scheduler.now + 1.0)
+        told = result.get(timeout=0)
+        assert told["ok"]
+        assert told["fail_reason"] is RequestFailReason.WORKER_RESTARTED
+        assert told["text"].startswith(said)
 
 
 def test_a_stop_ends_requests_as_stopped_though_no_stream_can_be_flushed() -> None:
