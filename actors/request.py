@@ -61,6 +61,8 @@ class RequestActor(Child[RequestMessage]):
             if self._request is None:
                 raise
             self.release(described_error(error))
+            if self._request is not None:  # not even that
+                raise
 
     def _take(self, message: RequestMessage) -> None:
         match message:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import pytest
+
 from llama_worker.actors.base import Ref
 from llama_worker.actors.messages import EndLease, Lease, WorkerMessage
+from llama_worker.request import leased
 from llama_worker.request.states import DEATH_NEWS_S
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -34,3 +39,21 @@ def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
         status = worker.get_worker_status()
         assert scheduler.run_until(status.done, scheduler.now + 1.0)
         assert status.get(timeout=0)["slots_used"] == 0
+
+
+def test_a_lease_that_cannot_be_recorded_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    mailbox: Ref[WorkerMessage] = Ref(worker.actor_ref)
+    exchange = LeasedExchange(SimAbort())  # type: ignore[arg-type]
+
+    def lacks_memory(*_: object) -> NoReturn:
+        raise MemoryError
+
+    with bench.ready():
+        granted: WorkerFuture[SubmitResult] = WorkerFuture()
+        mailbox.tell(Lease(job_name="responses:1", exchange=exchange, reply=granted))
+        assert scheduler.run_until(granted.done, scheduler.now + 1.0)
+        monkeypatch.setattr(leased, "build_record", lacks_memory)
+        canceled = worker.cancel(1)
+        assert scheduler.run_until(canceled.done, scheduler.now + 1.0)
