@@ -45,7 +45,8 @@ class Bench:
         self.build = build
         self.scheduler = Scheduler(choices, trace, now)
         self.machine = Machine(self.scheduler, for_machine, build)
-        self.config = WorkerConfig("simulated", "127.0.0.1", 8080, COMMAND, **config)
+        command = (*COMMAND, "--parallel", str(config["slots"]))
+        self.config = WorkerConfig("simulated", "127.0.0.1", 8080, command, **config)
         self.runtime = SimRuntime(self.config, self.scheduler, self.machine, for_runtime)
         self.worker = LlamaWorker(self.config, _runtime=self.runtime)
         self.actor: Any = next(

@@ -100,18 +100,24 @@ _OFF_VALUES = ("0", "false", "off", "disabled")  # of a variable
 
 
 def command_warnings(
-    command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile
+    command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile, slots: int
 ) -> list[str]:
     """What in a server's command breaks a promise of this library: lines for a person."""
     lines = []
     for option in _UNSAFE_OPTIONS:
         named = _given(option, command, env)
-        if named and not (option.among_slots and _has_one_slot(command)):
+        if named and not (option.among_slots and slots == 1):
             lines.append(f"server_cmd has {', '.join(named)}: {option.why}")
     if _program_at(command) is not None and not _names_model(command, env):
         lines.append(
             "server_cmd names no model: llama-server then runs as a router, which starts a server "
             "of its own for each model; give --model, and each model a worker"
+        )
+    if slots > 1 and not _says_slots(command, env):
+        lines.append(
+            "server_cmd has no --parallel: the server opens four slots that share one context, "
+            "-no-kvu or not; requests that fill it together are all aborted; give "
+            f"--parallel {slots}"
         )
     lines += _timeout_warnings(command, timeouts)
     return lines
@@ -245,9 +251,10 @@ def _given(option: _UnsafeOption, command: Sequence[str], env: Mapping[str, str]
     ]
 
 
-def _has_one_slot(command: Sequence[str]) -> bool:
-    given = flag_values(command, SLOT_FLAGS)
-    return bool(given) and given[-1][1].strip() == "1"
+def _says_slots(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """True of another program, too: it may say so itself."""
+    said = flag_values(command, SLOT_FLAGS) or env.get("LLAMA_ARG_N_PARALLEL")
+    return bool(said) or _program_at(command) is None
 
 
 def _names_model(command: Sequence[str], env: Mapping[str, str]) -> bool:

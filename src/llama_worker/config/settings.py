@@ -210,7 +210,7 @@ class WorkerConfig:
     def warnings(self) -> list[str]:
         """What in the server's command or environment breaks a promise of this library: lines for a
         person."""
-        return command_warnings(self.server_cmd, self.env, self.timeouts)
+        return command_warnings(self.server_cmd, self.env, self.timeouts, self.slots)
 
     @property
     def timezone(self) -> tzinfo:

@@ -63,8 +63,7 @@ HELP = """\
         ("--log-prompts-dir /tmp/p", {}, "-prompts-dir: the server writes every prompt to disk"),
         ("-kvu", {}, "server_cmd has -kvu: all slots share one context"),
         ("--kv-unified-per-slot 4096", {}, "server_cmd has --kv-unified-per-slot: "),
-        ("--kv-unified --parallel 2", {}, "server_cmd has --kv-unified: "),
-        ("--kv-unified -np 1", {}, None),
+        ("--kv-unified", {}, "server_cmd has --kv-unified: "),
         ("--kv-unified --no-kv-unified", {}, None),
         ("-no-kvu -kvu", {}, "server_cmd has -kvu: "),
         ("", {"KV_UNIFIED": "1"}, "server_cmd has LLAMA_ARG_KV_UNIFIED: "),
@@ -76,7 +75,6 @@ HELP = """\
         ("--reuse-port", {}, "another process may listen on the same port"),
         ("--lora a.gguf", {}, "a request with other scales than its neighbours'"),
         ("--lora-scaled a.gguf:0.5", {}, "server_cmd has --lora-scaled: "),
-        ("--lora a.gguf --parallel 1", {}, None),
         ("--timeout 3600", {}, None),
         (
             "--timeout 600",
@@ -90,16 +88,39 @@ def test_a_flag_that_breaks_a_promise_is_named(
     words: str, env: dict[str, str], says: str | None
 ) -> None:
     variables = {f"LLAMA_ARG_{name}": value for name, value in env.items()}
-    lines = command_warnings((*MODEL, *words.split()), variables, TimeoutProfile())
+    command = (*MODEL, "--parallel", "2", *words.split())
+    lines = command_warnings(command, variables, TimeoutProfile(), 2)
     assert len(lines) == (says is not None)
     assert (says or "") in "".join(lines)
+
+
+@pytest.mark.parametrize("words", ["--kv-unified", "--lora a.gguf", ""])
+def test_one_slot_shares_its_context_with_none(words: str) -> None:
+    assert command_warnings((*MODEL, *words.split()), {}, TimeoutProfile(), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "warned"),
+    [
+        (MODEL, {}, True),
+        ((*MODEL, "-no-kvu"), {}, True),
+        ((*MODEL, "-np", "2"), {}, False),
+        (MODEL, {"LLAMA_ARG_N_PARALLEL": "2"}, False),
+        (("./serve.sh",), {}, False),
+    ],
+)
+def test_slots_that_the_command_does_not_name_share_one_context(
+    command: tuple[str, ...], env: dict[str, str], warned: bool
+) -> None:
+    lines = command_warnings(command, env, TimeoutProfile(), 2)
+    assert ["has no --parallel: " in line for line in lines] == [True] * warned
 
 
 def test_a_limit_turned_off_outlasts_any_timeout() -> None:
     profile = TimeoutProfile(
         prefill_liveness_timeout_s=1, idle_stream_timeout_s=1, silent_work_timeout_s=None
     )
-    (line,) = command_warnings((*MODEL, "--timeout", "86400"), {}, profile)
+    (line,) = command_warnings((*MODEL, "--timeout", "86400"), {}, profile, 1)
     assert "silent_work_timeout_s" in line
     assert "idle_stream" not in line
 
@@ -119,7 +140,7 @@ def test_a_limit_turned_off_outlasts_any_timeout() -> None:
 def test_a_command_without_a_model_is_named(
     command: tuple[str, ...], env: dict[str, str], warned: bool
 ) -> None:
-    lines = command_warnings(command, env, TimeoutProfile())
+    lines = command_warnings(command, env, TimeoutProfile(), 1)
     assert ["names no model" in line for line in lines] == [True] * warned
 
 
