@@ -275,10 +275,12 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
         case Launching(first=True) if exited.port_taken:
             return _start_failed(life, _exit_error(exited, "another process took the port"))
         case Launching(first=True):
-            return _start_failed(life, _exit_error(exited, "the server ended before it was ready"))
+            early = _with_lack("the server ended before it was ready", exited)
+            return _start_failed(life, _exit_error(exited, early))
         case Launching():
-            error, early = _exit_error(exited, detail), f"{detail} before it was ready"
-            return restart(life, now, "exited", early, gone=True, failure=error)
+            error, reason = _exit_error(exited, detail), _cause(exited, "exited")
+            early = _described(exited, " before it was ready")
+            return restart(life, now, reason, early, gone=True, failure=error)
         case Ready():
             return _server_died(life, now, exited, gone=True)
         case Draining() as draining:
@@ -327,11 +329,16 @@ def _server_died(
     """It was READY: what it was working on is lost."""
     detail = _described(death)
     effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),)
-    if death.lack_of_memory is not None:
-        return restart(life, now, "out_of_memory", detail, effects, gone=gone)
-    return restart(life, now, "server_died", detail, effects, gone=gone)
+    return restart(life, now, _cause(death, "server_died"), detail, effects, gone=gone)
 
 
-def _described(death: Died | Exited) -> str:
-    how = f"the server ended with {described(death.returncode)}"
+def _cause(death: Died | Exited, otherwise: str) -> str:
+    return otherwise if death.lack_of_memory is None else "out_of_memory"
+
+
+def _described(death: Died | Exited, when: str = "") -> str:
+    return _with_lack(f"the server ended with {described(death.returncode)}{when}", death)
+
+
+def _with_lack(how: str, death: Died | Exited) -> str:
     return how if death.lack_of_memory is None else f"{how}: {death.lack_of_memory}"

@@ -265,6 +265,16 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
         assert (launched.state, effects) == (Launching(epoch=2, first=False), (Launch(epoch=2),))
 
 
+def test_a_launch_that_lacks_memory_says_so() -> None:
+    lack = "the kernel killed it for lack of memory"
+    _, effects = exited(launching(), 20.0, returncode=-9, lack_of_memory=lack)
+    assert error_of(effects).detail == f"the server ended before it was ready: {lack}"
+    life, effects = exited(relaunched(), 20.0, returncode=-9, lack_of_memory=lack)
+    detail = f"the server ended with signal 9 before it was ready: {lack}"
+    assert effects == (RecordRestart(reason="out_of_memory", detail=detail, delay_s=10.0),)
+    assert life.last_error == f"out_of_memory: {detail}"
+
+
 def test_a_death_after_the_last_restart_is_failed() -> None:
     life, effects = died(became_ready(relaunched(ONE_RESTART), 16.0)[0], 40.0, returncode=1)
     assert isinstance(effects[0], RecordRestart)
