@@ -122,8 +122,9 @@ def deadline(state: ProcessState) -> float | None:
 
 def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
     """For a person: which process SIGKILL does not end, whose it is (another user's may not be
-    killed), and what it waits for, as far as /proc says."""
-    parts = [f"SIGKILL does not end process {pid}"]
+    killed), and what it waits for, as far as /proc says. `pid` None: there is none yet."""
+    what = "the start of the server's process" if pid is None else f"process {pid}"
+    parts = [f"SIGKILL does not end {what}"]
     for process in processes.get("processes", ())[:1]:
         parts += [
             f"{name} {process[name]}"
