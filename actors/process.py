@@ -2,8 +2,9 @@
 `server.termination`.
 
 Receives Launch, Terminate, CheckServer and MeasureMemory. Sends the WorkerActor Unkillable,
-MemoryMeasured and, before a kill that asks for it, EvidenceKept. What the launch itself tells
-(Launched, LaunchFailed, Died, Exited) both of them get. Owns one server process.
+MemoryMeasured and, before a kill that asks for it or follows a SIGTERM, EvidenceKept. What the
+launch itself tells (Launched, LaunchFailed, Died, Exited) both of them get. Owns one server
+process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from llama_worker.server.termination import (
     Absent,
     Present,
     ProcessState,
+    Signal,
     Stuck,
+    Terminating,
     deadline,
     describe_stuck,
     step,
@@ -50,7 +53,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
             case messages.Launch(epoch=epoch):
                 self._launch(epoch)
             case messages.Terminate(epoch=epoch, keep_evidence=True):
-                self._keep_evidence(epoch)
+                self._keep_evidence(epoch, after_grace=False)
             case CheckServer(request_id=request_id, reply_to=reply_to):
                 gone = self._server is None or self._server.is_gone()
                 reply_to.tell(ServerChecked(request_id=request_id, is_gone=gone))
@@ -71,6 +74,8 @@ class ProcessActor(Child[messages.ProcessMessage]):
         if isinstance(self._state, Stuck) and self._state != before:
             detail = describe_stuck(self._pid, self._evidence())
             self._worker.tell(messages.Unkillable(epoch=self._state.epoch, detail=detail))
+        if isinstance(before, Terminating) and isinstance(message, Tick) and signal is Signal.KILL:
+            self._keep_evidence(before.epoch, after_grace=True)
         if signal is not None and self._server is not None:
             self._server.send(signal)
         self._alarm.set(deadline(self._state))
@@ -114,10 +119,12 @@ class ProcessActor(Child[messages.ProcessMessage]):
             detail = f"no process could be started: {described_error(error)}"
             news.tell(messages.LaunchFailed(epoch=epoch, detail=detail))
 
-    def _keep_evidence(self, epoch: int) -> None:
-        tail = self._runtime.log.tail(_EVIDENCE_LINES)
+    def _keep_evidence(self, epoch: int, *, after_grace: bool) -> None:
+        tail, seen = self._runtime.log.tail(_EVIDENCE_LINES), self._evidence()
         self._worker.tell(
-            messages.EvidenceKept(epoch=epoch, processes=self._evidence(), log_tail=tail)
+            messages.EvidenceKept(
+                epoch=epoch, processes=seen, log_tail=tail, after_grace=after_grace
+            )
         )
 
     def _evidence(self) -> Mapping[str, Any]:

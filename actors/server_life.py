@@ -144,7 +144,11 @@ class ServerLife:
             case messages.Stalled():
                 self._stalled(message, now)
                 return
-            case messages.EvidenceKept(processes=processes, log_tail=log_tail):
+            case messages.EvidenceKept(
+                processes=processes, log_tail=log_tail, after_grace=after_grace
+            ):
+                if after_grace:
+                    self._keep_evidence(now)
                 self._journal.add_processes(processes, log_tail)
                 return
             case messages.BecameReady(traits=traits):
@@ -272,15 +276,9 @@ class ServerLife:
                     self._dispatcher.abandon(admitted, effect)
             case CloseAllStreams():
                 self._children.transport.tell(effect)
-            case messages.Terminate(epoch=epoch, keep_evidence=keep_evidence):
+            case messages.Terminate(keep_evidence=keep_evidence):
                 if keep_evidence:
-                    self._journal.keep_evidence(
-                        now,
-                        epoch=epoch,
-                        pid=self.pid,
-                        last_error=self._life.last_error,
-                        active=self._table.active,
-                    )
+                    self._keep_evidence(now)
                 self._children.process.tell(effect)
             case states.RecordRestart(reason=reason, detail=detail, delay_s=delay_s):
                 self._journal.restart_decided(reason, detail, delay_s, now)
@@ -288,6 +286,15 @@ class ServerLife:
                 self._resolve(order, error)
             case _:
                 assert_never(effect)
+
+    def _keep_evidence(self, now: float) -> None:
+        self._journal.keep_evidence(
+            now,
+            epoch=self._life.epoch,
+            pid=self.pid,
+            last_error=self._life.last_error,
+            active=self._table.active,
+        )
 
     def _resolve(
         self,

@@ -40,6 +40,24 @@ def test_sigterm_comes_as_soon_as_every_stream_is_closed() -> None:
     assert not more
 
 
+@pytest.mark.parametrize("ignores_term", [True, False])
+def test_evidence_is_kept_of_what_sigterm_does_not_end(ignores_term: bool) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    with bench.ready():
+        pid, bench.server.ignores_term = bench.server.pid, ignores_term
+        stopped = worker.stop()
+        assert scheduler.run_until(stopped.done, scheduler.now + 60.0)
+        info = worker.get_debug_info()
+        assert scheduler.run_until(info.done, scheduler.now + 1.0)
+        evidence = info.get(timeout=0)["evidence"]
+    if ignores_term:
+        assert (evidence["pid"], evidence["processes"]["root_pid"]) == (pid, pid)
+        assert evidence["log_tail"]
+    else:
+        assert evidence == {}
+
+
 def test_no_alarm_outlives_a_server_whose_handle_was_lost() -> None:
     bench = quiet_bench()
     scheduler, runtime = bench.scheduler, bench.runtime

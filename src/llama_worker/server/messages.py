@@ -91,11 +91,13 @@ class Exited(Struct, frozen=True, kw_only=True):
 
 
 class EvidenceKept(Struct, frozen=True, kw_only=True):
-    """What was seen of the server's processes just before they were killed."""
+    """What was seen of the server's processes just before they were killed: as ordered, or
+    (`after_grace`) since SIGTERM did not end them."""
 
     epoch: int
     processes: Mapping[str, Any]
     log_tail: tuple[str, ...]
+    after_grace: bool
 
 
 class BecameReady(Struct, frozen=True, kw_only=True):
