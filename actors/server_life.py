@@ -107,7 +107,8 @@ class ServerLife:
             status["model"] = self.traits.model
         match life.state:
             case (
-                states.BackingOff(resume_at=at) | states.Ending(goal=states.ToRestart(resume_at=at))
+                states.BackingOff(resume_at=at)
+                | states.Ending(goal=states.ToRestart(resume_at=at), stuck=None)
             ):
                 status["next_restart_at"] = self._journal.unix(at)
         return status

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from llama_worker.server.termination import Signal
+from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import quiet_bench
 from tests.simulation.runtime import SimServerProcess
 from tests.simulation.scheduler import Event
@@ -56,6 +57,22 @@ def test_evidence_is_kept_of_what_sigterm_does_not_end(ignores_term: bool) -> No
         assert evidence["log_tail"]
     else:
         assert evidence == {}
+
+
+def test_what_is_stuck_has_no_next_restart() -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    with bench.ready():
+        bench.server.unkillable = True
+        restarted = worker.restart()
+        assert scheduler.run_until(restarted.done, scheduler.now + 60.0)
+        status = worker.get_worker_status()
+        assert scheduler.run_until(status.done, scheduler.now + 1.0)
+        told = status.get(timeout=0)
+        assert (told["state"], "next_restart_at" in told) == (WorkerState.FAILED, False)
+        bench.server.become_killable()
+        stopped = worker.stop()
+        assert scheduler.run_until(stopped.done, scheduler.now + 60.0)
 
 
 def test_no_alarm_outlives_a_server_whose_handle_was_lost() -> None:
