@@ -7,10 +7,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from llama_worker import LlamaWorker, RequestFailed, RequestRefused, WorkerFuture, WorkerStartError
+from llama_worker import (
+    LlamaWorker,
+    RequestFailed,
+    RequestRefused,
+    ToolDef,
+    WorkerFuture,
+    WorkerStartError,
+)
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.testing import (
     Exit,
@@ -104,6 +112,23 @@ def test_signals_and_reasoning_are_scripted(scripted_server: ScriptedServer) -> 
         result = worker.ask("x").get(timeout=WAIT_S)
     assert (result["reasoning"], result["text"]) == ("hm", "4")
     assert [signal["arguments"] for signal in result["signals"]] == [outcome]
+
+
+@pytest.mark.parametrize("mode", ["native", "prompted"])
+def test_a_prompt_has_its_replies_through_tool_turns(
+    scripted_server: ScriptedServer, mode: str
+) -> None:
+    call = {
+        "native": ToolCall("add", {"a": 1}),
+        "prompted": Text('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+    }
+    scripted_server.reply(call[mode], to="sum", reason="tool_calls")
+    scripted_server.reply("3", to="sum")
+    add: ToolDef = {"type": "function", "function": {"name": "add"}}
+    runner = SimpleNamespace(run_tool=lambda *, name, arguments, request_id, job_name: 3)
+    config = scripted_server.config(normal_tools=[add], tool_runner=runner, tool_call_mode=mode)
+    with LlamaWorker(config) as worker:
+        assert said(worker, "The sum?") == "3"
 
 
 def test_a_server_waits_until_the_test_lets_go(

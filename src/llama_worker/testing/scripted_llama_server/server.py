@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NoReturn
 
-from .steps import HttpError, Text, message_text, plain_reply
+from .steps import HttpError, Text, last_prompt, message_text, plain_reply
 from .stream import ClientGone, EndReply, ReplyStream, work
 from .wire import JSON_TYPE, JournalWriter, Json, error_body, head, hung_up, read_request, write_all
 
@@ -371,14 +371,7 @@ class Server:
             return [HttpError(400, "key 'messages' not found")]
         if "scripted_reply" in body:
             return list(body["scripted_reply"])
-        last = next(
-            (
-                message_text(said)
-                for said in reversed(body["messages"])
-                if said.get("role") == "user"
-            ),
-            "",
-        )
+        last = last_prompt(body["messages"])
         replies, launch = self.script["replies"], self._launch
         if self._script_path and not (launch and replies):
             replies, launch = self._read_script()["replies"], ""

@@ -333,3 +333,9 @@ def message_text(message: Json) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
+
+
+def last_prompt(messages: Sequence[Json]) -> str:
+    """The last user message that is no result of a tool in prompted mode."""
+    texts = (message_text(said) for said in reversed(messages) if said.get("role") == "user")
+    return next((text for text in texts if not text.startswith("<tool_response")), "")
