@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -31,11 +31,14 @@ from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.test_websocket import create, opened
 from tests.scenarios.cases import _SUSPICIOUS, _slot
 from tests.scenarios.scenario import TIMEOUTS
+from tests.tables import cases
 
 __all__ = ["make_worker"]  # a fixture
 
 Steps = Sequence[fs.Step]
 HALF: Steps = [fs.Headers(), fs.Role(), fs.Text("Once ")]
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+of_either_api = pytest.mark.parametrize("target", [RESPONSES, CHAT])
 WHOLE = [{"role": "user", "content": "Hi"}]
 PATIENT = replace(TIMEOUTS, headers_timeout_s=600.0, idle_stream_timeout_s=600.0)
 
@@ -50,15 +53,24 @@ class Stage:
     def worker_jobs(self) -> dict[int, str]:
         return dict(self.rig.status()["active_jobs"])
 
+    @property
+    def ends(self) -> Any:
+        """How many requests ended how, and why."""
+        return self.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]["requests"]
+
     def wait_jobs(self, count: int) -> dict[int, str]:
         eventually(lambda: len(self.worker_jobs) == count, f"{count} requests in flight", WAIT_S)
         return self.worker_jobs
 
+    def halfway(self, gate: Path | None = None) -> AbstractContextManager[Any]:
+        """A response that has begun; it goes on through the gate, or else never."""
+        rest = [fs.Gate(gate), *fs.plain_reply()[1:]] if gate else [fs.WaitClose()]
+        return self.client.begun(*HALF, *rest, until=b"Once ")
+
     def say(self, *steps: fs.Step, stream: bool = True, **body: Any) -> Any:
         """A chat completion that is passed through: its status and its bytes."""
         chat = {"messages": WHOLE, "stream": stream, "scripted_reply": fs.steps_json(*steps)}
-        target = "/v1/chat/completions"
-        return self.client.send("POST", target, json.dumps({**chat, **body}).encode())
+        return self.client.send("POST", CHAT, json.dumps({**chat, **body}).encode())
 
 
 MakeStage = Callable[..., Stage]
@@ -66,7 +78,7 @@ MakeStage = Callable[..., Stage]
 
 @pytest.fixture
 def make_stage(make_worker: MakeWorker) -> Iterator[MakeStage]:
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
 
         def make(
             script: fs.Script = HELLO,
@@ -94,10 +106,10 @@ def ended(events: Sequence[Event]) -> Json:
 # ---------------------------------------------------------------- a hang is found
 
 
-HANGS = [  # of anybody's server
-    pytest.param([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout", id="SIGSTOP"),
-    pytest.param([*HALF, fs.WaitClose()], {}, {}, "stall_timeout", id="a decode that dies"),
-]
+HANGS: Any = {  # of anybody's server
+    "SIGSTOP": ([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout"),
+    "a decode that dies": ([*HALF, fs.WaitClose()], {}, {}, "stall_timeout"),
+}
 
 
 def check_hung(client: Client, reply: Steps, reason: str) -> Json:
@@ -112,33 +124,25 @@ def check_hung(client: Client, reply: Steps, reason: str) -> Json:
     return failed
 
 
-@pytest.mark.parametrize(
-    ("reply", "server", "limits", "reason"),
-    [
-        *HANGS,
-        pytest.param(
-            [*HALF, fs.Burn(None, 30.0)],
-            {"slots": [fs.Answer(body=[_slot(decoded=3)])]},
-            _SUSPICIOUS,
-            "stall_timeout",
-            id="a server that spins",
-        ),
-        pytest.param(
-            [*HALF, fs.Burn(None, 30.0)],
-            {"slots": [fs.Answer(body=[_slot(busy=False)])]},
-            _SUSPICIOUS,
-            "request_lost",
-            id="a lost request",
-        ),
-        pytest.param(
-            [*HALF, fs.Burn(None, 30.0)],
-            {"slots": [fs.Answer(body=[_slot(decoded=1)], times=3), fs.Answer(hang=True)]},
-            _SUSPICIOUS,
-            "stall_timeout",
-            id="a stuck task queue",
-        ),
-        pytest.param([*HALF, fs.KillSelf()], {}, {}, "server_died", id="a death"),
-    ],
+def spins(*slots: fs.Answer) -> tuple[Steps, Any, Any]:
+    """A server that computes without a word, what it says of its slots, and limits."""
+    return [*HALF, fs.Burn(None, 30.0)], {"slots": slots}, _SUSPICIOUS
+
+
+SPUN = spins(fs.Answer(body=[_slot(decoded=3)]))
+LOST = spins(fs.Answer(body=[_slot(busy=False)]))
+STUCK = spins(fs.Answer(body=[_slot(decoded=1)], times=3), fs.Answer(hang=True))
+
+
+@cases(
+    "reply, server, limits, reason",
+    {
+        **HANGS,
+        "a server that spins": (*SPUN, "stall_timeout"),
+        "a lost request": (*LOST, "request_lost"),
+        "a stuck task queue": (*STUCK, "stall_timeout"),
+        "a death": ([*HALF, fs.KillSelf()], {}, {}, "server_died"),
+    },
 )
 def test_a_hang_ends_with_its_reason(
     make_stage: MakeStage,
@@ -155,8 +159,7 @@ def test_a_hang_ends_with_its_reason(
     failed = check_hung(stage.client, reply, reason)
     status = stage.rig.wait_restarted(restarts)
     assert (status["slots_used"], status["restart_count"]) == (0, restarts)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"]["failed"] == {reason: 1}
+    assert stage.ends["failed"] == {reason: 1}
     second = stage.client.create(previous_response_id=failed["id"])
     assert (second.status, second.json["output"][0]["content"][0]["text"]) == (200, "Hello")
 
@@ -193,7 +196,7 @@ def test_a_neighbours_long_batch_is_not_a_hang(
 # ---------------------------------------------------------------- somebody else's server
 
 
-@pytest.mark.parametrize(("reply", "server", "limits", "reason"), HANGS)
+@cases("reply, server, limits, reason", HANGS)
 def test_a_hung_upstream_is_told_to_its_client(
     make_client: MakeClient, reply: Steps, server: Any, limits: Any, reason: str
 ) -> None:
@@ -202,7 +205,7 @@ def test_a_hung_upstream_is_told_to_its_client(
     )
 
 
-@pytest.mark.parametrize("target", ["/v1/responses", "/v1/chat/completions"])
+@of_either_api
 def test_an_upstream_without_headers_is_a_gateway_timeout(
     make_client: MakeClient, target: str
 ) -> None:
@@ -231,21 +234,16 @@ def test_a_slow_upstream_is_left_alone(make_client: MakeClient) -> None:
 
 
 FINISHED = [*HALF, fs.Finish()]
-
-
 FLOOD = fs.Repeat(None, [fs.Role()] * 50)
-RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(
-    ("target", "reply", "outcome"),
-    [
-        pytest.param(RESPONSES, [*FINISHED, FLOOD], ("completed", "stop"), id="a flood"),
-        pytest.param(CHAT, [*FINISHED, fs.WaitClose()], ("completed", "stop"), id="silence"),
-        pytest.param(
-            CHAT, [*HALF, fs.ErrorData(), fs.WaitClose()], ("failed", "server_error"), id="an error"
-        ),
-    ],
+@cases(
+    "target, reply, outcome",
+    {
+        "a flood": (RESPONSES, [*FINISHED, FLOOD], ("completed", "stop")),
+        "silence": (CHAT, [*FINISHED, fs.WaitClose()], ("completed", "stop")),
+        "an error": (CHAT, [*HALF, fs.ErrorData(), fs.WaitClose()], ("failed", "server_error")),
+    },
 )
 def test_behind_the_end_nothing_is_awaited_long(
     make_stage: MakeStage,
@@ -259,8 +257,7 @@ def test_behind_the_end_nothing_is_awaited_long(
     stage = make_stage(slots=1)
     assert stage.client.create(*reply, stream=True, target=target, messages=WHOLE).status == 200
     stage.wait_jobs(0)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"][outcome[0]] == {outcome[1]: 1}
+    assert stage.ends[outcome[0]] == {outcome[1]: 1}
 
 
 def test_of_several_answers_every_one_is_awaited(
@@ -287,10 +284,7 @@ def test_of_several_answers_every_one_is_watched(make_stage: MakeStage) -> None:
 def test_hosts_and_clients_share_the_slots(make_stage: MakeStage, tmp_path: Path) -> None:
     stage, gate = make_stage(slots=2), tmp_path / "gate"
     host = stage.rig.submit(*HALF, fs.Gate(gate), *fs.plain_reply()[1:])
-    with stage.client.begun(*HALF, fs.Gate(gate), *fs.plain_reply()[1:], until=b"Once ") as (
-        data,
-        reply,
-    ):
+    with stage.halfway(gate) as (data, reply):
         jobs = stage.worker_jobs
         (created,) = [event for event in read_sse(data) if event["type"] == "response.created"]
         assert list(jobs.values()) == ["job", f"responses:{created['response']['id']}"]
@@ -308,10 +302,7 @@ def test_hosts_and_clients_share_the_slots(make_stage: MakeStage, tmp_path: Path
 
 def test_a_result_belongs_to_the_client(make_stage: MakeStage, tmp_path: Path) -> None:
     stage, gate = make_stage(), tmp_path / "gate"
-    with stage.client.begun(*HALF, fs.Gate(gate), *fs.plain_reply()[1:], until=b"Once ") as (
-        _,
-        reply,
-    ):
+    with stage.halfway(gate) as (_, reply):
         (request_id,) = stage.worker_jobs
         worker = stage.rig.worker
         assert worker.get_result(request_id).get() == {"ok": False, "error": "NOT_READY"}
@@ -336,7 +327,7 @@ def test_one_after_the_other_needs_one_slot(make_stage: MakeStage) -> None:
     assert stage.rig.status()["slots_used"] == 0
 
 
-@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+@of_either_api
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_slot_is_free_before_its_client_knows_the_end(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, target: str, *, stream: bool
@@ -356,11 +347,10 @@ def test_a_slot_is_free_before_its_client_knows_the_end(
 
 def test_a_client_that_leaves_gives_its_slot_back(make_stage: MakeStage) -> None:
     stage = make_stage(slots=1)
-    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once "):
+    with stage.halfway():
         stage.wait_jobs(1)
     stage.wait_jobs(0)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"]["canceled"] == {"canceled": 1}
+    assert stage.ends["canceled"] == {"canceled": 1}
     stage.rig.journal.wait("client_closed", timeout=WAIT_S)
 
 
@@ -372,8 +362,7 @@ def test_a_goodbye_before_the_headers_blames_no_server(make_stage: MakeStage) ->
             socket.send(create(fs.WaitClose()))
             stage.rig.journal.wait("started", timeout=WAIT_S, count=count)
         stage.wait_jobs(0)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"] == {"completed": {}, "failed": {}, "canceled": {"canceled": 2}}
+    assert stage.ends == {"completed": {}, "failed": {}, "canceled": {"canceled": 2}}
     assert stage.client.create().status == 200
 
 
@@ -386,13 +375,12 @@ def test_a_client_that_takes_no_heartbeat_blames_no_server(
         with pytest.raises(HTTPException):
             stage.client.create(fs.WaitClose(), stream=True)
         stage.wait_jobs(0)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"] == {"completed": {}, "failed": {}, "canceled": {"canceled": 1}}
+    assert stage.ends == {"completed": {}, "failed": {}, "canceled": {"canceled": 1}}
 
 
 def test_the_host_cancels_a_response(make_stage: MakeStage) -> None:
     stage = make_stage(slots=1)
-    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once ") as (data, reply):
+    with stage.halfway() as (data, reply):
         (request_id,) = stage.wait_jobs(1)
         assert stage.rig.worker.cancel(request_id).get(timeout=WAIT_S) is True
         assert stage.worker_jobs == {}
@@ -400,7 +388,7 @@ def test_the_host_cancels_a_response(make_stage: MakeStage) -> None:
     assert "canceled" in ended(events)["error"]["message"]
 
 
-@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+@of_either_api
 def test_who_is_canceled_before_the_headers_is_not_to_try_again(
     make_stage: MakeStage, target: str
 ) -> None:
@@ -422,26 +410,21 @@ def test_who_is_canceled_before_the_headers_is_not_to_try_again(
 def test_without_a_server_clients_get_503(make_stage: MakeStage, state: str) -> None:
     stage = make_stage(start=state != "stopped", restart=fast_restart(restart_backoff_s=60.0))
     rig = stage.rig
-    draining = contextlib.nullcontext()
     if state == "restarting":
         rig.run(fs.KillSelf())
         rig.wait_state(WorkerState.RUNNING)
     if state == "draining":
         rig.submit(fs.WaitClose())
         rig.worker.drain()
-    with draining:
-        refused = stage.client.create(stream=True)
-        assert refused.status == 503
-        assert int(refused.headers["retry-after"]) > 0
-        assert stage.say(*fs.plain_reply()).status == 503
+    refused = stage.client.create(stream=True)
+    assert refused.status == 503
+    assert int(refused.headers["retry-after"]) > 0
+    assert stage.say(*fs.plain_reply()).status == 503
 
 
 def test_drain_waits_for_a_response(make_stage: MakeStage, tmp_path: Path) -> None:
     stage, gate = make_stage(), tmp_path / "gate"
-    with stage.client.begun(*HALF, fs.Gate(gate), *fs.plain_reply()[1:], until=b"Once ") as (
-        data,
-        reply,
-    ):
+    with stage.halfway(gate) as (data, reply):
         drained = stage.rig.worker.drain()
         eventually(lambda: stage.rig.status()["draining"], "draining", WAIT_S)
         assert not drained.done()
@@ -454,10 +437,7 @@ def test_recycling_waits_for_a_response(make_stage: MakeStage, tmp_path: Path) -
     """After one request the server is to be replaced, as soon as nothing runs."""
     stage = make_stage(restart=fast_restart(recycle=Recycle(max_requests=1)))
     gate = tmp_path / "gate"
-    with stage.client.begun(*HALF, fs.Gate(gate), *fs.plain_reply()[1:], until=b"Once ") as (
-        data,
-        reply,
-    ):
+    with stage.halfway(gate) as (data, reply):
         assert stage.rig.run()["state"] == "completed"
         assert stage.rig.status()["restart_count"] == 0
         gate.touch()
@@ -465,7 +445,7 @@ def test_recycling_waits_for_a_response(make_stage: MakeStage, tmp_path: Path) -
     eventually(lambda: len(stage.rig.journal.facts("launched")) == 2, "a new server", WAIT_S)
 
 
-@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+@of_either_api
 def test_a_client_that_tries_again_is_one_job(
     make_stage: MakeStage, tmp_path: Path, target: str
 ) -> None:
@@ -484,14 +464,13 @@ def test_a_client_that_tries_again_is_one_job(
     stage.rig.wait_restarted()
 
 
-@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+@of_either_api
 def test_a_refusal_has_the_reason_that_the_server_says(make_stage: MakeStage, target: str) -> None:
     stage = make_stage()
     refusal = fs.HttpError(400, "the prompt is too long", "exceed_context_size_error")
     assert stage.client.create(refusal, target=target, messages=WHOLE).status == 400
     stage.wait_jobs(0)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"]["failed"] == {"context_exceeded": 1}
+    assert stage.ends["failed"] == {"context_exceeded": 1}
 
 
 def test_a_models_malformed_call_blames_no_server(make_stage: MakeStage) -> None:
@@ -504,12 +483,11 @@ def test_a_models_malformed_call_blames_no_server(make_stage: MakeStage) -> None
     ):
         said: Any = {"target": target, "messages": WHOLE, "tools": [tool]}
         assert b"parse tool call" in stage.client.create(*HALF, report, stream=True, **said).data
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"]["failed"] == {"tool_parse_error": 2}
+    assert stage.ends["failed"] == {"tool_parse_error": 2}
     assert stage.rig.status()["restart_count"] == 0
 
 
-@pytest.mark.parametrize("target", [RESPONSES, CHAT])
+@of_either_api
 def test_a_lack_of_descriptors_blames_no_server(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
@@ -519,14 +497,13 @@ def test_a_lack_of_descriptors_blames_no_server(
         crowded.setattr(session, "connect", Mock(side_effect=lack))
         reply = stage.client.create(target=target, messages=WHOLE)
     assert (reply.status, b"Too many open files" in reply.data) == (502, True)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"]["failed"] == {"unknown_error": 1}
+    assert stage.ends["failed"] == {"unknown_error": 1}
     assert (stage.client.create().status, stage.rig.status()["restart_count"]) == (200, 0)
 
 
 def test_a_restart_by_hand_tells_the_client(make_stage: MakeStage) -> None:
     stage = make_stage()
-    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once ") as (data, reply):
+    with stage.halfway() as (data, reply):
         restarted = stage.rig.worker.restart("a new model")
         assert "worker_restarted" in ended(read_sse(data + reply.read()))["error"]["message"]
     restarted.get(timeout=WAIT_S)
@@ -535,7 +512,7 @@ def test_a_restart_by_hand_tells_the_client(make_stage: MakeStage) -> None:
 
 def test_closing_the_worker_ends_its_responses(make_stage: MakeStage) -> None:
     stage = make_stage()
-    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once ") as (data, reply):
+    with stage.halfway() as (data, reply):
         closing = threading.Thread(target=stage.rig.worker.close)
         closing.start()
         assert "worker_stopped" in ended(read_sse(data + reply.read()))["error"]["message"]
@@ -552,17 +529,14 @@ def test_a_chat_completion_is_watched_and_unchanged(make_stage: MakeStage, tmp_p
     end = '{"choices":[{"delta":{},"finish_reason":"length"}]}'
     first, last = f": hello\r\n\r\ndata: {text}\n\n", f"data:{end}\r\n\r\ndata: [DONE]\n\n"
     steps = [fs.Headers(), fs.Raw(first), fs.Gate(gate), fs.Raw(last)]
-    with stage.client.begun(
-        *steps, until=b"1e2}", target="/v1/chat/completions", messages=WHOLE
-    ) as (data, reply):
+    with stage.client.begun(*steps, until=b"1e2}", target=CHAT, messages=WHOLE) as (data, reply):
         ((request_id, job),) = stage.wait_jobs(1).items()
         assert job.startswith("responses:chat_")
         assert stage.rig.request(request_id)["phase"] == "generating"
         gate.touch()
         assert data + reply.read() == (first + last).encode()
     stage.wait_jobs(0)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"]["completed"] == {"max_tokens": 1}
+    assert stage.ends["completed"] == {"max_tokens": 1}
 
 
 def test_a_hung_chat_ends_with_an_error_record(make_stage: MakeStage) -> None:
@@ -585,8 +559,7 @@ def test_a_slow_client_is_not_the_servers_fault(
     with pytest.raises(HTTPException):
         stage.say(*HALF, fs.WaitClose())
     stage.wait_jobs(0)
-    totals = stage.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]
-    assert totals["requests"] == {**totals["requests"], "canceled": {"canceled": 1}, "failed": {}}
+    assert stage.ends == {**stage.ends, "canceled": {"canceled": 1}, "failed": {}}
 
 
 def test_a_lost_actors_response_leaves_no_record(
@@ -607,7 +580,7 @@ def test_a_lost_actors_response_leaves_no_record(
 
 def test_other_requests_hold_no_slot(make_stage: MakeStage) -> None:
     stage = make_stage(slots=1)
-    with stage.client.begun(*HALF, fs.WaitClose(), until=b"Once "):
+    with stage.halfway():
         assert stage.client.send("GET", "/v1/models").status == 200
         assert stage.client.send("GET", "/props").status == 200
         assert len(stage.worker_jobs) == 1

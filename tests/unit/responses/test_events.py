@@ -33,37 +33,30 @@ NOW = 100.0
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 NAMESPACE = {"type": "namespace", "name": "n", "tools": [TOOL]}
 BODIES: list[dict[str, Any]] = [
-    {"input": "a", "tools": [TOOL, {"type": "custom", "name": "g"}, NAMESPACE]},
-    {"input": "a"},
-    {
-        "input": "a",
-        "model": "m",
-        "store": False,
-        "metadata": {"a": "b", "c": 1},
-        "instructions": "i",
-        "user": "u",
-    },
-    {
-        "input": "a",
-        "tools": [TOOL, {"type": "web_search"}],
-        "tool_choice": {"type": "function", "name": "f"},
-    },
-    {
-        "input": "a",
-        "tools": [TOOL],
-        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]},
-    },
-    {
-        "input": "a",
-        "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}, "verbosity": "low"},
-    },
-    {"input": "a", "text": {"format": {"type": "json_object"}}, "temperature": 0, "top_p": 0.5},
-    {
-        "input": "a",
-        "reasoning": {"effort": "extreme", "summary": "auto"},
-        "max_output_tokens": 5,
-        "truncation": "auto",
-    },
+    {"input": "a", **body}
+    for body in (
+        {},
+        {"tools": [TOOL, {"type": "custom", "name": "g"}, NAMESPACE]},
+        {"model": "m", "store": False, "metadata": {"a": "b", "c": 1}, "instructions": "i"},
+        {
+            "user": "u",
+            "tools": [TOOL, {"type": "web_search"}],
+            "tool_choice": {"type": "function", "name": "f"},
+        },
+        {
+            "tools": [TOOL],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]},
+        },
+        {
+            "text": {
+                "format": {"type": "json_schema", "name": "n", "schema": {}},
+                "verbosity": "low",
+            }
+        },
+        {"text": {"format": {"type": "json_object"}}, "temperature": 0, "top_p": 0.5},
+        {"reasoning": {"effort": "extreme", "summary": "auto"}, "max_output_tokens": 5},
+        {"truncation": "auto"},
+    )
 ]
 
 
@@ -90,13 +83,9 @@ def run(
         out += events.heartbeat() if one is HEARTBEAT else events.feed(one, NOW)  # type: ignore[arg-type]
     out += events.closed()
     assert events.over
-    assert (
-        events.closed()
-        == events.fail("late")
-        == events.feed(TextDelta("late"), NOW)
-        == events.heartbeat()
-        == []
-    )
+    for late in (events.closed(), events.fail("late"), events.heartbeat()):
+        assert late == []
+    assert events.feed(TextDelta("late"), NOW) == []
     assert out[-1]["response"] == events.response
     return read_sse(sse(out))
 
@@ -148,28 +137,14 @@ streams = st.lists(
         calls,
         calls,
         st.builds(UsageReport, st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(0, 9)),
-        st.sampled_from(
-            [
-                EmptyRecord(),
-                PromptReport(1, 2, 0),
-                Finish("stop"),
-                Finish("length"),
-                Finish("tool_calls"),
-            ]
-        ),
+        st.sampled_from([EmptyRecord(), PromptReport(1, 2, 0)]),
+        st.sampled_from([Finish(reason) for reason in ("stop", "length", "tool_calls")]),
         st.sampled_from([TimingsReport(1, 2, 3, None), HEARTBEAT]),
     ),
     max_size=30,
 )
-endings = st.sampled_from(
-    [
-        (),
-        (Done(),),
-        (ServerError("broken", 500, None),),
-        (Finish("stop"), Done()),
-        (Finish("length"),),
-    ]
-)
+ENDINGS: list[tuple[StreamEvent, ...]] = [(), (Done(),), (ServerError("broken", 500, None),)]
+endings = st.sampled_from([*ENDINGS, (Finish("stop"), Done()), (Finish("length"),)])
 
 
 @settings(max_examples=150)
@@ -191,9 +166,8 @@ def test_any_stream_is_valid_with_heartbeats(
     )
 )
 def test_no_text_is_lost_or_made_up(said: list[StreamEvent]) -> None:
-    shown_text = [
-        item[1] for item in shown(response_of(*said, Finish("stop"))) if item[0] == "message"
-    ]
+    items = shown(response_of(*said, Finish("stop")))
+    shown_text = [text for kind, text in items if kind == "message"]
     assert "".join(shown_text) == "".join(one.text for one in said if isinstance(one, TextDelta))
 
 
@@ -368,18 +342,12 @@ def test_two_seconds_are_left_after_a_finish_reason(now: float, over: bool) -> N
 
 
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edit."}
-MCP = {
-    "type": "namespace",
-    "name": "mcp__dict",
-    "description": "d",
-    "tools": [{**TOOL, "name": "lookup"}, CUSTOM],
-}
-SEARCH = {
-    "type": "tool_search",
-    "execution": "client",
-    "description": "d",
-    "parameters": TOOL["parameters"],
-}
+MCP = {"type": "namespace", "name": "mcp__dict", "description": "d"}
+MCP["tools"] = [{**TOOL, "name": "lookup"}, CUSTOM]
+SEARCH = {"type": "tool_search", "execution": "client", "description": "d"}
+SEARCH["parameters"] = TOOL["parameters"]
+CALL = {"type": "function_call"}
+PATCHED = {"name": "apply_patch", "input": "+a\n"}
 SEARCH_CALL = {"type": "tool_search_call", "execution": "client"}
 TEXT = '{"input": "+a\\n"}'
 
@@ -387,19 +355,11 @@ TEXT = '{"input": "+a\\n"}'
 @pytest.mark.parametrize(
     ("name", "arguments", "shown_as"),
     [
-        ("f", TEXT, {"type": "function_call", "name": "f", "namespace": None, "arguments": TEXT}),
-        (
-            "mcp__dict__lookup",
-            TEXT,
-            {"type": "function_call", "name": "lookup", "namespace": "mcp__dict"},
-        ),
-        ("lookup", TEXT, {"type": "function_call", "name": "lookup", "namespace": None}),
-        ("apply_patch", TEXT, {"type": "custom_tool_call", "namespace": None, "input": "+a\n"}),
-        (
-            "mcp__dict__apply_patch",
-            TEXT,
-            {"name": "apply_patch", "namespace": "mcp__dict", "input": "+a\n"},
-        ),
+        ("f", TEXT, {**CALL, "name": "f", "namespace": None, "arguments": TEXT}),
+        ("mcp__dict__lookup", TEXT, {**CALL, "name": "lookup", "namespace": "mcp__dict"}),
+        ("lookup", TEXT, {**CALL, "name": "lookup", "namespace": None}),
+        ("apply_patch", TEXT, {"type": "custom_tool_call", "namespace": None, **PATCHED}),
+        ("mcp__dict__apply_patch", TEXT, {"namespace": "mcp__dict", **PATCHED}),
         ("apply_patch", '{"input": ""}', {"input": ""}),
         ("apply_patch", "{}", {"input": "{}"}),
         ("apply_patch", '{"input": 3}', {"input": '{"input": 3}'}),
@@ -417,9 +377,8 @@ def test_calls_come_back_in_the_clients_form(
         Finish("tool_calls"),
         Done(),
     ]
-    (item,) = response_of(*said, body={"input": "a", "tools": [TOOL, CUSTOM, MCP, SEARCH]})[
-        "output"
-    ]
+    tools = [TOOL, CUSTOM, MCP, SEARCH]
+    (item,) = response_of(*said, body={"input": "a", "tools": tools})["output"]
     assert {key: item.get(key) for key in shown_as} == shown_as
 
 

@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.api import conversation
-from llama_worker.responses.api.conversation import (
-    LateRole,
-    late_role_of,
-    seal,
-    unseal,
-)
+from llama_worker.responses.api.conversation import LateRole, late_role_of, seal, unseal
 from llama_worker.responses.api.request import (
     ENCRYPTED_REASONING,
     ChatRequest,
@@ -42,6 +37,7 @@ SUB = {
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ALLOWED = {"type": "allowed_tools"}
+FILE = {"type": "input_file", "file_id": "f"}
 ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
 
 
@@ -94,37 +90,22 @@ def test_text_alone_is_a_string(content: Any, sent: Any) -> None:
 
 
 def test_leading_system_and_developer_messages_become_one() -> None:
-    found = messages(
-        {"role": "developer", "content": "B"},
-        {"role": "system", "content": "C"},
-        USER,
-        instructions="A",
-    )
+    late = [{"role": "developer", "content": "B"}, {"role": "system", "content": "C"}]
+    found = messages(*late, USER, instructions="A")
     assert found == [{"role": "system", "content": "A\n\nB\n\nC"}, USER]
 
 
 @pytest.mark.parametrize("late_role", ["user", "system"])
 def test_a_late_developer_message_stays_in_its_place(late_role: LateRole) -> None:
     found = messages(USER, SAID, POLICY, USER, instructions="A", late_role=late_role)
-    assert found == [
-        {"role": "system", "content": "A"},
-        USER,
-        SAID,
-        {**POLICY, "role": late_role},
-        USER,
-    ]
+    late = {**POLICY, "role": late_role}
+    assert found == [{"role": "system", "content": "A"}, USER, SAID, late, USER]
 
 
 def test_instructions_never_split_a_call_and_its_result() -> None:
     found = messages(USER, call("x"), call("y"), POLICY, output("x"), output("y"), SAID)
-    assert [message["role"] for message in found] == [
-        "user",
-        "assistant",
-        "tool",
-        "tool",
-        "user",
-        "assistant",
-    ]
+    roles = "user assistant tool tool user assistant"
+    assert [message["role"] for message in found] == roles.split()
 
 
 PROBED = [message["content"] for message in conversation.TEMPLATE_PROBE["messages"]]
@@ -160,9 +141,7 @@ TURNS: list[list[dict[str, Any]]] = [  # what the model says, then what is new f
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(TURNS), min_size=1, max_size=5))
-def test_each_turn_extends_the_one_before(
-    turns: list[list[dict[str, Any]]],
-) -> None:
+def test_each_turn_extends_the_one_before(turns: list[list[dict[str, Any]]]) -> None:
     items = [USER]
     for turn in turns:
         before = messages(*items, instructions="A")
@@ -171,11 +150,8 @@ def test_each_turn_extends_the_one_before(
 
 
 def test_an_assistant_turn_becomes_one_message() -> None:
-    said = {
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "output_text", "text": "I add."}],
-    }
+    words = [{"type": "output_text", "text": "I add."}]
+    said = {"type": "message", "role": "assistant", "content": words}
     both = [
         call("call_a", '{"a": 1}'),
         call("call_b"),
@@ -183,12 +159,8 @@ def test_an_assistant_turn_becomes_one_message() -> None:
         output("call_b", text_parts("4", "5")),
     ]
     calls = [
-        {
-            "id": "c00000001",
-            "type": "function",
-            "function": {"name": "add", "arguments": '{"a": 1}'},
-        },
-        {"id": "c00000002", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+        {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}}
+        for call_id, arguments in (("c00000001", '{"a": 1}'), ("c00000002", "{}"))
     ]
     assert messages(USER, THOUGHT, said, *both, SAID, SAID) == [
         USER,
@@ -230,7 +202,7 @@ def test_arguments_in_history_are_json_objects(arguments: str, sent: str) -> Non
         ({"n": 1}, '{"n": 1}'),
         ([1, 2], "[1, 2]"),
         (4, "4"),
-        ([{"type": "input_file", "file_id": "f"}], '[{"type": "input_file", "file_id": "f"}]'),
+        ([FILE], '[{"type": "input_file", "file_id": "f"}]'),
         (
             [{"type": "input_image", "image_url": PNG}],
             [{"type": "image_url", "image_url": {"url": PNG}}],
@@ -241,18 +213,14 @@ def test_any_value_is_a_function_output(value: Any, sent: Any) -> None:
     assert messages(output("x", value)) == [{"role": "tool", "tool_call_id": "x", "content": sent}]
 
 
+BOTH = {"content": [{"text": "c"}], "summary": [{"text": "s"}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "restored"),
     [
         ({"encrypted_content": seal("sealed"), "content": [{"text": "c"}]}, "sealed"),
-        (
-            {
-                "encrypted_content": "of somebody else",
-                "content": [{"text": "c"}],
-                "summary": [{"text": "s"}],
-            },
-            "c",
-        ),
+        ({"encrypted_content": "of somebody else", **BOTH}, "c"),
         ({"content": [], "summary": [{"text": "s"}, {"text": "t"}]}, "s\n\nt"),
         ({"content": None, "summary": [{"text": "s"}]}, "s"),
         ({}, None),
@@ -299,20 +267,25 @@ def test_images_beside_a_users_are_ignored_with_a_warning(role: str) -> None:
     assert normalise({"input": [{"role": "user", "content": content}]}).warnings == ()
 
 
+NO_IMAGE = {"type": "input_image", "file_id": "f"}
+NO_SCHEMA = {"type": "json_schema", "name": "x"}
+ODD_CHOICES: list[Any] = [
+    "maybe",
+    {"type": "function", "name": "sub"},
+    {"type": "function", "name": {"a": 1}},
+    {**ALLOWED, "tools": [{"name": []}]},
+]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "input"),
         *(({"input": given}, "input") for given in (None, [], 3, [3])),
         ({"input": [{"role": "wizard", "content": "a"}]}, "input"),
-        ({"input": [{"role": "user", "content": 3}]}, "input"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
-            "input",
-        ),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
-            "input",
+        *(
+            ({"input": [{"role": "user", "content": odd}]}, "input")
+            for odd in (3, [FILE], [NO_IMAGE])
         ),
         ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
@@ -325,24 +298,12 @@ def test_images_beside_a_users_are_ignored_with_a_warning(role: str) -> None:
         ({"input": [{"type": "additional_tools", "tools": 3}]}, "tools"),
         ({"input": [{"type": "custom_tool_call", "call_id": "x", "name": "p"}]}, "input"),
         ({"input": [{"type": "custom_tool_call_output", "output": "x"}]}, "input"),
-        ({"input": "a", "tools": [ADD], "tool_choice": "maybe"}, "tool_choice"),
-        (
-            {"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}},
-            "tool_choice",
-        ),
-        (
-            {"input": "a", "tools": [ADD], "tool_choice": {"type": "function", "name": {"a": 1}}},
-            "tool_choice",
-        ),
-        (
-            {"input": "a", "tools": [ADD], "tool_choice": {**ALLOWED, "tools": [{"name": []}]}},
-            "tool_choice",
+        *(
+            ({"input": "a", "tools": [ADD], "tool_choice": odd}, "tool_choice")
+            for odd in ODD_CHOICES
         ),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
-        (
-            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}},
-            "text.format.schema",
-        ),
+        ({"input": "a", "text": {"format": NO_SCHEMA}}, "text.format.schema"),
     ],
 )
 def test_malformed_requests_are_refused_and_say_where(body: dict[str, Any], param: str) -> None:
@@ -379,34 +340,16 @@ def test_what_neither_api_knows_passes_through() -> None:
 
 
 def test_every_null_field_is_as_if_absent() -> None:
-    names = [
-        "instructions",
-        "tools",
-        "tool_choice",
-        "text",
-        "reasoning",
-        "metadata",
-        "include",
-        "store",
-        "stream",
-        "previous_response_id",
-        "max_output_tokens",
-        "parallel_tool_calls",
-        "temperature",
-        "user",
-        "top_k",
-        "grammar",
-    ]
-    assert normalise({"input": "a", **dict.fromkeys(names)}) == normalise({"input": "a"})
+    names = (
+        "instructions tools tool_choice text reasoning metadata include store stream "
+        "previous_response_id max_output_tokens parallel_tool_calls temperature user top_k grammar"
+    )
+    assert normalise({"input": "a", **dict.fromkeys(names.split())}) == normalise({"input": "a"})
 
 
 def test_differing_names_are_translated() -> None:
-    body = {
-        "input": "a",
-        "stream": False,
-        "stream_options": {"include_obfuscation": False},
-        "max_output_tokens": 7,
-    }
+    options = {"stream": False, "stream_options": {"include_obfuscation": False}}
+    body = {"input": "a", "max_output_tokens": 7, **options}
     sent = normalise(body).body
     assert (sent["stream"], sent["stream_options"]) == (True, {"include_usage": True})
     assert sent["max_tokens"] == 7
@@ -443,22 +386,13 @@ def test_text_format(form: dict[str, Any], sent: Any) -> None:
 
 
 def test_a_tool_has_the_chat_completions_form() -> None:
-    function = {
-        "name": "sub",
-        "description": "minus",
-        "parameters": {"type": "object", "properties": {}},
-    }
-    assert normalise({"input": "a", "tools": [SUB]}).body["tools"] == [
-        {"type": "function", "function": function}
-    ]
+    sent = {"name": "sub", "description": "minus", "parameters": ADD["parameters"]}
+    found = normalise({"input": "a", "tools": [SUB]}).body["tools"]
+    assert found == [{"type": "function", "function": sent}]
 
 
-MCP = {
-    "type": "namespace",
-    "name": "mcp__dict",
-    "description": "Words.",
-    "tools": [{**ADD, "name": "lookup"}],
-}
+LOOKUP_TOOLS = [{**ADD, "name": "lookup"}]
+MCP = {"type": "namespace", "name": "mcp__dict", "description": "Words.", "tools": LOOKUP_TOOLS}
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": GRAMMAR}
 
@@ -553,25 +487,18 @@ def test_calls_in_history_keep_the_models_names(tools: list[Any]) -> None:
 
 
 def test_found_tools_are_offered_to_the_model() -> None:
+    client: Any = {"execution": "client"}
+    about: Any = {"call_id": "x", **client}
     items = [
         USER,
-        {
-            "type": "tool_search_call",
-            "call_id": "x",
-            "execution": "client",
-            "arguments": {"query": "words"},
-        },
-        {"type": "tool_search_output", "call_id": "x", "execution": "client", "tools": [MCP]},
+        {"type": "tool_search_call", "arguments": {"query": "words"}, **about},
+        {"type": "tool_search_output", "tools": [MCP], **about},
     ]
-    request = normalise(
-        {"input": items, "tools": [ADD, {"type": "tool_search", "execution": "client"}]}
-    )
+    request = normalise({"input": items, "tools": [ADD, {"type": "tool_search", **client}]})
     assert list(offered(request)) == ["add", "tool_search", "mcp__dict__lookup"]
     _, asked, found = request.body["messages"]
-    assert asked["tool_calls"][0]["function"] == {
-        "name": "tool_search",
-        "arguments": '{"query": "words"}',
-    }
+    sent = {"name": "tool_search", "arguments": '{"query": "words"}'}
+    assert asked["tool_calls"][0]["function"] == sent
     assert found["content"] == "These tools can be called now: mcp__dict__lookup"
 
 
@@ -589,13 +516,8 @@ def test_reasoning_without_state_is_sealed(fields: dict[str, Any], sealed: bool)
 
 
 def test_built_in_tools_are_ignored_with_a_warning() -> None:
-    request = normalise(
-        {
-            "input": "a",
-            "tools": [{"type": "web_search"}, {"type": "mcp"}],
-            "tool_choice": "required",
-        }
-    )
+    tools = [{"type": "web_search"}, {"type": "mcp"}]
+    request = normalise({"input": "a", "tools": tools, "tool_choice": "required"})
     assert not {"tools", "tool_choice"} & request.body.keys()
     assert request.echo["tools"] == []
     assert len(request.warnings) == 3

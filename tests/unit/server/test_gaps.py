@@ -29,23 +29,10 @@ def test_what_comes_late_shows_lost_time(now: float, lost_s: float) -> None:
 
 def test_lost_time_is_what_lies_behind_the_instant() -> None:
     gaps = NO_GAPS.with_gap(20.0, 5.0).with_gap(100.0, 10.0)
-    assert [gaps.lost_s(since) for since in (0.0, 15.0, 17.0, 20.0, 50.0, 95.0, 100.0)] == [
-        15,
-        15,
-        13,
-        10,
-        10,
-        5,
-        0,
-    ]
-    assert [gaps.lost_s(17.0, until) for until in (10.0, 17.0, 19.0, 20.0, 90.0, 91.0)] == [
-        0,
-        0,
-        2,
-        3,
-        3,
-        4,
-    ]
+    since = {0.0: 15, 15.0: 15, 17.0: 13, 20.0: 10, 50.0: 10, 95.0: 5, 100.0: 0}
+    until = {10.0: 0, 17.0: 0, 19.0: 2, 20.0: 3, 90.0: 3, 91.0: 4}
+    assert {begin: gaps.lost_s(begin) for begin in since} == since
+    assert {end: gaps.lost_s(17.0, end) for end in until} == until
 
 
 @pytest.mark.parametrize(

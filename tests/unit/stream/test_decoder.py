@@ -48,27 +48,35 @@ def call(**fields: Any) -> dict[str, Any]:
     return chunk({"tool_calls": [fields]})
 
 
-TIMINGS = {
-    "cache_n": 3,
-    "prompt_n": 1,
-    "prompt_ms": 4.5,
-    "predicted_n": 8,
-    "predicted_per_second": 40,
-}
+def usage(**fields: Any) -> dict[str, Any]:
+    return {"usage": fields}
+
+
+TIMINGS = {"cache_n": 3, "prompt_n": 1, "prompt_ms": 4.5}
+TIMINGS |= {"predicted_n": 8, "predicted_per_second": 40}
 PROGRESS = {"total": 9, "cache": 2, "processed": 5, "time_ms": 7}
 CONTEXT: ContextUse = {"n_prompt_tokens": 5000, "n_ctx": 4096}
 NO_TIMINGS = TimingsReport(cache_n=None, prompt_n=None, predicted_n=None, predicted_per_second=None)
 TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": "{"}}
+MESSAGE = {"content": None, "tool_calls": [TOOL]}
+EMPTY, DECODED = {"name": "", "arguments": ""}, {"name": "f", "arguments": {"é": [1]}}
+CACHED = {"cached_tokens": 3}
+SAYS_NOTHING = [
+    *(
+        chunk(delta)
+        for delta in ({"content": ""}, {"content": 3}, {"reasoning": "", "refusal": None})
+    ),
+    chunk({}, ""),
+    {"id": 1},
+    {"id": "7", "created": 9, "model": "m", "choices": []},
+]
 
 
 @pytest.mark.parametrize(
     ("value", "events"),
     [
         (chunk({"content": " word"}), [TextDelta(" word")]),
-        *(
-            (nothing, [EmptyRecord()])
-            for nothing in (chunk({"content": ""}), chunk({"content": 3}), chunk({}, ""), {"id": 1})
-        ),
+        *((nothing, [EmptyRecord()]) for nothing in SAYS_NOTHING),
         (
             chunk({"content": [{"type": "text", "text": "a"}, {"text": "b"}, {"image": 1}, 5]}),
             [TextDelta("ab")],
@@ -85,14 +93,6 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
             {"choices": [{"index": 1, "delta": {"content": "x"}}, {"delta": {"content": "y"}}]},
             [TextDelta("y")],
         ),
-        # what has no name here
-        *(
-            (nothing, [EmptyRecord()])
-            for nothing in (
-                {"id": "7", "created": 9, "model": "m", "choices": []},
-                chunk({"reasoning": "", "refusal": None}),
-            )
-        ),
         (chunk({"content": "x", "reasoning": "word 7"}), [TextDelta("x")]),
         # tool calls
         (chunk({"tool_calls": [TOOL]}), [ToolCallDelta(0, "c1", "add", "{")]),
@@ -101,34 +101,18 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
             call(index=0, function={"id": "c1", "name": "add"}),
             [ToolCallDelta(0, "c1", "add", None)],
         ),
-        (
-            call(index=0, id="", function={"name": "", "arguments": ""}),
-            [ToolCallDelta(0, None, None, "")],
-        ),
-        (
-            call(function={"name": "f", "arguments": {"é": [1]}}),
-            [ToolCallDelta(0, None, "f", '{"é": [1]}')],
-        ),
+        (call(index=0, id="", function=EMPTY), [ToolCallDelta(0, None, None, "")]),
+        (call(function=DECODED), [ToolCallDelta(0, None, "f", '{"é": [1]}')]),
         (call(index="0", id=5, function=None), [ToolCallDelta(0, None, None, None)]),
         (
             chunk({"tool_calls": [{"function": {"name": "f"}}, "x", {"function": {"name": "g"}}]}),
             [ToolCallDelta(0, None, "f", None), ToolCallDelta(2, None, "g", None)],
         ),
         (
-            {
-                "choices": [
-                    {
-                        "message": {"content": None, "tool_calls": [TOOL]},
-                        "finish_reason": "tool_calls",
-                    }
-                ]
-            },
+            {"choices": [{"message": MESSAGE, "finish_reason": "tool_calls"}]},
             [ToolCallDelta(0, "c1", "add", "{"), Finish("tool_calls")],
         ),
-        (
-            {"choices": [{"delta": {}, "message": {"tool_calls": [TOOL]}}]},
-            [ToolCallDelta(0, "c1", "add", "{")],
-        ),
+        ({"choices": [{"delta": {}, "message": MESSAGE}]}, [ToolCallDelta(0, "c1", "add", "{")]),
         # progress, usage and timings
         (
             chunk({"role": "assistant"}, prompt_progress=PROGRESS),
@@ -136,18 +120,9 @@ TOOL = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", 
         ),
         ({"prompt_progress": {"total": 9, "processed": 5}}, [PromptReport(5, 9, 0)]),
         ({"prompt_progress": {"total": None, "processed": 5}}, [EmptyRecord()]),
-        (
-            {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}},
-            [UsageReport(4, 2, None)],
-        ),
-        (
-            {"usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}},
-            [UsageReport(4, 0, 3)],
-        ),
-        (
-            {"usage": {"prompt_tokens_details": None, "completion_tokens": True}},
-            [UsageReport(0, 0, None)],
-        ),
+        ({"choices": [], **usage(prompt_tokens=4, completion_tokens=2)}, [UsageReport(4, 2, None)]),
+        (usage(prompt_tokens=4, prompt_tokens_details=CACHED), [UsageReport(4, 0, 3)]),
+        (usage(prompt_tokens_details=None, completion_tokens=True), [UsageReport(0, 0, None)]),
         (
             {"usage": {"prompt_tokens": 1 << 63, "completion_tokens": (1 << 63) - 1}},
             [UsageReport(0, (1 << 63) - 1, None)],
@@ -164,25 +139,13 @@ def test_a_chunk_becomes_events(value: Any, events: list[StreamEvent]) -> None:
 
 def test_the_events_of_one_chunk_come_in_their_order() -> None:
     delta = {"tool_calls": [TOOL], "content": "x", "reasoning_content": "hm"}
-    full = chunk(
-        delta,
-        "stop",
-        error="bad",
-        timings=TIMINGS,
-        usage={"prompt_tokens": 1},
-        prompt_progress=PROGRESS,
+    beside = {"timings": TIMINGS, "usage": {"prompt_tokens": 1}, "prompt_progress": PROGRESS}
+    full = chunk(delta, "stop", error="bad", **beside)
+    kinds = (
+        *(PromptReport, ReasoningDelta, TextDelta, ToolCallDelta),
+        *(Finish, UsageReport, TimingsReport, ServerError),
     )
-    kinds = [
-        PromptReport,
-        ReasoningDelta,
-        TextDelta,
-        ToolCallDelta,
-        Finish,
-        UsageReport,
-        TimingsReport,
-        ServerError,
-    ]
-    assert [type(event) for event in decode(full)] == kinds
+    assert tuple(type(event) for event in decode(full)) == kinds
 
 
 @pytest.mark.parametrize("is_error", [False, True])
@@ -231,32 +194,15 @@ def test_unknown_content_is_told_apart() -> None:
 
 
 NAMES = (
-    *(
-        "choices",
-        "delta",
-        "message",
-        "content",
-        "reasoning_content",
-        "role",
-        "tool_calls",
-        "function",
-    ),
-    *(
-        "arguments",
-        "id",
-        "index",
-        "name",
-        "text",
-        "finish_reason",
-        "usage",
-        "prompt_tokens_details",
-    ),
-    *("timings", "prompt_progress", "total", "processed", "error"),
+    "choices delta message content reasoning_content role tool_calls function arguments id index "
+    "name text finish_reason usage prompt_tokens_details timings prompt_progress total processed "
+    "error"
 )
 JSON = st.recursive(
     st.sampled_from([None, True, False, 0, 1, -3, 2.5, float("inf"), "", "x", "7"]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(NAMES.split()), inner, max_size=4)
     ),
     max_leaves=12,
 )
@@ -338,10 +284,8 @@ def test_nesting_of_any_depth_raises_nothing(form: str) -> None:
 
 
 def test_deltas_in_a_row_are_one_event() -> None:
-    text, thoughts = (
-        [{"content": "a"}, {"content": "b"}],
-        [{"reasoning_content": "c"}, {"reasoning_content": "d"}],
-    )
+    text = [{"content": "a"}, {"content": "b"}]
+    thoughts = [{"reasoning_content": "c"}, {"reasoning_content": "d"}]
     said = records(*map(chunk, [*text, *thoughts, {"content": "e"}]))
     assert StreamDecoder().feed(said) == [
         TextDelta("ab", 2),
