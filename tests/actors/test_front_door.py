@@ -200,7 +200,7 @@ def test_a_follow_up_repeats_the_conversation_to_the_letter(make_worker: MakeWor
         params={"scripted_reply": steps_json(turns)},
     ).get(timeout=WAIT_S)
     assert [message["role"] for message in first["conversation"]] == [
-        *("user", "assistant", "tool", "assistant"),
+        *("user", "assistant", "tool", "assistant")
     ]
     assert first["conversation"][-1] == {
         "role": "assistant",
@@ -228,9 +228,7 @@ def test_what_came_before_a_failure_is_in_the_conversation(rig: Rig) -> None:
 # ---------------------------------------------------------------- does it fit
 
 
-def test_a_prompt_is_counted_as_it_would_be_sent_and_takes_no_slot(
-    make_worker: MakeWorker,
-) -> None:
+def test_a_prompt_is_counted_as_it_would_be_sent_and_takes_no_slot(make_worker: MakeWorker) -> None:
     runner = SimpleNamespace(run_tool=lambda **call: None)
     rig = make_worker(normal_tools=[SEARCH], tool_runner=runner)
     busy = rig.submit(Headers(), WaitClose())

@@ -34,10 +34,7 @@ PROGRESS = {"prompt_progress": {"processed": 5, "total": 9, "cached": 0}}
             {"phase": RequestPhase.GENERATING, "tokens_received": 7},
             Activity("generating: 7 tokens"),
         ),
-        (
-            {"phase": RequestPhase.GENERATING, "tokens_received": 1},
-            Activity("generating: 1 token"),
-        ),
+        ({"phase": RequestPhase.GENERATING, "tokens_received": 1}, Activity("generating: 1 token")),
     ],
 )
 def test_what_a_request_is_doing(status: Any, activity: Activity) -> None:

@@ -189,9 +189,7 @@ def talking(fleet: Fleet) -> tuple[int, dict[str, Any]]:
     return request_id, replica_of(fleet, request_id)
 
 
-def a_worker_that_failed_for_good_is_replaced(
-    stage: Stage,
-) -> None:
+def a_worker_that_failed_for_good_is_replaced(stage: Stage) -> None:
     fleet = stage.fleet
     request_id, replica = talking(fleet)
     os.kill(server_pid(fleet, replica["replica"]), signal.SIGKILL)

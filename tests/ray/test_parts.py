@@ -94,9 +94,7 @@ def test_concurrent_starts_share_the_next_port(scripted_workers: list[ScriptedWo
     assert [len(each.starts) for each in scripted_workers] == [2, 2]
 
 
-def test_a_close_ends_the_search_for_a_port(
-    scripted_workers: list[ScriptedWorker],
-) -> None:
+def test_a_close_ends_the_search_for_a_port(scripted_workers: list[ScriptedWorker]) -> None:
     async def close_while_it_starts() -> None:
         worker = ray_worker()
         starting = asyncio.create_task(worker.start())

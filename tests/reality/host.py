@@ -70,11 +70,7 @@ def worker_config(
     command = llama_server_cmd(
         model, host=HOST, port=port, slots=shape.slots, executable=server, extra_args=words
     )
-    tools: dict[str, Any] = {
-        "normal_tools": [ADD],
-        "exit_tools": [REPORT],
-        "tool_runner": Adder(),
-    }
+    tools: dict[str, Any] = {"normal_tools": [ADD], "exit_tools": [REPORT], "tool_runner": Adder()}
     return WorkerConfig(
         "reality",
         HOST,

@@ -195,10 +195,6 @@ SITUATIONS = (
     ),
     Situation(
         "SIGTERM, and the client closes",
-        (
-            Ask("a", 160),
-            Terminate(After("a", "report", 2)),
-            Close("a", After("server", "SIGTERM")),
-        ),
+        (Ask("a", 160), Terminate(After("a", "report", 2)), Close("a", After("server", "SIGTERM"))),
     ),
 )

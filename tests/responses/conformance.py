@@ -55,8 +55,7 @@ CAPABLE = Script(
     replies=[
         ScriptedReply(
             plain_reply(
-                ToolCall(name="get_weather", arguments={"place": "Oslo"}),
-                reason="tool_calls",
+                ToolCall(name="get_weather", arguments={"place": "Oslo"}), reason="tool_calls"
             ),
             marker="weather",
             times=None,

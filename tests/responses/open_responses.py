@@ -44,11 +44,7 @@ def one_of(*values: str) -> Schema:
 
 def record(required: Mapping[str, Schema], **optional: Schema) -> Schema:
     """An object; members that the specification does not know are allowed, as it says."""
-    return {
-        "type": "object",
-        "required": list(required),
-        "properties": {**required, **optional},
-    }
+    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
 
 
 def by_type(kinds: Mapping[str, Schema], *unchecked: str) -> Schema:
@@ -98,13 +94,7 @@ ITEM = by_type(
             phase=one_of("commentary", "final_answer"),
         ),
         "function_call": record(
-            {
-                "id": STRING,
-                "call_id": STRING,
-                "name": STRING,
-                "arguments": STRING,
-                "status": STATUS,
-            }
+            {"id": STRING, "call_id": STRING, "name": STRING, "arguments": STRING, "status": STATUS}
         ),
         "function_call_output": record(
             {

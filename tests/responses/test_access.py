@@ -46,9 +46,7 @@ def test_a_foreign_page_gets_nothing_and_moves_nothing(open_to: tuple[Client, li
     assert reached_upstream == []
 
 
-def test_an_allowed_page_gets_its_preflight(
-    open_to: tuple[Client, list[bytes]],
-) -> None:
+def test_an_allowed_page_gets_its_preflight(open_to: tuple[Client, list[bytes]]) -> None:
     client, reached_upstream = open_to
     asks = {
         "Origin": PAGE,

@@ -22,13 +22,7 @@ from llama_worker.responses.generation import ChatExchange, EventSink, ResponseR
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import ReplyFramer
 from llama_worker.responses.http.request_reader import RequestReader
-from llama_worker.responses.messages import (
-    Enter,
-    Leave,
-    ListenerEnded,
-    Remember,
-    StopListening,
-)
+from llama_worker.responses.messages import Enter, Leave, ListenerEnded, Remember, StopListening
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams import leased_exchange

@@ -288,10 +288,7 @@ def reset(server: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("happen", "reason"),
     [
-        (
-            lambda server: server.sendall(b"9\r\ndata: x\n\n\r\n"),
-            RequestFailReason.PROTOCOL_ERROR,
-        ),
+        (lambda server: server.sendall(b"9\r\ndata: x\n\n\r\n"), RequestFailReason.PROTOCOL_ERROR),
         (lambda server: server.sendall(b"not a chunk\r\n"), RequestFailReason.STREAM_DISCONNECTED),
         (reset, RequestFailReason.STREAM_DISCONNECTED),
     ],

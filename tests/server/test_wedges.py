@@ -15,13 +15,7 @@ from typing import Any
 import pytest
 import requests
 
-from llama_worker import (
-    LlamaWorker,
-    RequestFailReason,
-    RequestState,
-    TimeoutProfile,
-    WorkerConfig,
-)
+from llama_worker import LlamaWorker, RequestFailReason, RequestState, TimeoutProfile, WorkerConfig
 from llama_worker.runtime import real
 from llama_worker.server.slots import LOOKS_COUNT
 from tests.conftest import release, trace, wait_traced

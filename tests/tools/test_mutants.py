@@ -59,10 +59,7 @@ def killer(origin: Path, folder: Path, *texts: str) -> str | None:
     [(AT_THE_LIMIT, None), (NEVER, "tests in real time"), (FOR_EVER, mutants.TIMED_OUT)],
 )
 def test_who_kills_a_mutant(
-    texts: tuple[str, str],
-    expected: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    texts: tuple[str, str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mutants, "TEST_LIMIT_S", 5)
     assert killer(repository(tmp_path / "origin"), tmp_path, *texts) == expected

@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.errors import ApiError
-from llama_worker.responses.http.client import (
-    BODY_S,
-    HEAD_S,
-    LINGER_S,
-    SILENT_S,
-    WaitingClients,
-)
+from llama_worker.responses.http.client import BODY_S, HEAD_S, LINGER_S, SILENT_S, WaitingClients
 from llama_worker.responses.http.reply import MalformedReply, ReplyFramer
 from llama_worker.responses.http.request_reader import (
     MAX_HEAD_BYTES,

@@ -282,10 +282,7 @@ def happens(step: Watched, event: str) -> None:
 
 
 STATES = ("idle", "starting", "ready")
-EVENTS = (
-    *("Launch", "StandDown", "adopt", "overdue"),
-    *(outcome.name for outcome in ProbeOutcome),
-)
+EVENTS = (*("Launch", "StandDown", "adopt", "overdue"), *(outcome.name for outcome in ProbeOutcome))
 ROWS = {(before, event): after for before, event, after in table(str(watch.__doc__), "in")}
 
 
