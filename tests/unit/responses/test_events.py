@@ -342,9 +342,9 @@ def test_two_seconds_are_left_after_a_finish_reason(now: float, over: bool) -> N
 
 
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edit."}
-MCP = {"type": "namespace", "name": "mcp__dict", "description": "d"}
+MCP: dict[str, Any] = {"type": "namespace", "name": "mcp__dict", "description": "d"}
 MCP["tools"] = [{**TOOL, "name": "lookup"}, CUSTOM]
-SEARCH = {"type": "tool_search", "execution": "client", "description": "d"}
+SEARCH: dict[str, Any] = {"type": "tool_search", "execution": "client", "description": "d"}
 SEARCH["parameters"] = TOOL["parameters"]
 CALL = {"type": "function_call"}
 PATCHED = {"name": "apply_patch", "input": "+a\n"}
