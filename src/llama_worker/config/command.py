@@ -80,9 +80,9 @@ def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[s
     words: list[str] = []
     for word in server_cmd:
         flag, equals, _ = word.partition("=")
-        if words and words[-1] in _SECRET_FLAGS:
+        if words and flag_of(words[-1]) in _SECRET_FLAGS:
             words.append(MASK)
-        elif equals and flag in _SECRET_FLAGS:
+        elif equals and flag_of(flag) in _SECRET_FLAGS:
             words.append(f"{flag}={MASK}")
         else:
             words.append(masked(word, api_key))
@@ -99,10 +99,10 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
     if not may_be_empty and (not value or value[0] == ""):
         raise ConfigError(f"{name} must begin with the executable, not be {shown(value[:1])}")
     for index, word in enumerate(value):
-        secret = index > 0 and value[index - 1] in _SECRET_FLAGS
+        secret = index > 0 and flag_of(value[index - 1]) in _SECRET_FLAGS
         checked_str(f"{name}[{index}]", word, nul=False, secret=secret)
         if parts := _TWO_WORDS.fullmatch(word):
-            option, given = parts[1], MASK if parts[1] in _SECRET_FLAGS else parts[2]
+            option, given = parts[1], MASK if flag_of(parts[1]) in _SECRET_FLAGS else parts[2]
             raise ConfigError(
                 f"{name}[{index}] holds an option and its value, {f'{option} {given}'!r}: split it "
                 f"into two words, {option!r}, {given!r}"
@@ -143,12 +143,15 @@ def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[st
     is none)."""
     values = []
     for index, word in enumerate(command):
-        flag, equals, value = word.partition("=")
-        if flag in flags and equals:
-            values.append((flag, value))
-        elif word in flags:
-            values.append((word, command[index + 1] if index + 1 < len(command) else ""))
+        given, equals, value = word.partition("=")
+        if (flag := flag_of(given)) in flags:
+            values.append((flag, value if equals else "".join(command[index + 1 : index + 2])))
     return values
+
+
+def flag_of(word: str) -> str:
+    """The flag as the server reads it: it takes _ for - in a long one (b11434)."""
+    return word.replace("_", "-") if word.startswith("--") else word
 
 
 def _same_host(given: str, host: str) -> bool:

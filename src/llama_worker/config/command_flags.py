@@ -12,7 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from llama_worker.config.command import BATCH_FLAGS, BATCH_SIZE, SLOT_FLAGS, flag_values
+from llama_worker.config.command import (
+    BATCH_FLAGS,
+    BATCH_SIZE,
+    SLOT_FLAGS,
+    flag_of,
+    flag_values,
+)
 from llama_worker.config.profiles import TimeoutProfile
 
 PROGRAM = "llama-server"
@@ -214,7 +220,7 @@ def _unknown(words: Sequence[str], counts: Mapping[str, int]) -> Iterator[str]:
     at = 0
     while at < len(words):
         word = words[at]
-        flag = word.replace("_", "-") if word.startswith("--") else word  # the server reads both
+        flag = flag_of(word)
         at += 1
         if flag in counts:
             at += counts[flag]
@@ -258,11 +264,8 @@ def _says_slots(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def _names_model(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    by_flag = any(
-        word in _MODEL_FLAGS or word.startswith("--model=") or word.endswith("-default")
-        for word in command
-    )
-    return by_flag or any(env.get(name) for name in _MODEL_VARIABLES)
+    by_flag = flag_values(command, _MODEL_FLAGS) or any(w.endswith("-default") for w in command)
+    return bool(by_flag) or any(env.get(name) for name in _MODEL_VARIABLES)
 
 
 def _timeout_warnings(command: Sequence[str], timeouts: TimeoutProfile) -> Iterator[str]:

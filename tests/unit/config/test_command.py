@@ -124,6 +124,8 @@ def test_a_command_is_built_of_good_values(
         ("--api-key=sesame", None, f"--api-key={MASK}"),
         ("--hf-token sesame", None, f"--hf-token {MASK}"),
         ("-hft sesame", None, f"-hft {MASK}"),
+        ("--hf_token sesame", None, f"--hf_token {MASK}"),  # the server takes both
+        ("--api_key=sesame", None, f"--api_key={MASK}"),
         ("--header Bearer:sesame", "sesame", f"--header Bearer:{MASK}"),
     ],
 )

@@ -132,6 +132,7 @@ def test_a_limit_turned_off_outlasts_any_timeout() -> None:
         (("/opt/llama-server-cuda", "--models-dir", "/models"), {}, True),
         (("nice", "-n", "5", "llama-server"), {}, True),
         (("llama-server", "-hf", "org/model"), {}, False),
+        (("llama-server", "--model_url", "https://org/model"), {}, False),
         (("llama-server", "--gpt-oss-20b-default"), {}, False),
         (("llama-server",), {"LLAMA_ARG_HF_REPO": "org/model"}, False),
         (("./serve.sh",), {}, False),  # it may name one itself
@@ -258,6 +259,7 @@ def test_words_of_another_program_are_not_checked() -> None:
     [
         (("-c", "4096"), "", 2048),
         (("-c", "4096", "--ctx-size", "8192"), "1024", 4096),
+        (("--ctx_size", "8192"), "1024", 4096),
         ((), "1024", 512),
         (("-c", "0"), "", None),  # the model's own
         (("-c", "much"), "", None),

@@ -296,8 +296,9 @@ def test_secrets_show_in_no_repr() -> None:
         {"env": {"HF_TOKEN": "sesame\0"}},
         {"server_cmd": "llama-server --api-key sesame"},
         {"server_cmd": ("llama-server", "--api-key sesame")},
+        {"server_cmd": ("llama-server", "--api_key sesame")},
         {"server_cmd": ("llama-server", "--api-key", b"sesame")},
-        {"server_cmd": ("llama-server", "--api-key", "sesame\0")},
+        {"server_cmd": ("llama-server", "--api_key", "sesame\0")},
         {"server_cmd": (*CMD, "--api-key", "sesame", "--parallel", "7")},
     ],
 )
