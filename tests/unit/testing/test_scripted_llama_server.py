@@ -28,6 +28,8 @@ from llama_worker.testing.scripts import (
     Note,
     Script,
     Step,
+    Text,
+    Tokens,
     WaitClose,
     scripted_server_cmd,
     steps_json,
@@ -127,8 +129,11 @@ def test_endpoints_answer_as_llama_server_does(fake: Fake) -> None:
 
 
 def test_a_mistake_in_a_script_is_loud(fake: Fake) -> None:
-    assert fake.chat({"do": "nonsense"}).status_code == 599
-    assert fake.journal.facts("script_error")
+    refusal = fake.chat({"do": "nonsense"})
+    assert refusal.status_code == 599
+    assert "script error: KeyError('nonsense')" in refusal.text
+    assert "script error: TypeError" in fake.chat(Text("a"), Tokens("3")).text  # type: ignore[arg-type]
+    assert len(fake.journal.facts("script_error")) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import NoReturn
 
-from .steps import HttpError, Text, last_prompt, message_text, plain_reply
+from .steps import ErrorData, HttpError, Text, last_prompt, message_text, plain_reply
 from .stream import ClientGone, EndReply, ReplyStream, work
 from .wire import JSON_TYPE, JournalWriter, Json, error_body, head, hung_up, read_request, write_all
 
@@ -359,10 +360,12 @@ class Server:
             return "client_closed"
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             # A mistake in the script: loud on every channel, so that no test passes by accident.
-            self.log(f"fake script error: {error!r}")
+            said = f"fake script error: {error!r}"
+            self.log(said)
             self.journal.note("script_error", n=stream.number, error=repr(error))
-            if not stream.headers_sent:
-                stream.wire(b"HTTP/1.1 599 Fake script error\r\nContent-Length: 0\r\n\r\n")
+            with suppress(EndReply, ClientGone):
+                stream.run([(ErrorData if stream.headers_sent else HttpError)(599, said)])
+                stream.finish()
             return "script_error"
         return "complete"
 
