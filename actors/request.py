@@ -116,7 +116,7 @@ class RequestActor(Child[RequestMessage]):
         if self._request is not None:
             now, reason = self._runtime.now(), RequestFailReason.UNKNOWN_ERROR
             for effect in self._request.fail(reason, detail, now):
-                if isinstance(effect, messages.RequestEnded):
+                if isinstance(effect, messages.SignalEmitted | messages.RequestEnded):
                     self._worker.tell(effect)
 
     def _begin(self, order: messages.Begin) -> None:

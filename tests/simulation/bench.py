@@ -90,7 +90,7 @@ FAST = Build(
 )
 
 
-def quiet_bench(build: Build = FAST, slots: int = 2) -> Bench:
+def quiet_bench(build: Build = FAST, slots: int = 2, **config: Any) -> Bench:
     """One on which every thread runs at once and every timer is on time."""
     dice = Dice(1)
     return Bench(
@@ -102,4 +102,5 @@ def quiet_bench(build: Build = FAST, slots: int = 2) -> Bench:
         for_runtime=dice.fork(),
         slots=slots,
         timeouts=TimeoutProfile(),
+        **config,
     )

@@ -19,6 +19,7 @@ from tests.simulation.bench import Bench, quiet_bench
 from tests.simulation.runtime import SimServerProcess
 from tests.simulation.scheduler import SimulatedActor
 from tests.simulation.server import Reply
+from tests.simulation.world import TOOL
 
 FOUND_S = EVERY_S + ANSWER_S + 5.0
 RESTARTED_S = 30.0
@@ -105,6 +106,33 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
         assert scheduler.run_until(answer.done, scheduler.now + RESTARTED_S)
         scheduler.run_for(5.0)
         assert not posted
+
+
+def test_a_signal_of_a_request_that_is_given_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    bench = quiet_bench(
+        exit_tools=(TOOL,), on_signal=lambda signal, **_: heard.append(signal["tool_name"])
+    )
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: Reply(
+        key="r", prompt_tokens=10, reasoning_tokens=0, text_tokens=5, step_tokens=1, calls_tool=True
+    )
+    whole = Request._step
+
+    def step(request: Request, message: RequestInput, now: float) -> Sequence[Effect]:
+        effects = whole(request, message, now)
+        if request.status()["signals"]:
+            stuck = actor_of(bench, "request[0]").actor
+            assert isinstance(stuck, RequestActor)
+            stuck.give_up("before it can tell")
+        return effects
+
+    with bench.ready():
+        monkeypatch.setattr(Request, "_step", step)
+        answer = worker.ask("a question")
+        assert scheduler.run_until(answer.done, scheduler.now + RESTARTED_S)
+        scheduler.run_for(1.0)
+        assert heard == ["search"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
