@@ -26,7 +26,7 @@ def stream(
     (`break`, a cancelled task) leaves the request running. A request that has ended already gives
     one chunk.
 
-    Raises LookupError if the id is unknown, or the result was taken in the meantime;
+    Raises LookupError if the id is unknown, or the result was taken or has expired;
     WorkerClosed after `close`.
     """
     checked_seconds("poll_interval_s", poll_interval_s, above=0)

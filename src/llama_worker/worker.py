@@ -58,7 +58,7 @@ F = TypeVar("F", bound=WorkerFuture[Any])
 
 def no_such_request(request_id: int) -> str:
     """The text of a LookupError."""
-    return f"no request {request_id}: the id is unknown, or its result and output were taken"
+    return f"no request {request_id}: the id is unknown, or its result was taken or has expired"
 
 
 class LlamaWorker(Startable):
@@ -342,7 +342,7 @@ class LlamaWorker(Startable):
                 again; None: never.
 
         Raises:
-            LookupError: the id is unknown, or the result was taken in the meantime.
+            LookupError: the id is unknown, or the result was taken, or has expired, meanwhile.
             WorkerClosed: after `close`.
         """
         self._backend.check_open()

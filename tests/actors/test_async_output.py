@@ -91,7 +91,7 @@ def test_a_result_taken_meanwhile_is_a_lookup_error(rig: Rig, gate: Path) -> Non
         gate.touch()
         assert (await rig.worker.result(request_id))["ok"]
 
-    with pytest.raises(LookupError, match="taken"):
+    with pytest.raises(LookupError, match="taken or has expired"):
         run_async(first_then(rig, request_id, take))
 
 
