@@ -10,7 +10,6 @@ and the store of responses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
@@ -18,28 +17,26 @@ from llama_worker.actors.base import LiveSet, Ref, SupervisedActor, message_type
 from llama_worker.mailbox import Reply
 from llama_worker.responses import messages
 from llama_worker.responses.api.store import ResponseStore
+from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig
+from llama_worker.responses.exchange import Upstream
 from llama_worker.responses.http.listener import SocketListener
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.real import RealHost
 
 _logger = logging.getLogger("llama_worker.responses")
-MakeListener = Callable[[ResponsesProxyConfig, Ref[messages.ProxyMessage]], SocketListener]
 
 
 class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
-    """Owns what outlives a request. `make_listener` binds the port and raises OSError where it
-    cannot; called on a thread."""
+    """Owns what outlives a request to `upstream`, and the listener that takes them."""
 
     role = "responses-proxy"
     accepts = message_types(messages.ProxyMessage)
 
-    def __init__(
-        self, live: LiveSet, config: ResponsesProxyConfig, make_listener: MakeListener
-    ) -> None:
+    def __init__(self, live: LiveSet, config: ResponsesProxyConfig, upstream: Upstream) -> None:
         super().__init__(live, RealHost())
         self._config = config
-        self._make_listener = make_listener
+        self._upstream = upstream
         self._store = ResponseStore(
             max_count=config.max_responses, max_bytes=config.max_stored_bytes
         )
@@ -98,7 +95,8 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
     def _listen(self, me: Ref[messages.ProxyMessage]) -> None:
         """The listener's thread; those that it starts are daemons like itself."""
         try:
-            listener = self._make_listener(self._config, me)
+            app = ResponsesApp(self._config, me, self._upstream)
+            listener = SocketListener(self._config, app.serve)  # which binds the port
             if not me.tell(messages.Listening(listener=listener)):
                 listener.stop()
             listener.serve()

@@ -14,10 +14,8 @@ from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
 from llama_worker.errors import ConfigError
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.actor import ResponsesProxyActor
-from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.exchange import Upstream
-from llama_worker.responses.http.listener import SocketListener
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.session import Endpoint
@@ -81,11 +79,7 @@ class ResponsesProxy(Startable):
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any]
         try:
-            self.actor_ref = ResponsesProxyActor.start(
-                self._live,
-                config,
-                lambda config, me: SocketListener(config, ResponsesApp(config, me, upstream).serve),
-            )
+            self.actor_ref = ResponsesProxyActor.start(self._live, config, upstream)
         except RuntimeError:  # no thread is left; nobody gets this object, and can close it
             if self._upstream is not None:
                 self._upstream.stop()
