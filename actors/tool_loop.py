@@ -16,7 +16,7 @@ from llama_worker.runtime.ports import ToolThread
 
 
 class ToolLoopActor(Child[ToolMessage]):
-    """Starts the threads. What still runs when this actor ends is nobody's any more."""
+    """Starts the threads. Nobody waits for those that still run when this actor ends."""
 
     role = "tool_loop"
     accepts = message_types(ToolMessage)

@@ -1,5 +1,5 @@
-"""UpstreamActor: watches the requests to a server that is nobody's here: it has no processes to be
-seen, and is never restarted.
+"""UpstreamActor: watches the requests to a server that this program did not start: its processes
+are not seen, and it is never restarted.
 
 Receives Lease, granted before, of each request that the server takes its time for, and EndLease
 from the threads that serve a proxy's clients, and what its probes report. Sends nothing. Owns the

@@ -353,5 +353,5 @@ def _prompt(given: str | None) -> str:
 
 
 def _decoded(word: str) -> str:
-    """Of the command line: bytes in it that are no text are replaced, as in what is piped in."""
+    """The word with bytes that are not UTF-8 replaced, as in what is piped in."""
     return word.encode(errors="surrogateescape").decode(errors="replace")

@@ -30,4 +30,4 @@ class Problem(Exception):
 
 
 class UsageProblem(Exception):
-    """What was given on the command line cannot be meant so; exit code 2."""
+    """The command line makes no sense; exit code 2."""

@@ -19,8 +19,8 @@ _ONCE_S = 1.0
 
 
 class Interrupts:
-    """Counts while it is entered. Nothing is interrupted but what runs in `raising`; the others
-    look at it.
+    """Counts signals while it is entered. They interrupt only what runs in `raising`; all else asks
+    for `asked`.
 
     A second Ctrl-C, or any signal after SIGTERM, ends the process at once: the guard process then
     ends the server. The same SIGTERM or SIGHUP again within `_ONCE_S` is not a second one.

@@ -131,7 +131,7 @@ def _api_key(variable: str | None) -> str | None:
 
 
 def _check_ca_file(path: str | None) -> None:
-    """Else clients would be told, one by one."""
+    """Now, not with each client's request."""
     if path is None:
         return
     try:

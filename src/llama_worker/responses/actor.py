@@ -28,7 +28,7 @@ _logger = logging.getLogger("llama_worker.responses")
 
 
 class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
-    """Owns what outlives a request to `upstream`, and the listener that takes them."""
+    """Owns the listener, and what outlives a request. `upstream`: the server behind the proxy."""
 
     role = "responses-proxy"
     accepts = message_types(messages.ProxyMessage)

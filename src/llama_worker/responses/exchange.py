@@ -32,7 +32,7 @@ _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
     "WORKER_FAILED": ("the server has failed, and is not started again by itself", 30),
 }
 _ANSWER_S = 10.0  # for the actor, which answers within milliseconds
-_CANCELED = 499  # no HTTP, but known: clients try again what fails with a 5xx
+_CANCELED = 499  # in no standard, but widely used: clients try again what fails with a 5xx
 _RESTARTING_S = 5  # until a server that was given up is there again, about
 
 

@@ -42,7 +42,7 @@ class Timer(Protocol):
 
 
 class Host(Protocol):
-    """Time, calls at an instant, and what lives an actor's life."""
+    """Time, calls at an instant, and threads for actors and for the host's code."""
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -130,7 +130,7 @@ class Waitable(Protocol):
 
 
 class UpstreamRuntime(Host, Protocol):
-    """Of a server that is nobody's here."""
+    """What is asked of a server that this program did not start."""
 
     def probe(self, epoch: int, reply_to: Mailbox[Probed]) -> Abortable:
         """Ask the server anything; `reply_to` gets one Probed: READY whatever it answers."""
@@ -140,7 +140,7 @@ class UpstreamRuntime(Host, Protocol):
 
 
 class Runtime(Host, Protocol):
-    """One worker's."""
+    """What one worker's actors ask of the world."""
 
     @property
     def log(self) -> LogRing:

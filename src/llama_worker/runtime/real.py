@@ -74,7 +74,8 @@ class RealHost:
 
 
 class UpstreamQuestions(RealHost):
-    """Those to a server that may be nobody's here; see `ports.UpstreamRuntime`. Thread-safe."""
+    """Also for a server that this program did not start; see `ports.UpstreamRuntime`.
+    Thread-safe."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class ServerWatch:
         self._reset()
 
     def _reset(self) -> None:
-        """Of no launch."""
+        """Watch no launch."""
         self._epoch, self._pid = 0, 0
         # StartupWatch before READY, HealthCounter while READY, None while idle.
         self._stage: health.StartupWatch | health.HealthCounter | None = None
@@ -99,8 +99,8 @@ class ServerWatch:
         return self._effects
 
     def adopt(self, epoch: int, now: float) -> None:
-        """Watch a server that runs already, and whose processes are nobody's here: it counts as
-        ready, and several may share its address."""
+        """Watch a server that this program did not start: it counts as ready, and several may share
+        its address."""
         assert self._stage is None
         self._requests.slots_are_theirs = False
         self._epoch, self._stage = epoch, health.HealthCounter(since=now)

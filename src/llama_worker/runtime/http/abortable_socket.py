@@ -81,7 +81,7 @@ class Waiter(Protocol):
 class _Abortable:
     """Part of a socket: how long it waits for the server is for its waiter and its deadline."""
 
-    abort = Abort()  # nobody's, until it is connected
+    abort = Abort()  # that of no request, until it is connected
     waiter: Waiter | None = None
     deadline: float | None = None
     body_follows = False  # what is sent next is the head of a request that has a body

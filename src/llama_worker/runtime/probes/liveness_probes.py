@@ -181,7 +181,7 @@ def _process_state(pid: int) -> dict[str, Any] | None:
         "pid": pid,
         "name": stat.name,
         "state": stat.state,
-        "uid": _uid(pid),
+        "uid": _effective_uid(pid),
         "cpu_ticks": stat.cpu_ticks,
         "major_faults": stat.major_faults,
         "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
@@ -194,7 +194,7 @@ def _process_state(pid: int) -> dict[str, Any] | None:
     }
 
 
-def _uid(pid: int) -> int | None:
+def _effective_uid(pid: int) -> int | None:
     match = _UID.search(_read(f"{PROC}/{pid}/status") or "")
     return int(match[1]) if match else None
 

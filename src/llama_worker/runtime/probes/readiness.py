@@ -137,7 +137,7 @@ class ReadinessProbe(_Question):
 
 
 class AnswerProbe(_Question):
-    """Does a server that is nobody's here answer anything? Tells one Probed."""
+    """Does a server that this program did not start answer anything? Tells one Probed."""
 
     def _run(self) -> None:
         deadline = time.monotonic() + PROBE_TIMEOUT_S

@@ -17,7 +17,7 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason
 
 SOON_S = 0.01  # a server that replies within it is not waited for
-_NOBODYS = Admitted(0, 0, "", 0.0)
+_NOT_ADMITTED = Admitted(0, 0, "", 0.0)
 _NEWS_S = DEATH_NEWS_S + 2 * LATE_NEWS_S + 1.0  # the request has ended by then
 
 
@@ -60,7 +60,7 @@ class LeasedExchange:
         self._lock = threading.RLock()  # guards the request
         self._over = threading.Condition(self._lock)
         self._new = new
-        self._request = self._new(_NOBODYS, api_key=None, unix_offset=0.0)
+        self._request = self._new(_NOT_ADMITTED, api_key=None, unix_offset=0.0)
         # for the exchange's thread
         self._tell_lease = tell_lease
         self._soon_until: float | None = None  # None: nothing was waited for
