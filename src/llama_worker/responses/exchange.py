@@ -78,13 +78,11 @@ class Exchange:
         self._number = number
         self._client = client
         self._proxy = proxy
-        self._has_entered = False
         self._is_counted = False  # by the proxy's actor
         self._entering: Enter | None = None  # what its actor is not told yet
 
     def enter(self) -> None:
         """From now on a client that leaves takes the upstream's work along."""
-        self._has_entered = True
         self._client.when_left(self.abort.abort)
 
     def enter_response(self, response_id: str, *, is_stored: bool) -> None:
@@ -145,13 +143,12 @@ class Exchange:
 
     def leave(self) -> None:
         """Idempotent; a stream that has not ended is ended."""
-        if not self._has_entered:
-            return
-        self._has_entered = False
         self.abort.abort()
         if self._wants_lease and self.leased.is_watched:
+            self._wants_lease = False
             self._end_lease()
         if self._is_counted and self._entering is None:
+            self._is_counted = False
             self._proxy.tell(Leave(exchange_id=self._number))
 
 
