@@ -278,9 +278,10 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             early = _with_lack("the server ended before it was ready", exited)
             return _start_failed(life, _exit_error(exited, early))
         case Launching():
-            error, reason = _exit_error(exited, detail), _cause(exited, "exited")
+            error = _exit_error(exited, detail)
+            cause = _cause(exited, str(error.reason))
             early = _described(exited, " before it was ready")
-            return restart(life, now, reason, early, gone=True, failure=error)
+            return restart(life, now, cause, early, gone=True, failure=error)
         case Ready():
             return _server_died(life, now, exited, gone=True)
         case Draining() as draining:

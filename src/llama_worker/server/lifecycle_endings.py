@@ -102,7 +102,7 @@ def restart(
     goal: ToFailed | ToRestart
     if isinstance(decision, Lockout):
         detail = f"{detail}; {decision.detail}"
-        goal, error = ToFailed(), _locked_out(failure, f"{reason}: {detail}")
+        goal, error = ToFailed(), _locked_out(failure, reason, detail)
         note = RecordRestart(reason=reason, detail=detail, delay_s=None)
     else:
         goal, error = ToRestart(now + decision.delay_s), None
@@ -112,14 +112,16 @@ def restart(
     return ends, (note, *effects)
 
 
-def _locked_out(failure: WorkerStartError | None, detail: str) -> WorkerStartError:
+def _locked_out(failure: WorkerStartError | None, cause: str, detail: str) -> WorkerStartError:
     """What a `start()` that shared the restarts is told. The worker is FAILED, which `port_in_use`
     would deny."""
     if failure is None:
-        return WorkerStartError(StartFailReason.EXITED, detail)
+        return WorkerStartError(StartFailReason.EXITED, f"{cause}: {detail}")
     reason = (
         StartFailReason.EXITED if failure.reason is StartFailReason.PORT_IN_USE else failure.reason
     )
+    if cause != reason:
+        detail = f"{cause}: {detail}"
     return WorkerStartError(
         reason, detail, returncode=failure.returncode, log_tail=failure.log_tail
     )

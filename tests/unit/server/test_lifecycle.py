@@ -234,6 +234,7 @@ def test_the_first_launch_and_last_restart_are_final(
         after, effects = fail(life)
         error = error_of(effects)
         assert (error.reason, error.returncode, error.log_tail) == (told, returncode, log_tail)
+        assert str(error).count(f"{reason}: ") == 1
         assert after.state == state
 
 
