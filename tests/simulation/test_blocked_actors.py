@@ -108,7 +108,7 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
         assert not posted
 
 
-def test_a_signal_of_a_request_that_is_given_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_up_requests_signal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     bench = quiet_bench(
         exit_tools=(TOOL,), on_signal=lambda signal, **_: heard.append(signal["tool_name"])
@@ -136,7 +136,7 @@ def test_a_signal_of_a_request_that_is_given_up_is_told(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_an_end_that_could_not_be_told_keeps_its_output(
+def test_an_untold_end_keeps_its_output(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     bench = quiet_bench()
@@ -201,9 +201,7 @@ def test_the_end_of_an_actor_is_no_disconnect_however_late_it_is_told(
 
 
 @pytest.mark.parametrize("name", ["request[1]", "process", "transport", "watchdog", "tool_loop"])
-def test_what_lies_unread_when_an_actor_dies_is_kept(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_unread_output_outlives_another_actor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = first_is_long

@@ -41,7 +41,7 @@ def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
         assert status.get(timeout=0)["slots_used"] == 0
 
 
-def test_a_lease_that_cannot_be_recorded_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unrecorded_lease_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     mailbox: Ref[WorkerMessage] = Ref(worker.actor_ref)
