@@ -112,7 +112,7 @@ def test_a_hive_works_on_while_one_model_is_swapped_and_one_is_killed(
                 swapped.touch()  # until then the old one was at work
             if told[-1] == "critic: killed":
                 killed.touch()
-            if told[-1] == "coder: 'Renamed.'":
+            if {"critic: 'Hm.'", "coder: 'Renamed.'"} <= set(told):
                 renamed.touch()  # the program ends with the outcome, whoever still speaks
         assert program.wait() == 0
     assert told[:3] == ["planner-a is ready", "coder-old is ready", "critic-b is ready"]
