@@ -175,7 +175,7 @@ def _copied(where: str, value: object, depth: int) -> object:
         case Mapping():
             for key in value:
                 if not isinstance(key, str):
-                    raise TypeError(f"{where} has the key {key!r}; JSON needs str keys")
+                    raise TypeError(f"{where} has the key {shown(key)}; JSON needs str keys")
                 checked_str(f"a key of {where}", key)
             return {
                 plain_str(key): _copied(f"{where}[{key!r}]", item, depth + 1)

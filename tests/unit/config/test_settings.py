@@ -42,6 +42,12 @@ class AsyncObject:
     __call__ = async_call
 
 
+class Odd:
+    """It cannot be shown."""
+
+    __repr__ = None  # type: ignore[assignment]
+
+
 PROBE = SimpleNamespace(probe=print, reset=print)
 OLD_PROBE = SimpleNamespace(probe=lambda pid: None, reset=print)
 ASYNC_PROBE = SimpleNamespace(probe=async_call, reset=print)
@@ -135,7 +141,7 @@ BAD_CONFIGS = [
     bad("timeouts", "fast", TypeError, "TimeoutProfile.fast()", "'fast'"),
     bad("server_cmd", ("s", "--ctx-size 4096"), ConfigError, "[1]", "'--ctx-size', '4096'"),
     bad("server_cmd", ("s", "-c\t4096"), ConfigError, "split it into two words", "'-c', '4096'"),
-    bad("timeouts", type("Odd", (), {"__repr__": None})(), TypeError, "TimeoutProfile", "a Odd"),
+    bad("timeouts", Odd(), TypeError, "TimeoutProfile", "a Odd"),
     bad("restart", False, TypeError, "RestartPolicy", "bool"),
     bad("loop_detector", True, TypeError, "LoopDetector", "bool"),
     bad("canary", "2 + 2?", TypeError, "Canary", "'2 + 2?'"),
@@ -172,6 +178,7 @@ BAD_CONFIGS = [
     bad("default_params", {"temperature": NAN}, ConfigError, "['temperature']", "finite", "nan"),
     bad("default_params", {"stop": {"a"}}, TypeError, "['stop']", "what JSON can hold", "{'a'}"),
     bad("default_params", {1: "a"}, TypeError, "key 1", "str"),
+    bad("default_params", {Odd(): "a"}, TypeError, "key a Odd", "str"),
     bad("default_params", {"a": [{"b": b"c"}]}, TypeError, "['a'][0]['b']", "bytes"),
     bad("default_params", {SURROGATE: 1}, ConfigError, "key", "surrogate"),
     bad("default_params", {"a": HUGE}, ConfigError, "['a']", "double"),
