@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from llama_worker.actors import messages
 from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
@@ -116,7 +115,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             case RequestEnded(record=record):
                 self._request_ended(record, now)
             case SignalEmitted():
-                self._signal_emitted(message)
+                self._signal_emitted(message, now)
             case ToolsRefused():
                 self._tools_are_refused(message, now)
             case ToolThreadStuck():
@@ -179,7 +178,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             prompted=self._is_prompted,
             opens_thinking=self._server.traits.opens_thinking,
         )
-        self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
+        self._journal.note(
+            "admitted", now, request_id=admitted.request_id, job_name=admitted.job_name
+        )
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
 
     def _lease(self, order: messages.Lease, now: float) -> None:
@@ -193,7 +194,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         # First: a thread waits, and its client.
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
         self._dispatcher.begin_lease(admitted, order.exchange)
-        self._note("admitted", request_id=admitted.request_id, job_name=admitted.job_name)
+        self._journal.note(
+            "admitted", now, request_id=admitted.request_id, job_name=admitted.job_name
+        )
 
     def _end_lease(self, order: messages.EndLease, now: float) -> None:
         """Its record is made here, so that the slot is free before anybody can ask for it again."""
@@ -248,8 +251,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             return
         self._journal.totals.request_ended(record)
         result = record.result
-        self._note(
+        self._journal.note(
             "ended",
+            now,
             request_id=record.request_id,
             job_name=record.job_name,
             state=result["state"],
@@ -265,11 +269,11 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         line = f"the server refuses tools ({refusal.detail}); they are offered in prompted mode"
         self._journal.warn(line, now)
 
-    def _signal_emitted(self, emitted: SignalEmitted) -> None:
+    def _signal_emitted(self, emitted: SignalEmitted, now: float) -> None:
         request_id, job_name, signal = emitted.request_id, emitted.job_name, emitted.signal
         self._journal.totals.signal_emitted(signal["tool_name"])
-        self._note(
-            "signal", request_id=request_id, job_name=job_name, tool_name=signal["tool_name"]
+        self._journal.note(
+            "signal", now, request_id=request_id, job_name=job_name, tool_name=signal["tool_name"]
         )
         handler = self._config.on_signal
         if handler is not None:
@@ -284,7 +288,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         ttl_s = self._config.result_ttl_s
         if ttl_s is not None:
             for old in self._table.expire(now - ttl_s):
-                self._note("result_expired", request_id=old.request_id, job_name=old.job_name)
+                self._journal.note(
+                    "result_expired", now, request_id=old.request_id, job_name=old.job_name
+                )
 
     def _due_times(self) -> Iterator[float]:
         ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_since()
@@ -323,7 +329,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         """Its launch is over. A request whose actor could not even hand over its record has one,
         too."""
         epoch, role, slot = death.member
-        self._note("actor_died", level=logging.ERROR, role=role, slot=slot, detail=death.detail)
+        self._journal.note(
+            "actor_died", now, level=logging.ERROR, role=role, slot=slot, detail=death.detail
+        )
         if epoch != self._server.lifecycle.epoch:
             return
         self._end_launch(death.member, death.detail, now)
@@ -344,6 +352,3 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
         logs, now = self._runtime.log.lines(), self._runtime.now()
         return self._journal.debug_info(shown, logs, self._table.active, now)
-
-    def _note(self, event: str, *, level: int = logging.INFO, **facts: Any) -> None:
-        self._journal.note(event, self._runtime.now(), level=level, **facts)
