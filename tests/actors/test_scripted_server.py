@@ -21,6 +21,7 @@ from llama_worker import (
 )
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.testing import (
+    Answer,
     Exit,
     HttpError,
     KillSelf,
@@ -84,9 +85,11 @@ def test_a_restart_does_not_begin_the_replies_anew(
     assert len(scripted_server.journal.facts("launched")) == 2
 
 
-def test_each_launch_has_replies_of_its_own(tmp_path: Path) -> None:
-    first = Script(replies=[ScriptedReply([Text("one"), KillSelf()])])
-    then = Script(replies=[ScriptedReply(plain_reply(Text(text))) for text in ("two", "three")])
+def test_each_launch_has_answers_of_its_own(tmp_path: Path) -> None:
+    once = [Answer(times=1), Answer(status=500)]
+    first = Script(models=once, replies=[ScriptedReply([Text("one"), KillSelf()])])
+    replies = [ScriptedReply(plain_reply(Text(text))) for text in ("two", "three")]
+    then = Script(models=once, replies=replies)
     server = ScriptedServer(tmp_path / "server", Script(launches=[first, then]))
     with LlamaWorker(server.config()) as worker:
         with pytest.raises(RequestFailed) as failure:
