@@ -168,13 +168,6 @@ def test_a_cancelled_answer_is_raised(rig: Rig) -> None:
     assert (caught.value.result["fail_reason"], caught.value.result["text"]) == ("canceled", "half")
 
 
-def test_what_goes_well_has_no_fail_reason(rig: Rig, gate: Path) -> None:
-    request_id = rig.submit(*plain_reply(Gate(gate), Text("x")))
-    assert rig.request(request_id)["fail_reason"] is None
-    gate.touch()
-    assert rig.ended(request_id)["fail_reason"] is None
-
-
 # ---------------------------------------------------------------- a follow-up
 
 
@@ -215,14 +208,6 @@ def test_a_follow_up_repeats_the_conversation_to_the_letter(make_worker: MakeWor
     ]
     assert follow_up[:-1] == [*last_turn, first["conversation"][-1]]
     assert follow_up[-1]["content"].startswith("And then?")
-
-
-def test_what_came_before_a_failure_is_in_the_conversation(rig: Rig) -> None:
-    result = rig.run(Headers(), Text("half an answ"), ErrorData(400, "no more"))
-    assert [(m["role"], m["content"][:12]) for m in result["conversation"]] == [  # type: ignore[index]
-        ("user", "Hello?\n\n<wor"),
-        ("assistant", "half an answ"),
-    ]
 
 
 # ---------------------------------------------------------------- does it fit

@@ -55,16 +55,13 @@ def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -
 # ------------------------------------------------------------ close
 
 
+def _questions(worker: LlamaWorker) -> tuple[Callable[[int], Any], ...]:
+    """About one request."""
+    return worker.result, worker.get_result, worker.get_status, worker.read_output
+
+
 def _every_call(worker: LlamaWorker) -> list[Callable[[], Any]]:
-    of_a_request = (
-        worker.get_status,
-        worker.get_result,
-        worker.result,
-        worker.read_output,
-        worker.iter_output,
-        worker.cancel,
-        worker.release,
-    )
+    of_a_request = (*_questions(worker), worker.iter_output, worker.cancel, worker.release)
     about_all = (
         *(worker.start, worker.restart, worker.stop, worker.drain),
         *(worker.wait_slot, worker.get_worker_status, worker.get_debug_info),
@@ -151,12 +148,7 @@ def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_t
     taken[0]["signals"].append("mine")
     assert taken[1]["signals"] == []
     assert futures[1].get(timeout=WAIT_S) is taken[1]
-    for call in (
-        rig.worker.result,
-        rig.worker.get_result,
-        rig.worker.get_status,
-        rig.worker.read_output,
-    ):
+    for call in _questions(rig.worker):
         assert call(request).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_FOUND"}
 
 
@@ -164,16 +156,7 @@ def test_a_host_may_change_what_it_is_answered(rig: Rig, gate: Path) -> None:
     running, unknown = rig.submit(Gate(gate)), 99
     for calls, request, error in (
         ((rig.worker.get_result,), running, "NOT_READY"),
-        (
-            (
-                rig.worker.get_result,
-                rig.worker.result,
-                rig.worker.get_status,
-                rig.worker.read_output,
-            ),
-            unknown,
-            "NOT_FOUND",
-        ),
+        (_questions(rig.worker), unknown, "NOT_FOUND"),
     ):
         for call in calls * 2:
             answer: Any = call(request).get(timeout=WAIT_S)

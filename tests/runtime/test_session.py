@@ -242,9 +242,8 @@ def test_an_abort_ends_a_connect_that_is_not_answered(make_client: MakeClient) -
 def test_one_that_was_aborted_before_connects_to_nothing(make_client: MakeClient) -> None:
     abort = Abort()
     abort.abort()
-    endpoint = Endpoint(base_url=f"http://{HOST}:1", connect_timeout_s=WAIT_S)
     with pytest.raises(Aborted):
-        session.send(abort, endpoint, "GET", "/")
+        session.send(abort, at(1), "GET", "/")
 
 
 # ------------------------------------------------------------ failures
@@ -288,12 +287,15 @@ JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 EMPTY_OBJECT = JSON_HEAD + b"Content-Length: 2\r\n\r\n{}"
 
 
+def at(port: int, host: str = HOST) -> Endpoint:
+    return Endpoint(base_url=f"http://{host}:{port}", connect_timeout_s=WAIT_S)
+
+
 def ask(
     port: int, *, abort: Abort | None = None, within_s: float = WAIT_S, body: object = None
 ) -> tuple[int, bytes]:
     """One small question."""
-    endpoint = Endpoint(base_url=f"http://{HOST}:{port}", connect_timeout_s=WAIT_S)
-    return session.ask(endpoint, "GET", "/v1/models", timeout_s=within_s, body=body, abort=abort)
+    return session.ask(at(port), "GET", "/v1/models", timeout_s=within_s, body=body, abort=abort)
 
 
 # ------------------------------------------------------------ replies
@@ -389,11 +391,8 @@ def test_a_server_that_resets_while_we_connect_is_a_lost_connection(
             return wait(*args)
 
         monkeypatch.setattr(abortable_socket, "_wait", closes_and_resets)
-        endpoint = Endpoint(
-            base_url=f"http://{HOST}:{listener.getsockname()[1]}", connect_timeout_s=WAIT_S
-        )
         with pytest.raises(BrokenPipeError):
-            session.ask(endpoint, "GET", "/health", timeout_s=WAIT_S)
+            session.ask(at(listener.getsockname()[1]), "GET", "/health", timeout_s=WAIT_S)
 
 
 def test_nothing_listens(free_port: Callable[[], int]) -> None:
@@ -496,9 +495,7 @@ def test_a_question_over_ipv6() -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     with listener, ThreadPoolExecutor() as pool:
-        endpoint = Endpoint(
-            base_url=f"http://[::1]:{listener.getsockname()[1]}", connect_timeout_s=WAIT_S
-        )
+        endpoint = at(listener.getsockname()[1], "[::1]")
         answer = pool.submit(session.ask, endpoint, "GET", "/", timeout_s=WAIT_S)
         with listener.accept()[0] as connection:
             connection.recv(1 << 16)

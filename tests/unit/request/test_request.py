@@ -229,7 +229,9 @@ def test_how_turns_end_requests(
 )
 def test_an_error_record_fails_a_finished_turn(error: ServerError, detail: str) -> None:
     play = settling()
-    assert play >> (error, Done()) << CLOSE << Ends("server_error", text="a", fail_detail=detail)
+    said = [play.body["messages"][-1], {"role": "assistant", "content": "a"}]
+    end = Ends("server_error", text="a", fail_detail=detail, conversation=said)
+    assert play >> (error, Done()) << CLOSE << end
     assert play.record is not None
     assert play.record.http_status == error.code
 

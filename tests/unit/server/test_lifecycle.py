@@ -493,14 +493,11 @@ def test_a_restart_shares_the_outcome_of_a_start_that_waits(state: State) -> Non
 
 # ---------------------------------------------------------------- what SIGKILL does not end
 
-ENDINGS: dict[
-    str, tuple[Callable[[], Step], State]
-] = {  # each with what follows once the process is gone
+# each with what follows once the process is gone
+ENDINGS: dict[str, tuple[Callable[[], Step], State]] = {
     "stop": (lambda: stop(ready(), 2.0), Stopped()),
-    "stop, start": (
-        lambda: start(stop(ready(), 2.0)[0], 2.1),
-        Stopped(),
-    ),  # who started was told that it failed
+    # who started was told that it failed
+    "stop, start": (lambda: start(stop(ready(), 2.0)[0], 2.1), Stopped()),
     "restart": (lambda: trouble(ready(), 2.0), Launching(epoch=2, first=False)),
     "last restart": (lambda: trouble(ready(RestartPolicy.never()), 2.0), Failed()),
     "startup timeout": (lambda: startup_failed(launching(), 2.0, reason=TIMEOUT), Failed()),

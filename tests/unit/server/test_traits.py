@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from llama_worker.config.settings import WorkerConfig
 from llama_worker.server.traits import (
     ServerTraits,
     build_number,
@@ -18,6 +17,7 @@ from llama_worker.server.traits import (
     unsupported,
 )
 from llama_worker.types.chat import ToolDef
+from tests.unit.config.cases import config
 
 
 def caps(**told: Any) -> dict[str, Any]:
@@ -96,11 +96,14 @@ def test_parts_that_the_model_cannot_take(
 
 
 SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
+OFFERS = {"exit_tools": [SIGNAL]}
+NATIVE, PROMPTED = ({**OFFERS, "tool_call_mode": mode} for mode in ("native", "prompted"))
+TWO_OF_4096 = {"server_cmd": ("s", "-c", "8192"), "slots": 2}
 NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
 
 
 @pytest.mark.parametrize(
-    ("traits", "config", "says"),
+    ("traits", "given", "says"),
     [
         (ServerTraits(slots=None), {"slots": 2}, None),
         (ServerTraits(slots=2), {"slots": 2}, None),
@@ -108,33 +111,18 @@ NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
         (
             ServerTraits(slots=1),
             {"slots": 2},
-            r"the server has 1 slots, fewer than the worker's 2.* --parallel 2$",
+            r"has 1 slots, fewer than the worker's 2.* --parallel 2$",
         ),
         (NO_TOOLS, {}, None),
-        (ServerTraits(tools=None), {"exit_tools": [SIGNAL]}, None),
-        (NO_TOOLS, {"exit_tools": [SIGNAL]}, r"does not support tools: .*prompted mode"),
-        (
-            NO_TOOLS,
-            {"exit_tools": [SIGNAL], "tool_call_mode": "prompted"},
-            r"does not support tools: .*prompted mode",
-        ),
-        (
-            NO_TOOLS,
-            {"exit_tools": [SIGNAL], "tool_call_mode": "native"},
-            r"'auto' would explain them",
-        ),
+        (ServerTraits(tools=None), OFFERS, None),
+        (NO_TOOLS, OFFERS, r"does not support tools: .*prompted mode"),
+        (NO_TOOLS, PROMPTED, r"does not support tools: .*prompted mode"),
+        (NO_TOOLS, NATIVE, r"'auto' would explain them"),
         (ServerTraits(n_ctx=4096), {"server_cmd": ("s", "--ctx-size", "4096")}, None),
-        (
-            ServerTraits(n_ctx=4352),
-            {"server_cmd": ("s", "--ctx-size", "4096")},
-            None,
-        ),  # it rounds up
-        (ServerTraits(n_ctx=4096), {"server_cmd": ("s", "-c", "8192"), "slots": 2}, None),
-        (
-            ServerTraits(n_ctx=2048),
-            {"server_cmd": ("s", "-c", "8192"), "slots": 2},
-            r"has 2048 .* the 4096 that",
-        ),
+        # it rounds up
+        (ServerTraits(n_ctx=4352), {"server_cmd": ("s", "--ctx-size", "4096")}, None),
+        (ServerTraits(n_ctx=4096), TWO_OF_4096, None),
+        (ServerTraits(n_ctx=2048), TWO_OF_4096, r"has 2048 .* the 4096 that"),
         (SHRUNK, {"env": {"LLAMA_ARG_CTX_SIZE": "4096"}}, r"fewer than the 4096"),
         (SHRUNK, {"server_cmd": ("s", "--ctx-size", "0")}, None),  # the model's own
         (SHRUNK, {}, None),
@@ -145,16 +133,9 @@ NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
     ],
 )
 def test_a_server_that_is_less_than_was_asked_for_is_told(
-    traits: ServerTraits, config: dict[str, Any], says: str | None
+    traits: ServerTraits, given: dict[str, Any], says: str | None
 ) -> None:
-    given = {
-        "name": "w",
-        "host": "127.0.0.1",
-        "port": 9001,
-        "server_cmd": ("llama-server",),
-        **config,
-    }
-    lines = shortcomings(traits, WorkerConfig(**given))
+    lines = shortcomings(traits, config(**{"server_cmd": ("llama-server",), **given}))
     assert len(lines) == (says is not None)
     assert re.search(says or "", "".join(lines))
 
