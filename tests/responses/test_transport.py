@@ -202,3 +202,12 @@ def test_late_instructions_follow_the_template(
     asked = len(fake.journal.facts("request", path="/apply-template"))
     assert fake.create(instructions="A").status == 200
     assert len(fake.journal.facts("request", path="/apply-template")) == asked
+
+
+def test_an_unanswered_probe_changes_no_role(make_client: MakeClient) -> None:
+    """A busy server may not answer in time, and the prompt cache lives by the messages."""
+    fake = make_client(fs.Script(apply_template=[fs.Answer(times=1), fs.Answer(reset=True)]))
+    late = [{"role": one, "content": one} for one in ("user", "assistant", "developer", "user")]
+    for _ in range(2):
+        assert fake.create(input=late).status == 200
+        assert fake.last_chat()["messages"][2]["role"] == "system"

@@ -273,6 +273,7 @@ class ResponseGenerator:
         self._heartbeat_s = heartbeat_s
         self._remember = remember
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
+        self._known_late_role: LateRole = "user"  # which every template takes
         self._sampling: Mapping[str, float] = {}  # of the server, and until when that counts
         self._sampling_until = -math.inf
 
@@ -351,10 +352,11 @@ class ResponseGenerator:
         return chat_request, events
 
     def _late_role(self, exchange: Exchange, request: HttpRequest) -> LateRole:
-        """As the server's template has it now; "user", which every template takes, where it does
-        not say."""
+        """As the server's template has it now, or had it where a busy server does not answer."""
         answer = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
-        return late_role_of(answer.get("prompt") if isinstance(answer, Mapping) else None)
+        if isinstance(answer, Mapping):
+            self._known_late_role = late_role_of(answer.get("prompt"))
+        return self._known_late_role
 
     def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
         """What the server samples with where a request does not say."""
