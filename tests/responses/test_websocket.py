@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from llama_worker.responses import app
 from llama_worker.responses.http import websocket
 from llama_worker.testing.scripts import (
     ErrorData,
-    Gate,
     Headers,
     Repeat,
     Role,
@@ -60,16 +58,17 @@ def turn(socket: Connection, message: str) -> list[Event]:
     return events
 
 
-def test_pings_are_answered_while_a_response_is_made(fake: Client, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    said = plain_reply(Text("Once"), Gate(gate), Text(" upon"))
+@pytest.mark.parametrize("begun", [[], [Headers(), Role(), Text("Once")]])
+def test_a_ping_is_answered_while_the_server_is_silent(
+    make_fake: MakeClient, begun: list[Step]
+) -> None:
+    fake = make_fake(heartbeat_s=2 * WAIT_S)
     with opened(fake) as socket:
-        socket.send(create(*said))
-        while "Once" not in str(socket.recv(WAIT_S)):
+        socket.send(create(*begun, WaitClose()))
+        fake.journal.wait("started", timeout=WAIT_S)
+        while begun and "Once" not in str(socket.recv(WAIT_S)):
             pass
-        pong = socket.ping()
-        gate.touch()
-        assert pong.wait(WAIT_S)
+        assert socket.ping().wait(WAIT_S)
 
 
 def test_a_client_that_closes_ends_the_servers_work(fake: Client) -> None:

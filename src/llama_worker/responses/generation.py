@@ -32,6 +32,7 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatBody
 
 _QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
+_LISTEN_S = 1.0  # so soon a WebSocket's ping or goodbye is heard while the server is silent
 _SAMPLING_S = 60.0  # how long it is taken to go on with the same flags
 # the first text mostly comes right behind the headers: both to the client at once
 _TOGETHER_S = 0.002
@@ -332,7 +333,7 @@ class ResponseGenerator:
             self._endpoint,
             exchange.leased,
             before_reading=before_reading,
-            silence_s=self._heartbeat_s if chat_request.stream else None,
+            silence_s=min(self._heartbeat_s, _LISTEN_S) if chat_request.stream else None,
         )
         # with progress reports, a prompt that stands still is found sooner
         body = {**chat_request.body, "return_progress": True}
