@@ -487,6 +487,17 @@ def test_a_models_malformed_call_blames_no_server(make_stage: MakeStage) -> None
     assert stage.rig.status()["restart_count"] == 0
 
 
+@pytest.mark.parametrize(("target", "status"), [(RESPONSES, 400), (CHAT, 500)])
+def test_a_refused_image_blames_no_server(make_stage: MakeStage, target: str, status: int) -> None:
+    """What b11434 answers where its model takes none, of a request that it never could serve."""
+    stage = make_stage(restart=fast_restart(server_errors_before_restart=1))
+    refusal = fs.HttpError(500, "image input is not supported - hint: provide the mmproj")
+    assert stage.client.create(refusal, target=target, messages=WHOLE).status == status
+    stage.wait_jobs(0)
+    assert stage.rig.run()["state"] == "completed"
+    assert stage.rig.status()["restart_count"] == 0
+
+
 @of_either_api
 def test_a_lack_of_descriptors_blames_no_server(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, target: str

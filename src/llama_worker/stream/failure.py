@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from llama_worker.stream.events import encodable
 from llama_worker.types.request import ContextUse, RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000
+# b11434 says so with a 500, as if it had failed
+_REFUSES_MEDIA = re.compile("(image|audio|video) input is not supported")
 
 
 class StreamFailure(Struct, frozen=True, kw_only=True):
@@ -38,7 +41,8 @@ def context_use(error: Mapping[str, Any]) -> ContextUse | None:
 
 
 def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
-    """The failure, with the server's own message and the status."""
+    """The failure, with the server's own message and the status; 400 is meant by a 500 that refuses
+    media."""
     text = body.decode(errors="replace").strip()
     try:
         reply = json.loads(text)
@@ -57,7 +61,7 @@ def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
     return StreamFailure(
         reason=reason,
         detail=f"HTTP {status}: {encodable(text)[:_MAX_MESSAGE_CHARS] or 'no message'}",
-        http_status=status,
+        http_status=400 if status == 500 and _REFUSES_MEDIA.match(text) else status,
         context=context,
     )
 
