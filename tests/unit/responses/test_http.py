@@ -5,14 +5,21 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.errors import ApiError
-from llama_worker.responses.http.client import BODY_S, HEAD_S, LINGER_S, SILENT_S, WaitingClients
+from llama_worker.responses.http.client import (
+    BODY_S,
+    HEAD_S,
+    LINGER_S,
+    SILENT_S,
+    Client,
+    WaitingClients,
+)
 from llama_worker.responses.http.reply import MalformedReply, ReplyFramer
 from llama_worker.responses.http.request_reader import (
     MAX_HEAD_BYTES,
@@ -361,3 +368,27 @@ def test_whoever_waits_longest_makes_room_the_silent_first() -> None:
         gone.append(client_to_go)
         waiting.leave(client_to_go)
     assert gone == ["end", "s1", "s2", "head", "body"]
+
+
+class SteadyClient:
+    """A socket whose client takes ten bytes a second."""
+
+    taken, timeout_s = b"", 0.0
+
+    def setblocking(self, flag: bool) -> None:
+        self.timeout_s = 0.0
+
+    def settimeout(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    def send(self, data: Any, flags: int) -> int:
+        if self.timeout_s < 1.0:
+            raise BlockingIOError
+        self.taken += data[:10]
+        return min(len(data), 10)
+
+
+def test_a_slow_client_gets_a_long_reply() -> None:
+    steady: Any = SteadyClient()
+    Client(steady, connection(), "127.0.0.1", write_timeout_s=2.0).send_raw(b"x" * 95)
+    assert (steady.taken, steady.timeout_s) == (b"x" * 95, 0.0)

@@ -114,7 +114,9 @@ class Client:
                 self._on_slow()
             try:
                 self.socket.settimeout(self._write_timeout_s)
-                self.socket.sendall(data[sent:], socket.MSG_NOSIGNAL)
+                left = memoryview(data)[sent:]
+                while left:  # in `sendall` the time would be for all of it
+                    left = left[self.socket.send(left, socket.MSG_NOSIGNAL) :]
             finally:
                 self.socket.setblocking(False)
 
