@@ -309,6 +309,7 @@ class RequestWatch:
             still_since=newest(self.slots.still_since, self._reads_at),
             pace=Pace() if self._may_encode_media else self._pace,
             is_cold=self._is_cold,
+            liveness_at=self.liveness_at,
             now=now,
             gaps=self.gaps,
         )

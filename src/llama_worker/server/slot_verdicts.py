@@ -36,6 +36,7 @@ def judge_by_slots(
     still_since: float,
     pace: Pace,
     is_cold: bool,
+    liveness_at: float | None,
     now: float,
     gaps: Gaps = NO_GAPS,
 ) -> Verdict | SlotMoves | None:
@@ -45,10 +46,11 @@ def judge_by_slots(
     takes to be suspected no request, of those that have ended neither, received data, and no slot
     was seen to move; `still_since`: the first look, of this round or an earlier one, since which
     nothing moved, and nothing was read from disk; `pace`: what was learnt of batches; `is_cold`:
-    this launch has computed nothing so far; time in `gaps` is no part of a batch.
+    this launch has computed nothing so far; `liveness_at`: when the server's processes last showed
+    work, for whoever reads the verdict; time in `gaps` is no part of a batch.
     """
     still = _Standstill(all_are_silent, still_since, pace, is_cold)
-    return _Round(looks, suspect, others, still, now, gaps).judge()
+    return _Round(looks, suspect, others, still, liveness_at, now, gaps).judge()
 
 
 class _Standstill(NamedTuple):
@@ -65,6 +67,7 @@ class _Round:
         suspect: Progress,
         others: Sequence[Progress],
         still: _Standstill,
+        liveness_at: float | None,
         now: float,
         gaps: Gaps,
     ) -> None:
@@ -73,6 +76,7 @@ class _Round:
         self._others = others
         self._still = still
         self._still_s = now - still.since - gaps.lost_s(still.since)
+        self._liveness_at = liveness_at
         self._now = now
         self._began_at = looks[0].asked_at
         self._served = [other for other in others if self._has_been_served(other)]
@@ -210,9 +214,8 @@ class _Round:
 
     def _verdict(self, reason: RequestFailReason, what: str, *, alone: bool) -> Verdict:
         slots = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
-        detail = (
-            f"{what}; slots: {slots}; {describe(self._suspect, liveness_at=None, now=self._now)}"
-        )
+        heard = describe(self._suspect, liveness_at=self._liveness_at, now=self._now)
+        detail = f"{what}; slots: {slots}; {heard}"
         return Verdict(reason=reason, detail=detail, accuses=True, alone=alone)
 
 

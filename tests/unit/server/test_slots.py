@@ -181,7 +181,7 @@ def judge(
     is_cold: bool = False,
 ) -> Any:
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
-    times: Any = {"still_since": NOW - still_s, "now": NOW, "gaps": gaps}
+    times: Any = {"still_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW, "gaps": gaps}
     times |= {"pace": pace or Pace(), "is_cold": is_cold}
     return judge_by_slots(seen, suspect, others=others, all_are_silent=silent, **times)
 
@@ -224,6 +224,7 @@ def test_a_wedge_is_found_in_one_round(
     assert isinstance(found, Verdict)
     assert (found.reason, found.alone, found.accuses) == (reason, alone, True)
     assert "request 1 in phase" in found.detail
+    assert "last sign of work 7.0 s ago" in found.detail
 
 
 UNSEEN: Track = [replace(slot(prompt=0), shows_reading=False)] * LOOKS_COUNT
