@@ -157,17 +157,14 @@ def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
     calls = r"_?(?:restart|trouble)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason="
-    said = rf'(?:{calls})\s*"(\w+)"'
+    named = rf"{calls}|_cause\(\w+,|lack_of_memory is None else"
+    said = rf'(?:{named})\s*"(\w+)"'
     sources = [
         Path(str(module.__file__)).read_text()
         for module in (lifecycle, lifecycle_endings, server_life, worker_actor, blame)
     ]
     in_code = {cause for source in sources for cause in re.findall(said, source)}
-    launches = set(StartFailReason) - {
-        StartFailReason.STOPPED,
-        StartFailReason.EXITED,
-        StartFailReason.UNKILLABLE,
-    }
+    launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.UNKILLABLE}
     verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
     fatal = {found.reason for found in verdicts if found and found.accuses}
     assert sorted(causes) == sorted({*in_code, *launches, *fatal})
