@@ -47,6 +47,7 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
         ),
         (OSError(errno.ENOMEM, "no memory"), 0.0, ProbeOutcome.NO_NEWS),
         (MemoryError(), 0.0, ProbeOutcome.NO_NEWS),
+        (socket.gaierror(socket.EAI_AGAIN, "no name server"), 0.0, ProbeOutcome.NO_NEWS),
         (RuntimeError("can't start new thread"), 0.0, ProbeOutcome.NO_NEWS),
         (RuntimeError("a mistake"), 0.0, ProbeOutcome.FAILED),
     ],

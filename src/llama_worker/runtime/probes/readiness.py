@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,8 +190,10 @@ def models_outcome(
 
 
 def _outcome(error: Exception) -> ProbeOutcome:
-    """Of a probe without an answer: what this machine lacks says nothing about the server."""
-    return ProbeOutcome.NO_NEWS if is_shortage(error) else ProbeOutcome.FAILED
+    """Of a probe without an answer: what this machine lacks, or that it cannot look up a name, says
+    nothing about the server."""
+    blind = is_shortage(error) or isinstance(error, socket.gaierror)
+    return ProbeOutcome.NO_NEWS if blind else ProbeOutcome.FAILED
 
 
 def canary_body(canary: Canary) -> dict[str, Any]:
