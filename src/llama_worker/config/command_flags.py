@@ -264,8 +264,10 @@ def _says_slots(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def _names_model(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    by_flag = flag_values(command, _MODEL_FLAGS) or any(w.endswith("-default") for w in command)
-    return bool(by_flag) or any(env.get(name) for name in _MODEL_VARIABLES)
+    by_default = any(flag_of(word).endswith("-default") for word in command)
+    return bool(by_default or flag_values(command, _MODEL_FLAGS)) or any(
+        env.get(name) for name in _MODEL_VARIABLES
+    )
 
 
 def _timeout_warnings(command: Sequence[str], timeouts: TimeoutProfile) -> Iterator[str]:

@@ -134,6 +134,7 @@ def test_a_limit_turned_off_outlasts_any_timeout() -> None:
         (("llama-server", "-hf", "org/model"), {}, False),
         (("llama-server", "--model_url", "https://org/model"), {}, False),
         (("llama-server", "--gpt-oss-20b-default"), {}, False),
+        (("llama-server", "--gpt_oss_20b_default"), {}, False),
         (("llama-server",), {"LLAMA_ARG_HF_REPO": "org/model"}, False),
         (("./serve.sh",), {}, False),  # it may name one itself
     ],
