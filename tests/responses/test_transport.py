@@ -7,9 +7,11 @@ import socket
 import threading
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from llama_worker.responses import generation
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient
@@ -98,6 +100,18 @@ def test_a_client_that_waits_gets_events(
             data += response.read1()
         gate.touch()
         assert check_events(read_sse(data + response.read()))["status"] == "completed"
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.4, 1.5, 10.0])
+def test_a_heartbeat_is_due_when_a_wait_ends(
+    make_fake: MakeClient, monkeypatch: pytest.MonkeyPatch, heartbeat_s: float
+) -> None:
+    made = Mock(side_effect=generation.ChatExchange)
+    monkeypatch.setattr(generation, "ChatExchange", made)
+    assert make_fake(heartbeat_s=heartbeat_s).create(stream=True).status == 200
+    silence_s = made.call_args.kwargs["silence_s"]
+    waits_count = round(heartbeat_s / silence_s)
+    assert (waits_count * silence_s, silence_s <= 1.0) == (pytest.approx(heartbeat_s), True)
 
 
 def test_a_refusal_after_a_heartbeat_is_an_event(make_fake: MakeClient, tmp_path: Path) -> None:

@@ -272,6 +272,8 @@ class ResponseGenerator:
     ) -> None:
         self._endpoint = upstream.endpoint
         self._heartbeat_s = heartbeat_s
+        # the last of these waits ends when a heartbeat is due
+        self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _LISTEN_S)
         self._remember = remember
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._known_late_role: LateRole = "user"  # which every template takes
@@ -333,7 +335,7 @@ class ResponseGenerator:
             self._endpoint,
             exchange.leased,
             before_reading=before_reading,
-            silence_s=min(self._heartbeat_s, _LISTEN_S) if chat_request.stream else None,
+            silence_s=self._silence_s if chat_request.stream else None,
         )
         # with progress reports, a prompt that stands still is found sooner
         body = {**chat_request.body, "return_progress": True}
