@@ -45,6 +45,7 @@ class Children:
         self.tools: Ref[ToolMessage] = Ref()
         self.watchdog: Ref[WatchdogMessage] = Ref()
         self.requests: list[Ref[RequestMessage]] = []  # by slot
+        self.requests_end_at: float | None = None  # an actor has died that they may wait for
 
     def start(self, epoch: int) -> bool:
         """Start those of a launch; the former one is over. False: the system has no thread left,
@@ -52,7 +53,7 @@ class Children:
         self.end()
         for member in self.members:  # those that are blocked
             self.give_up(member, "its launch is over")
-        self._lines = {}
+        self._lines, self.requests_end_at = {}, None
         try:
             self.process = self._start(ProcessActor, epoch)
             self.transport = self._start(TransportActor, epoch)
@@ -71,6 +72,12 @@ class Children:
     def end(self) -> None:
         """Let every actor end that still lives; each releases what it owns, the server last."""
         for ref in reversed(self.members.values()):
+            ref.stop()
+
+    def end_requests(self) -> None:
+        """Let every request end as it is, whatever it waits for."""
+        self.requests_end_at = None
+        for ref in self.requests:
             ref.stop()
 
     @property

@@ -32,6 +32,7 @@ from llama_worker.request.messages import (
 )
 from llama_worker.request.prompt import OWNED_PARAMS
 from llama_worker.request.report import lost_record
+from llama_worker.request.states import LAST_WORDS_S
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.runtime.host.futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
@@ -138,6 +139,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         self._server.handle(tick, now)
         self._server.recycle_if_due(now)
         self._call_roll(now)
+        requests_end_at = self._children.requests_end_at
+        if requests_end_at is not None and now >= requests_end_at:
+            self._children.end_requests()
 
     def _check_invariants(self, message: messages.WorkerMessage) -> None:
         """Raises AssertionError, which ends the worker."""
@@ -303,6 +307,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             yield self._server.lifecycle.deadline
         if self._server.too_old_at is not None:
             yield self._server.too_old_at
+        if self._children.requests_end_at is not None:
+            yield self._children.requests_end_at
 
     # ------------------------------------------------------------ supervision
 
@@ -342,8 +348,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._request_ended(record, now)
 
     def _end_launch(self, dead: Member, detail: str, now: float) -> None:
-        """Nuke and repave: its requests fail, then its server and its other actors end; the next
-        launch has new ones."""
+        """Nuke and repave: its requests fail, with what lies unread, then its server and its other
+        actors end; the next launch has new ones."""
+        self._children.requests_end_at = now + LAST_WORDS_S
         self._server.handle(RestartCause("actor_died", f"{dead.role}: {detail}"), now)
 
     # ------------------------------------------------------------ what is seen

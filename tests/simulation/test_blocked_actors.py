@@ -8,6 +8,7 @@ import pytest
 
 from llama_worker import RequestFailed
 from llama_worker.actors.request import RequestActor
+from llama_worker.actors.transport import TransportActor
 from llama_worker.request.messages import PostChat, RequestEnded, RequestInput
 from llama_worker.request.request import Effect, Request
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
@@ -16,7 +17,7 @@ from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.server.termination import Signal
 from llama_worker.types.request import RequestFailReason, RequestState
 from tests.simulation.bench import Bench, quiet_bench
-from tests.simulation.runtime import SimServerProcess
+from tests.simulation.runtime import SimServerProcess, SimStream
 from tests.simulation.scheduler import SimulatedActor
 from tests.simulation.server import Reply
 from tests.simulation.world import TOOL
@@ -78,6 +79,51 @@ def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: boo
         scheduler.run_for(RESTARTED_S)
         assert scheduler.actors == ([] if wakes else [blocked])
         assert all(each.ended for each in bench.machine.launched)
+
+
+@pytest.mark.parametrize(
+    "reason", [RequestFailReason.WORKER_STOPPED, RequestFailReason.WORKER_RESTARTED]
+)
+def test_a_stream_that_never_closes_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, reason: RequestFailReason
+) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = first_is_long
+    with bench.ready():
+        worker.submit("job", "", "a long answer")
+        result = worker.result(1)
+        scheduler.run_for(5.0)
+        monkeypatch.setattr(SimStream, "_read_soon", lambda stream: None)
+        scheduler.block_actor(actor_of(bench, "transport"))  # it waits for the stream's lock
+        stops = reason is RequestFailReason.WORKER_STOPPED
+        goes_on = worker.stop() if stops else worker.wait_slot()
+        assert scheduler.run_until(result.done, scheduler.now + FOUND_S)
+        told = result.get(timeout=0)
+        assert told["ok"]
+        assert told["fail_reason"] is reason
+        assert len(told["text"]) > 100
+        assert scheduler.run_until(goes_on.done, scheduler.now + RESTARTED_S)
+
+
+def test_two_deaths_at_once_end_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    whole = TransportActor.died
+
+    def died(actor: TransportActor, detail: str) -> None:
+        scheduler.after(1.0, lambda: whole(actor, detail), "the news is late")
+
+    with bench.ready():
+        monkeypatch.setattr(TransportActor, "died", died)
+        scheduler.break_actor(actor_of(bench, "transport"))
+        scheduler.run_for(0.1)
+        answer = worker.ask("a question")
+        scheduler.run_for(0.1)
+        bench.server.die(-9)
+        assert scheduler.run_until(answer.done, scheduler.now + 5.0)
+        with pytest.raises(RequestFailed, match="server_died"):
+            answer.get(timeout=0)
 
 
 def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
