@@ -136,7 +136,8 @@ class LlamaWorker(Startable):
         """Launch the server. Resolves when it is READY.
 
         Raises WorkerStartError (in the future), at the latest after `startup_timeout_s` without a
-        sign of work, or after `load_timeout_s` in all, if that is set.
+        sign of work, or after `load_timeout_s` in all; where that is None, after
+        `silent_work_timeout_s`.
         """
         return self._ask(lambda reply: Start(reply=reply))
 
