@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +31,7 @@ from llama_worker.request.messages import ToolMessage, TransportMessage
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import ProxyMessage
 from llama_worker.server.messages import ProcessMessage, WatchdogMessage
+from llama_worker.server.traits import answers_in_batches, unseen
 from llama_worker.types.request import NotFound, NotReady, SubmitErrorCode
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
 from tests.recordings import builds
@@ -251,6 +253,22 @@ def test_the_table_of_builds_is_what_was_measured() -> None:
         column.removeprefix("b") for column in builds.table()[0].strip("| ").split(" | ")
     )
     assert command in page
+
+
+@pytest.mark.parametrize(
+    ("row", "is_known"),
+    [
+        ("`/slots` shows how far a prompt is read", lambda build: not unseen(build)),
+        ("`/slots` answers in the middle of a batch", answers_in_batches),
+    ],
+)
+def test_a_build_is_known_for_what_was_measured_of_it(
+    row: str, is_known: Callable[[int], bool]
+) -> None:
+    head, _, *rows = (line.strip("| ").split(" | ") for line in builds.table())
+    measured = next(facts for name, *facts in rows if name == row)
+    numbers = [int(build.removeprefix("b")) for build in head]
+    assert ["yes" if is_known(number) else "no" for number in numbers] == measured
 
 
 def test_what_the_simulated_server_leaves_out_is_listed() -> None:

@@ -88,7 +88,7 @@ class Build:
     @property
     def shows_reading(self) -> bool:
         """Whether `/slots` tells how far a prompt is read."""
-        return self.number is None or self.number >= 10019
+        return self.number is None or self.number >= 9544
 
 
 @dataclass(slots=True, kw_only=True)
