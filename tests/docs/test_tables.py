@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer
 
 import llama_worker
 from benchmarks import publish
@@ -27,6 +28,7 @@ from llama_worker import (
 )
 from llama_worker.actors.messages import RequestMessage, UpstreamMessage, WorkerMessage
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN
+from llama_worker.cli.app import app
 from llama_worker.request.messages import ToolMessage, TransportMessage
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import ProxyMessage
@@ -301,6 +303,15 @@ def test_the_table_of_clients_has_every_scenario_that_is_played() -> None:
         for client, found in CLIENTS.items()
         for one in found
     }
+
+
+def test_the_pages_of_the_command_name_every_option() -> None:
+    text = "".join((DOCS / page).read_text() for page in ("command-line.md", "responses.md"))
+    proxy = {f"--{each.name.replace('_', '-')}" for each in fields(ResponsesProxyConfig)}
+    commands = vars(typer.main.get_command(app))["commands"].values()
+    options = {name for command in commands for each in command.params for name in each.opts}
+    long = {name for name in options if name.startswith("--")}
+    assert long - {*re.findall(r"--[a-z][\w-]*", text)} - proxy == set()
 
 
 def test_every_make_target_that_is_named_is_there() -> None:
