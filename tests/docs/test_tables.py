@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from datetime import UTC, datetime
@@ -85,6 +86,15 @@ def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]
     section = (DOCS / "configuration.md").read_text().partition(f"## `{kind.__name__}`")[2]
     rows = [(name.strip("`"), default) for name, default, _ in table(section, "field")]
     assert rows == [(field.name, shown_default(field)) for field in fields(kind)]
+
+
+def test_the_configuration_page_has_every_event() -> None:
+    section = (DOCS / "configuration.md").read_text().partition("## `on_event`")[2]
+    listed = [name for events, _ in table(section, "event") for name in names_in(events)]
+    modules = ("actors/worker.py", "actors/server_life.py", "server/journal.py")
+    code = "".join((PACKAGE / module).read_text() for module in modules)
+    noted = re.findall(r'(?:note\(|"event": |event = |is not None else )\s*"(\w+)"', code)
+    assert sorted(listed) == sorted(set(noted))
 
 
 def test_the_responses_page_has_every_field_with_its_default() -> None:
@@ -197,6 +207,13 @@ def test_the_listed_actors_are_those_with_messages() -> None:
     page = HOW_IT_WORKS.read_text()
     listed = {re.match(r"\w+", actor)[0] for actor, _ in table(page, "actor")}  # type: ignore[index]
     assert listed == {to for to, _, _ in table(page, "to the")}
+
+
+def test_every_package_that_is_needed_has_its_place() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    _, _, section = HOW_IT_WORKS.read_text().partition("## What the packages do here")
+    names = {re.split("[<>=]", each)[0] for each in needed}
+    assert {name for name in names if name not in section.lower()} == set()
 
 
 def test_the_map_has_every_folder_and_module() -> None:
