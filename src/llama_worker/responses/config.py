@@ -30,12 +30,13 @@ class ResponsesProxyConfig:
     """`upstream`: the URL of a llama-server, http or https, with or without a base path; None for
     a proxy around a worker: it is the worker's server.
 
-    `port` 0: any free one. `api_key` is shown to the upstream; without one the client's own passes
-    through. It is printable ASCII, taken as it is: white space around it is an error. `ca_file`:
-    whom to trust for an https upstream; None: the public authorities. `max_concurrent`: requests
-    for a response that run at once; more are refused with 503. None: no bound. `allow_origins`: web
-    pages that may use the proxy, e.g. `http://localhost:3000`, and names that it may be called by.
-    `timeouts`: when a silent `upstream` is given up; a worker has limits of its own.
+    `port` 0: any free one. `api_key` is shown to the upstream; None: the worker's, and where there
+    is none the client's own passes through. It is printable ASCII, taken as it is: white space
+    around it is an error. `ca_file`: whom to trust for an https upstream; None: the public
+    authorities. `max_concurrent`: requests for a response that run at once; more are refused with
+    503. None: no bound. `allow_origins`: web pages that may use the proxy, e.g.
+    `http://localhost:3000`, and names that it may be called by. `timeouts`: when a silent
+    `upstream` is given up; a worker has limits of its own.
     """
 
     upstream: Annotated[str, _check_upstream] | None = None
