@@ -36,11 +36,14 @@ from llama_worker.responses.messages import ProxyMessage
 from llama_worker.server.messages import ProcessMessage, WatchdogMessage
 from llama_worker.server.traits import answers_in_batches, unseen
 from llama_worker.types.request import NotFound, NotReady, SubmitErrorCode
+from tests.chaos.campaign import STEPS_PER_EPISODE
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
 from tests.recordings import builds
 from tests.recordings.conformance import LEFT_OUT
 from tests.responses.clients.__main__ import CLIENTS
-from tests.simulation.test_planted_bugs import BUGS
+from tests.scenarios.cases import TWINS
+from tests.simulation.faults import KINDS
+from tests.simulation.test_planted_bugs import BUGS, RUNS
 
 # ---------------------------------------------------------------- reference.md
 
@@ -296,8 +299,18 @@ def test_what_the_simulated_server_leaves_out_is_listed() -> None:
     assert told == [(*key, why) for key, why in LEFT_OUT.items()]
 
 
-def test_the_page_counts_the_bugs_that_are_planted() -> None:
-    assert f"has {len(BUGS)} bugs" in (DOCS / "testing.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "counted"),
+    [
+        ("testing.md", f"has {len(BUGS)} bugs"),
+        ("testing.md", f"within {RUNS} hours of service"),
+        ("testing.md", f"faults of {len(KINDS)} kinds"),
+        ("testing.md", f"and {4 * STEPS_PER_EPISODE} steps of chaos"),
+        ("hung-or-slow.md", f"{len(TWINS)} kinds of hang are told"),
+    ],
+)
+def test_the_pages_count_right(page: str, counted: str) -> None:
+    assert counted in " ".join((DOCS / page).read_text().split())
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -26,7 +26,10 @@ def main() -> int:
     )
     parser.add_argument("--hours", type=float, default=YEAR_H, help="worker-hours")
     parser.add_argument(
-        "--faults", type=float, default=None, help="how many, about; 1,000 a year if left out"
+        "--faults",
+        type=float,
+        default=None,
+        help="about so many beside those of single requests; 1,000 a year if left out",
     )
     parser.add_argument(
         "--kind",
