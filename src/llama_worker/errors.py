@@ -63,7 +63,8 @@ class ConfigError(LlamaWorkerError, ValueError):
 
 
 class WorkerStartError(LlamaWorkerError):
-    """`start()` failed. `log_tail` holds the last lines that the server wrote, newest last."""
+    """`start()` or `restart()` failed. `log_tail` holds the last lines that the server wrote,
+    newest last."""
 
     def __init__(
         self,
@@ -97,8 +98,8 @@ class WorkerStartError(LlamaWorkerError):
 
 
 class WorkerStopError(LlamaWorkerError):
-    """`stop()` could not end the server: SIGKILL has no effect. `detail`: pid, state, what the
-    kernel waits for."""
+    """`stop()` or `drain()` could not end the server: SIGKILL has no effect. `detail`: pid, state,
+    what the kernel waits for."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -110,8 +111,8 @@ class WorkerStopError(LlamaWorkerError):
 
 
 class RequestRefused(LlamaWorkerError):
-    """No slot for `ask`, or none to come for `wait_slot`. `error`: that of `SubmitErr`, such as
-    NO_SLOT_AVAILABLE."""
+    """No slot for `ask`, none to come for `wait_slot`, or no server for `count_tokens`. `error`:
+    that of `SubmitErr`, such as NO_SLOT_AVAILABLE."""
 
     def __init__(self, error: SubmitErrorCode) -> None:
         self.error = error
@@ -138,7 +139,7 @@ class RequestFailed(LlamaWorkerError):
 
 
 class WorkerClosed(LlamaWorkerError):
-    """The call came after `close()`."""
+    """The call came after `close()`, in a forked child, or after the worker's own actor failed."""
 
     def __init__(self, worker_name: str) -> None:
         self.worker_name = worker_name

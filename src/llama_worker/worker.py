@@ -73,7 +73,7 @@ class LlamaWorker(Startable):
 
     def __init__(self, config: WorkerConfig, *, _runtime: Runtime | None = None) -> None:
         """Start the worker's actors; no server yet. Raises TypeError if `config` is not a
-        WorkerConfig."""
+        WorkerConfig, RuntimeError if the system has no thread left."""
         if not isinstance(config, WorkerConfig):
             raise TypeError(f"config must be a WorkerConfig, not {type(config).__name__}")
         self._backend = Backend(config, RealRuntime(config) if _runtime is None else _runtime)
@@ -109,6 +109,7 @@ class LlamaWorker(Startable):
         Raises:
             ConfigError: no llama-server was found, or a value cannot work.
             TypeError: a wrong type, or no such field.
+            OSError: no port is free.
         """
         named = None if executable is None else checked_path("executable", executable)
         return cls(
