@@ -39,12 +39,13 @@ def main() -> int:
             show(report)
             reports.append(report)
     show_sum(reports, time.monotonic() - began_at)
-    return 0 if reports and not any(report.wrong for report in reports) else 1
+    return 0 if reports and not any(report.wrong or report.is_late for report in reports) else 1
 
 
 def show(report: Report) -> None:
     """One line, and what was wrong."""
-    mark, verdict = "FAIL" if report.wrong else "ok  ", "killed" if report.given_up else "spared"
+    mark = "FAIL" if report.wrong else "LATE" if report.is_late else "ok  "
+    verdict = "killed" if report.given_up else "spared"
     told = (
         f"{mark} {report.scenario.truth.value:4} {verdict} {report.took_s:5.1f} s  "
         f"{report.scenario.name}"
@@ -79,7 +80,7 @@ def show_sum(reports: list[Report], took_s: float) -> None:
     told_apart = sum(all(of_name[each.name].right for each in pair) for pair in pairs)
     print(f"{told_apart} of {len(pairs)} kinds of hang told from their honest twins")
     right = sum(report.right for report in reports)
-    well = sum(not report.wrong for report in reports)
+    well = sum(not (report.wrong or report.is_late) for report in reports)
     print(
         f"{right} of {len(reports)} verdicts right, {well} scenarios as due in every point, "
         f"{took_s:.0f} s"

@@ -257,20 +257,20 @@ _generating = (
     slow("a long list of numbers", [Text(_NUMBERS), *END], text=_NUMBERS),
 )
 
-_STREAMS = Ask("b", [Tokens(60, 0.1), *END], text=toks(60))
+_NEIGHBOUR = Ask("b", [Tokens(1_000_000, 0.1)], RequestFailReason.CANCELED, text=None)
 _neighbours = (
     hung(
         "a neighbour streams while one stream is dead: it ends alone",
         [Tokens(2), silent("a"), WaitClose()],
         IDLE_S,
         text=toks(2),
-        first=[_STREAMS],
+        first=[_NEIGHBOUR],
         **ALONE,
     ),
     slow(
         "a neighbour's tokens vouch for silent work",
         [Headers(), Role(), work(4.0), *HI],
-        first=[_STREAMS],
+        first=[_NEIGHBOUR],
         timeouts={"silent_work_timeout_s": 2.0},
     ),
     hung(
@@ -397,7 +397,6 @@ def _shows(*looks: Sequence[Json], **timeouts: float) -> Json:
     return {"timeouts": {**_SUSPICIOUS, **timeouts}, "script": script}
 
 
-_LIVE = Ask("b", [Tokens(100, 0.1), *END], text=toks(100))
 _slots = (
     hung(
         "a livelock: 100 % CPU, and no slot moves",
@@ -465,7 +464,7 @@ _slots = (
         [Tokens(3), silent("a"), PINGS, work(None)],
         FOUND_S,
         text=toks(3),
-        first=[_LIVE],
+        first=[_NEIGHBOUR],
         **_shows(*([_slot(decoded=3), _slot(1, decoded=n)] for n in range(50, 90))),
         **ALONE,
     ),
@@ -473,7 +472,7 @@ _slots = (
         "held-back text beside a live neighbour, both slots move",
         [Tokens(3), work(9.0), *HI],
         text=toks(3) + "hi",
-        first=[_LIVE],
+        first=[_NEIGHBOUR],
         **_shows(*([_slot(decoded=n), _slot(1, decoded=n)] for n in range(3, 43))),
     ),
     hung(
@@ -481,7 +480,7 @@ _slots = (
         [silent("a"), WaitClose()],
         FOUND_S,
         fails=LOST,
-        first=[_LIVE],
+        first=[_NEIGHBOUR],
         **_shows(
             *([_slot(decoded=n), _slot(1, busy=False)] for n in range(10, 50)),
             headers_timeout_s=60.0,
@@ -489,7 +488,9 @@ _slots = (
         **ALONE,
     ),
     slow(
-        "queued behind a neighbour that gets data, no CPU seen", [Sleep(4.0), *HI], first=[_STREAMS]
+        "queued behind a neighbour that gets data, no CPU seen",
+        [Sleep(4.0), *HI],
+        first=[_NEIGHBOUR],
     ),
     hung(
         "a sidecar computes, and the server does not",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 from llama_worker import (
     LlamaWorker,
+    RequestFailReason,
     RequestState,
     StartFailReason,
     WorkerConfig,
@@ -27,13 +29,14 @@ from llama_worker.testing.scripts import JournalReader, scripted_server_cmd
 from tests.actors.conftest import HOST, Rig, eventually
 from tests.scenarios.scenario import INTERVAL_S, RESTART, TIMEOUTS, Ask, Move, Scenario, Truth
 
-PATIENCE_S = 30.0  # for anything that must happen
+PATIENCE_S = 120.0  # for anything that must happen
 # The specification's own bound is the timeout and two probe intervals, plus the window of the CPU
 # rate where the server had worked. What comes on top is the noise of a busy machine; `__main__`
 # shows the real figures.
 NOISE_S = 1.0
 WINDOW_S = 3.0
 EARLY_S = 0.3  # the mark is written by another process
+_STATES = {None: RequestState.COMPLETED, RequestFailReason.CANCELED: RequestState.CANCELED}
 
 
 @dataclass
@@ -44,7 +47,13 @@ class Report:
     wrong: list[str] = field(default_factory=list)  # what was not as due; empty: all well
     given_up: bool = False  # the worker ended a request or the server
     late_s: float | None = None  # after its limit
+    allowed_s: float = math.inf  # so late at most, unless the machine is
     took_s: float = 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the end came later than promised, or the machine was too busy to tell."""
+        return self.late_s is not None and self.late_s > self.allowed_s
 
     @property
     def right(self) -> bool:
@@ -126,7 +135,7 @@ class _Run:
         self.rig.start()
         for move in self.scenario.moves:
             self.move(move)
-        for ask, request_id in self.submitted:
+        for ask, request_id in sorted(self.submitted, key=lambda each: each[0].is_endless):
             self.check_end(ask, request_id)
         self.check_server()
 
@@ -163,6 +172,8 @@ class _Run:
 
     def check_end(self, ask: Ask, request_id: int) -> None:
         """One request: its end, its output, its time."""
+        if ask.is_endless:
+            self.rig.worker.cancel(request_id).get()
         ended = threading.Event()
         self.rig.worker.result(request_id).add_done_callback(lambda _: ended.set())
         if not ended.wait(PATIENCE_S):
@@ -170,9 +181,7 @@ class _Run:
         status = self.rig.request(request_id)  # the result is not taken yet
         result = self.rig.ended(request_id)
         self.expect(f"{ask.name} failed with", result.get("fail_reason"), ask.fails)
-        self.expect(
-            ask.name, result["state"], RequestState.FAILED if ask.fails else RequestState.COMPLETED
-        )
+        self.expect(ask.name, result["state"], _STATES.get(ask.fails, RequestState.FAILED))
         if ask.text is not None:
             self.expect(
                 f"output of {ask.name}",
@@ -188,11 +197,9 @@ class _Run:
         assert limit_s is not None
         took_s = at - (self.marks.get(since) or self.rig.journal.wait("note", name=since)["at"])
         self.report.late_s = took_s - limit_s
-        allowed_s = 2 * INTERVAL_S + NOISE_S + WINDOW_S * self.scenario.after_work
-        if not -EARLY_S <= self.report.late_s <= allowed_s:
-            self.report.wrong.append(
-                f"ended {took_s:.2f} s after {since!r}, due: {limit_s} s (+{allowed_s} s)"
-            )
+        self.report.allowed_s = 2 * INTERVAL_S + NOISE_S + WINDOW_S * self.scenario.after_work
+        if self.report.late_s < -EARLY_S:
+            self.report.wrong.append(f"ended {took_s:.2f} s after {since!r}, due: {limit_s} s")
 
     def check_server(self) -> None:
         """Restarts, evidence, and that a request of another job completes."""

@@ -46,9 +46,14 @@ class Ask:
 
     name: str  # the job's
     reply: Sequence[Step]
-    fails: RequestFailReason | None = None  # None: it completes
+    # None: it completes; CANCELED: it is endless, and the host cancels it behind all others
+    fails: RequestFailReason | None = None
     text: str | None = ""  # all the output, whatever the ending; None: any
     reasoning: str = ""
+
+    @property
+    def is_endless(self) -> bool:
+        return self.fails is RequestFailReason.CANCELED
 
 
 # What the host does: submits, waits for a `Note` of the server's script or so many seconds, sends
