@@ -32,7 +32,7 @@ from llama_worker.config.validation import (
 )
 from llama_worker.request.messages import CancelRequest, CountTokens, GetStatus, ReadOutput
 from llama_worker.request.output import read_output
-from llama_worker.request.submission import validate_submit
+from llama_worker.request.submission import valid_id, validate_submit
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
 from llama_worker.runtime.ports import Runtime
 from llama_worker.runtime.process.free_port import free_port
@@ -268,15 +268,15 @@ class LlamaWorker(Startable):
 
     def get_status(self, request_id: int) -> WorkerFuture[RequestStatus | NotFound]:
         """The request's state, phase and progress so far."""
-        return self._ask(lambda reply: GetStatus(request_id=_valid_id(request_id), reply=reply))
+        return self._ask(lambda reply: GetStatus(request_id=valid_id(request_id), reply=reply))
 
     def get_result(self, request_id: int) -> WorkerFuture[RequestResult | NotReady | NotFound]:
         """The result of a terminal request, which is then forgotten."""
-        return self._ask(lambda reply: GetResult(request_id=_valid_id(request_id), reply=reply))
+        return self._ask(lambda reply: GetResult(request_id=valid_id(request_id), reply=reply))
 
     def release(self, request_id: int) -> WorkerFuture[bool]:
         """Forget the result of a request that has ended; False if there is none."""
-        return self._ask(lambda reply: ReleaseResult(request_id=_valid_id(request_id), reply=reply))
+        return self._ask(lambda reply: ReleaseResult(request_id=valid_id(request_id), reply=reply))
 
     def wait_slot(self) -> WorkerFuture[None]:
         """Resolves when the worker is READY and a slot is free, at once if it is so already.
@@ -298,7 +298,7 @@ class LlamaWorker(Startable):
 
         return self._ask_with(
             ResultFuture(release),
-            lambda reply: AwaitResult(request_id=_valid_id(request_id), reply=reply),
+            lambda reply: AwaitResult(request_id=valid_id(request_id), reply=reply),
         )
 
     def read_output(
@@ -320,7 +320,7 @@ class LlamaWorker(Startable):
             checked_int("reasoning_offset", reasoning_offset, at_least=0)
             checked_bool("wait", wait)
             return ReadOutput(
-                request_id=_valid_id(request_id),
+                request_id=valid_id(request_id),
                 text_offset=text_offset,
                 reasoning_offset=reasoning_offset,
                 wait=wait,
@@ -349,7 +349,7 @@ class LlamaWorker(Startable):
         """
         self._backend.check_open()
         optional(checked_seconds, "timeout_s", timeout_s, above=0)
-        return self._iter_output(_valid_id(request_id), timeout_s)
+        return self._iter_output(valid_id(request_id), timeout_s)
 
     def _iter_output(self, request_id: int, timeout_s: float | None) -> Iterator[OutputChunk]:
         chunk = read_output("", "", 0, 0, done=False)
@@ -371,7 +371,7 @@ class LlamaWorker(Startable):
     def cancel(self, request_id: int) -> WorkerFuture[bool]:
         """Cancel a running request. True once it is cancelled and its slot is free; False if it was
         not running."""
-        return self._ask(lambda reply: CancelRequest(request_id=_valid_id(request_id), reply=reply))
+        return self._ask(lambda reply: CancelRequest(request_id=valid_id(request_id), reply=reply))
 
     def get_worker_status(self) -> WorkerFuture[WorkerStatus]:
         """The worker's state, its slots, its server, and warnings."""
@@ -394,9 +394,3 @@ class LlamaWorker(Startable):
             future.fail(error)
             return future
         return self._backend.ask(sent, future)
-
-
-def _valid_id(request_id: int) -> int:
-    """The id. Raises TypeError or ConfigError if no request can have it."""
-    checked_int("request_id", request_id, at_least=0)
-    return request_id

@@ -1,4 +1,4 @@
-"""What a host submits, checked. Pure."""
+"""What a host gives with its calls, checked. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.config.validation import checked_json_object, checked_str, plain_str, shown
+from llama_worker.config.validation import (
+    checked_int,
+    checked_json_object,
+    checked_str,
+    plain_str,
+    shown,
+)
 from llama_worker.errors import ConfigError
 from llama_worker.types.chat import ChatMessage, ContentPart
 
@@ -28,6 +34,12 @@ class Submission(Struct, frozen=True, kw_only=True):
     params: dict[str, Any]
     messages: tuple[ChatMessage, ...]
     part_kinds: frozenset[str] = frozenset()  # of the content parts
+
+
+def valid_id(request_id: int) -> int:
+    """The id. Raises TypeError or ConfigError if no request can have it."""
+    checked_int("request_id", request_id, at_least=0)
+    return request_id
 
 
 def validate_submit(
