@@ -23,8 +23,8 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.output import WaitingReads, is_answered_by
 from llama_worker.request.request import Effect, Request
-from llama_worker.runtime.ports import HURRY_LASTS_S
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.stream.lazy_reading import HURRY_LASTS_S
 from llama_worker.types.request import RequestFailReason
 
 M = TypeVar("M")
@@ -225,9 +225,8 @@ class RequestActor(Child[RequestMessage]):
     def _carry_out(self, effect: Effect) -> None:
         me = self.me()
         match effect:
-            case messages.PostChat(turn_id=turn_id, body=body):
-                order = messages.OpenStream(turn_id=turn_id, body=body, reply_to=me)
-                self._tell(self._transport, order)
+            case messages.PostChat():
+                self._tell(self._transport, messages.OpenStream(**asdict(effect), reply_to=me))
             case messages.CloseStream():
                 self._tell(self._transport, effect)
             case messages.CallTool():

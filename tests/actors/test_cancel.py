@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.runtime.streams import stream_reader
+from llama_worker.request import prompt
+from llama_worker.stream import lazy_reading
 from llama_worker.testing.scripts import (
     Burn,
     Finish,
@@ -58,7 +59,8 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
 def test_text_that_was_not_told_is_kept(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
 ) -> None:
-    monkeypatch.setattr(stream_reader, "TICK_S", WAIT_S)
+    monkeypatch.setattr(lazy_reading, "LOOK_S", WAIT_S)
+    monkeypatch.setattr(prompt, "TELL_S", WAIT_S)
     rig, gate = make_worker(), tmp_path / "gate"
     rest = (Gate(gate), Text("upon "), Text("a "), Note("said"), WaitClose())
     request = rig.submit(Headers(), Text("Once "), *rest)

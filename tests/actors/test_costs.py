@@ -22,9 +22,8 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import FlushStream, HurryStream, StreamEvents
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.timers import HeapTimer, TimerThread
-from llama_worker.runtime.ports import HURRY_LASTS_S
-from llama_worker.runtime.streams.stream_reader import TICK_S
 from llama_worker.server.messages import Probed
+from llama_worker.stream.lazy_reading import HURRY_LASTS_S, LOOK_S
 from llama_worker.testing.scripts import (
     Gate,
     Script,
@@ -54,15 +53,15 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
     return counts
 
 
-def test_text_that_comes_fast_is_told_each_tick_and_wakes_no_thread_between(
+def test_text_that_comes_fast_is_told_each_third_look_and_wakes_no_thread_between(
     rig: Rig, told: Counter[type]
 ) -> None:
     before, began = _wakeups(), time.monotonic()
     rig.run(*plain_reply(Tokens(1000, 0.002)))
-    ticks = (time.monotonic() - began) / TICK_S
-    assert told[StreamEvents] <= ticks + 10
-    # The stream's thread and the request's, each now and then for the interpreter's lock, too.
-    assert _wakeups() - before <= 4 * ticks + 100
+    ticks = (time.monotonic() - began) / LOOK_S
+    assert told[StreamEvents] <= ticks / 3 + 10
+    # The stream's thread, and now and then the request's, each for the interpreter's lock, too.
+    assert _wakeups() - before <= 3 * ticks + 100
 
 
 def test_a_reader_that_waits_for_each_token_hurries_its_stream_a_few_times_a_second(

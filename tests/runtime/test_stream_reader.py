@@ -19,9 +19,8 @@ import pytest
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import Endpoint
-from llama_worker.runtime.streams import stream_reader
 from llama_worker.runtime.streams.stream_reader import StreamReader
-from llama_worker.stream import decoder
+from llama_worker.stream import decoder, lazy_reading
 from llama_worker.stream.events import Finish, PromptReport, TextDelta, ToolCallDelta
 from llama_worker.types.request import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
@@ -83,21 +82,21 @@ class Rig:
     told: Told
     opener: Told  # who opened the stream, and hears of its end only
 
-    def batches(self) -> None:
+    def gets_lazy(self) -> None:
         """Until the thread sleeps while the kernel collects text."""
-        eventually(lambda: self.reader._is_batching, "batching")
+        eventually(lambda: self.reader._lazy.is_lazy, "a lazy reader")
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(stream_reader, "TICK_S", FOR_EVER_S)  # nothing is late
-    monkeypatch.setattr(stream_reader, "HURRY_LASTS_S", FOR_EVER_S)
+    monkeypatch.setattr(lazy_reading, "LOOK_S", FOR_EVER_S)  # nothing is late
+    monkeypatch.setattr(lazy_reading, "HURRY_LASTS_S", FOR_EVER_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint(
             base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0
         )
         told, opener = Told(), Told()
-        order = OpenStream(turn_id=(1, 1), body={"stream": True}, reply_to=told)
+        order = OpenStream(turn_id=(1, 1), body={"stream": True}, tell_s=FOR_EVER_S, reply_to=told)
         reader = StreamReader(order, endpoint, on_closed=opener, name="test")
         with listener.accept()[0] as server:
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -118,7 +117,7 @@ def streaming(rig: Rig) -> Rig:
 
 def test_text_that_comes_fast_waits_for_whoever_asks(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
-    streaming.batches()
+    streaming.gets_lazy()
     streaming.server.sendall(text("b"))
     assert streaming.told.messages == []
     assert streaming.reader.flush()
@@ -126,38 +125,36 @@ def test_text_that_comes_fast_waits_for_whoever_asks(streaming: Rig) -> None:
     assert not streaming.reader.flush()
 
 
-def test_text_is_told_after_a_tick_and_a_tick_without_news_ends_the_batching(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_reader, "TICK_S", 0.1)
+def test_a_look_without_news_makes_it_eager(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_reading, "LOOK_S", 0.1)
     rig.server.sendall(HEAD + text("first"))
     for _ in range(50):
         rig.server.sendall(text("a"))
     eventually(lambda: "".join(event.text for event in rig.told.events()) == "first" + 50 * "a", "")
-    eventually(lambda: not rig.reader._is_batching, "the end of the batching")
+    eventually(lambda: not rig.reader._lazy.is_lazy, "an eager reader")
 
 
 def test_who_waits_gets_text_at_once_for_a_tick(
     streaming: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streaming.server.sendall(text("a"))
-    streaming.batches()
+    streaming.gets_lazy()
     streaming.reader.hurry()  # something waits already
     for piece in "abc":
         streaming.told.wait_events(TextDelta(piece))
         streaming.server.sendall(text(chr(ord(piece) + 1)))
     streaming.told.wait_events(TextDelta("d"))
-    monkeypatch.setattr(stream_reader, "HURRY_LASTS_S", 0.0)  # and this is the first text after it
+    monkeypatch.setattr(lazy_reading, "HURRY_LASTS_S", 0.0)  # and this is the first text after it
     streaming.server.sendall(text("e"))
     streaming.told.wait_events(TextDelta("e"))
     streaming.server.sendall(text("f"))
-    streaming.batches()
+    streaming.gets_lazy()
     assert streaming.told.messages == []
 
 
 def test_what_lies_in_the_socket_is_told_at_once_to_who_waits(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
-    streaming.batches()
+    streaming.gets_lazy()
     assert streaming.reader.flush()
     streaming.told.wait_events(TextDelta("a"))
     streaming.server.sendall(text("b"))  # which wakes nobody
@@ -165,16 +162,16 @@ def test_what_lies_in_the_socket_is_told_at_once_to_who_waits(streaming: Rig) ->
     streaming.told.wait_events(TextDelta("b"))
 
 
-def test_what_is_not_text_is_told_at_once_and_ends_the_batching(streaming: Rig) -> None:
+def test_what_is_not_text_is_told_at_once_and_makes_it_eager(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
-    streaming.batches()
+    streaming.gets_lazy()
     call = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "add", "arguments": "{"}}]}
     long_call = {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 40_000}}]}
     streaming.server.sendall(record(long_call))  # enough to wake the thread
     streaming.told.wait_events(TextDelta("a"), ToolCallDelta(0, None, None, "x" * 40_000))
     streaming.server.sendall(record(call))  # and this one is not waited for
     streaming.told.wait_events(ToolCallDelta(0, "c", "add", "{"))
-    assert not streaming.reader._is_batching
+    assert not streaming.reader._lazy.is_lazy
 
 
 def test_progress_does_not_use_up_the_hurry_of_the_first_token(rig: Rig) -> None:
@@ -208,7 +205,7 @@ def test_without_memory_for_a_record_what_came_before_is_told(
     """Whoever flushes is an actor, which is not to die of it."""
     monkeypatch.setattr(decoder, "decode_record", Mock(side_effect=MemoryError))
     streaming.server.sendall(text("a"))
-    streaming.batches()
+    streaming.gets_lazy()
     long_call = {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 40_000}}]}
     streaming.server.sendall(text("b") + record({} if is_flushed else long_call))
     if is_flushed:
@@ -224,7 +221,7 @@ def test_without_memory_for_a_record_what_came_before_is_told(
 
 def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
-    streaming.batches()
+    streaming.gets_lazy()
     streaming.server.sendall(
         text("b") + record({}, choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
     )
@@ -239,7 +236,7 @@ def test_a_flush_that_finds_the_end_ends_the_stream_of_a_server_that_stays_conne
     streaming: Rig,
 ) -> None:
     streaming.server.sendall(text("a"))
-    streaming.batches()
+    streaming.gets_lazy()
     streaming.server.sendall(b"0\r\n\r\n")  # less than what wakes the thread
     streaming.reader.flush()
     assert streaming.told.wait_closed().failure is None
@@ -248,7 +245,7 @@ def test_a_flush_that_finds_the_end_ends_the_stream_of_a_server_that_stays_conne
 
 def test_much_at_once_is_told_at_once_though_text_is_collected(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
-    streaming.batches()
+    streaming.gets_lazy()
     streaming.server.sendall(text("x" * 40_000))
     eventually(lambda: "x" * 40_000 in "".join(e.text for e in streaming.told.events()), "all")
 

@@ -51,6 +51,7 @@ from llama_worker.server.termination import GuardSilence, Signal
 from llama_worker.server.traits import server_traits
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.lazy_reading import LazyReading, Portion
 from llama_worker.types.request import RequestFailReason, TokenCount
 from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice
@@ -421,6 +422,7 @@ class SimStream:
         self._order = order
         self._on_closed = on_closed
         self._decoder = StreamDecoder()
+        self._lazy: LazyReading  # from the headers on
         self._server: LlamaServer | None = None
         self._status: int | None = None
         self._buffer = bytearray()
@@ -428,6 +430,7 @@ class SimStream:
         # nothing more comes from the server; in the regular way, or not
         self._is_over = self._is_cut = False
         self._reading: Event | None = None
+        self._looking: Event | None = None
         self._scheduler.after(_THREAD_START_S * self._machine.slowness, self._connect, "connect")
 
     def abort(self) -> None:
@@ -442,13 +445,16 @@ class SimStream:
         self._read_soon()
 
     def flush(self) -> bool:
-        if self._ended or not self._opened or not self._buffer:
+        if self._ended or not self._opened:
             return False
         self._decode(len(self._buffer))
+        self._tell(self._lazy.all(self._scheduler.now))
         return True
 
     def hurry(self) -> None:
-        pass
+        if self._opened and not self._ended:
+            self._tell(self._lazy.hurry(self._scheduler.now))
+            self._read_soon()
 
     # ------------------------------------------------------------ the server's end
 
@@ -458,7 +464,8 @@ class SimStream:
 
     def receive(self, data: bytes) -> None:
         self._buffer += data
-        self._read_soon()
+        if not self._opened or len(self._buffer) >= self._lazy.low_water_bytes:
+            self._read_soon()
 
     def end(self, *, regular: bool) -> None:
         """The body has ended, or the connection has."""
@@ -495,6 +502,10 @@ class SimStream:
         if self._reading is None and not self._ended:
             self._reading = self._scheduler.after(self._machine.read_delay_s(), self._read, "read")
 
+    def _look(self) -> None:
+        self._looking = None
+        self._read_soon()
+
     def _read(self) -> None:
         self._reading = None
         if self._ended:
@@ -505,6 +516,7 @@ class SimStream:
                 self._fail(RequestFailReason.HTTP_ERROR, f"HTTP {self._status}", self._status)
                 return
             self._opened = True
+            self._lazy = LazyReading(self._scheduler.now, tell_s=self._order.tell_s)
             self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._scheduler.now))
         if self._aborted:
             if self._opened and self._buffer:
@@ -516,6 +528,9 @@ class SimStream:
             if size > 1 and dice.chance(0.2):
                 size = 1 + dice.below(size)  # bytes are cut anywhere
             self._decode(size)
+        if self._opened and not self._ended:
+            self._tell(self._lazy.due(self._scheduler.now, over=False))
+            self._look_again()
         if self._buffer:
             self._read_soon()
         elif self._is_cut or (self._is_over and self._decoder.partial):
@@ -526,15 +541,30 @@ class SimStream:
 
     def _decode(self, size: int) -> None:
         """The oldest bytes; where they are no records, the stream has failed."""
-        events = tuple(self._decoder.feed(bytes(self._buffer[:size])))
+        if not size:
+            return
+        events = self._decoder.feed(bytes(self._buffer[:size]))
         del self._buffer[:size]
-        self._order.reply_to.tell(
-            StreamEvents(turn_id=self.turn_id, events=events, at=self._scheduler.now)
-        )
+        self._lazy.took(events, size, self._scheduler.now)
         if self._decoder.error is not None:
             if self._server is not None and self.exchange is not None and not self.exchange.over:
                 self._server.client_closed(self.exchange)
             self._fail(RequestFailReason.PROTOCOL_ERROR, self._decoder.error)
+
+    def _look_again(self) -> None:
+        """Also if nothing comes, where text may be told then."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        wait_s = self._lazy.wait_s(self._scheduler.now)
+        if wait_s is not None:
+            self._looking = self._scheduler.after(wait_s, self._look, "look for text")
+
+    def _tell(self, portion: Portion | None) -> None:
+        if portion is not None:
+            self._order.reply_to.tell(
+                StreamEvents(turn_id=self.turn_id, events=portion.events, at=portion.at)
+            )
 
     def _fail(self, reason: RequestFailReason, detail: str, status: int | None = None) -> None:
         self._finish(StreamFailure(reason=reason, detail=detail, http_status=status))
@@ -543,6 +573,10 @@ class SimStream:
         if self._ended:
             return
         self._ended = True
+        if self._opened:
+            self._tell(self._lazy.all(self._scheduler.now))
+        if self._looking is not None:
+            self._looking.cancel()
         self._runtime.streams.remove(self)
         closed = StreamClosed(
             turn_id=self.turn_id,

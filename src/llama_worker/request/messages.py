@@ -16,6 +16,7 @@ from llama_worker.request.table import RequestRecord
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.lazy_reading import TELL_S
 from llama_worker.types.hooks import BiosText
 from llama_worker.types.request import (
     ExitSignal,
@@ -114,10 +115,11 @@ class WriteBios(Struct, frozen=True, kw_only=True):
 
 
 class PostChat(Struct, frozen=True, kw_only=True):
-    """POST `body` to the chat endpoint."""
+    """POST `body` to the chat endpoint. `tell_s`: how long its text may wait to be told."""
 
     turn_id: TurnId
     body: dict[str, Any]
+    tell_s: float = TELL_S
 
 
 class CallTool(Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.tools import ToolBatch
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
+from llama_worker.stream.lazy_reading import LOOK_S, TELL_S
 from llama_worker.types.chat import ChatMessage
 from llama_worker.types.hooks import BiosText, SystemPromptMode
 
@@ -305,6 +306,11 @@ class Prompts:
         self._config = config
         self._submission = submission
         self._conversation: Conversation | None = None  # once a BIOS was written
+
+    @property
+    def tell_s(self) -> float:
+        """How long a reply's text may wait to be told: in prompted mode it may hold a signal."""
+        return LOOK_S if self.prompted and self._config.exit_tools else TELL_S
 
     def next_body(
         self, bios: BiosText | str, turn: Turn | None = None, batch: ToolBatch | None = None

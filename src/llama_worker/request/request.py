@@ -252,7 +252,7 @@ class Request:
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
         self._turn = self._new_turn(runaway_tokens(body), now)
         self.state = states.Streaming()
-        return [messages.PostChat(turn_id=self._turn_id, body=body)]
+        return [messages.PostChat(turn_id=self._turn_id, body=body, tell_s=self._prompts.tell_s)]
 
     def _new_turn(self, runaway_tokens: int | None, now: float) -> Turn:
         return Turn(

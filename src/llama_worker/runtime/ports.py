@@ -92,9 +92,6 @@ class Abortable(Protocol):
         """Close its connection now, in whatever phase it is. Its last word follows."""
 
 
-HURRY_LASTS_S = 0.25
-
-
 class Stream(Abortable, Protocol):
     """A stream that goes on. No call takes time."""
 
@@ -102,8 +99,8 @@ class Stream(Abortable, Protocol):
         """Tell now what has come and was not told yet; False: nothing has."""
 
     def hurry(self) -> None:
-        """Somebody waits for text: what has come is told now, and at once what comes within
-        HURRY_LASTS_S, and the first text after that."""
+        """Somebody waits for text: what was read is told now, and what comes soon at once; see
+        `stream.lazy_reading`."""
 
 
 class ToolThread(Protocol):
@@ -172,8 +169,8 @@ class Runtime(Host, Protocol):
         """Post the order's body.
 
         Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
-        gets, too. Of text that comes fast some waits for more, 280 ms at most, unless it is flushed
-        or hurried. Everything else, and the first text, is told at once.
+        gets, too. Text that comes fast may wait for more, the order's `tell_s` at most, unless it
+        is flushed or hurried. Everything else, and the first text, is told within 0.3 s.
         """
 
     def probe_readiness(

@@ -10,6 +10,7 @@ import pytest
 
 from llama_worker.bios import STATUS_OPEN
 from llama_worker.config.profiles import LoopDetector
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.request.messages import (
     AskIfServerDied,
     CallTool,
@@ -38,6 +39,7 @@ from llama_worker.stream.events import (
     UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure
+from llama_worker.stream.lazy_reading import LOOK_S, TELL_S
 from llama_worker.stream.turn_end import NO_FINISH_REASON, TurnEnd
 from llama_worker.types.hooks import BiosContext, BiosText
 from llama_worker.types.request import RequestFailReason
@@ -624,6 +626,21 @@ def test_an_exit_call_is_recorded_once_it_is_complete() -> None:
     assert (signal["arguments"], signal["emitted_at"]) == ({"s": {"t": 1}}, 103.0 + UNIX)
     assert play >> (TextDelta("b"), STOP, Done()) << CLOSE << Ends("stop", signals=[signal])
     assert len(play.signals) == 1
+
+
+@pytest.mark.parametrize(
+    ("of", "prompted", "tell_s"),
+    [
+        (WITH_TOOLS, True, LOOK_S),
+        (WITH_TOOLS, False, TELL_S),
+        (with_tools(exit_tools=()), True, TELL_S),
+    ],
+)
+def test_text_that_may_hold_a_signal_is_told_sooner(
+    of: WorkerConfig, prompted: bool, tell_s: float
+) -> None:
+    play = Play(of, prompted=prompted)
+    assert play << PostChat(turn_id=(7, 1), body=play.body, tell_s=tell_s)
 
 
 @pytest.mark.parametrize("prompted", [True, False])

@@ -4,7 +4,6 @@ reads the socket itself, rarely, since each time a thread wakes costs more than 
 from __future__ import annotations
 
 import contextlib
-import math
 import select
 import socket
 import threading
@@ -16,25 +15,20 @@ from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, HttpReply, no_reply, post_chat
-from llama_worker.runtime.ports import HURRY_LASTS_S
-from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure, disconnected
+from llama_worker.stream.lazy_reading import LazyReading, Portion
 from llama_worker.stream.response import ChatBody
 from llama_worker.types.request import RequestFailReason
 
-TICK_S = 0.28  # text that comes fast is told so often: within 0.3 s, as promised
-MUCH_BYTES = 32 * 1024  # are read and told at once
 _READ_BYTES = 16 * 1024  # to make room for 64 KiB each time takes longer than to read a token
 _READS = 64  # at a time; whoever flushes waits for them
-_TEXT = frozenset({TextDelta, ReasoningDelta})
 
 
 class StreamReader:
     """One stream; see `ports.Stream`. Thread-safe, and no call takes time.
 
-    Told at once: the first token, everything that is not text, the end, what a `hurry` waits for,
-    32 KiB, and text that comes more than a tick after what was told before. Where text comes faster
-    the thread sleeps for a tick while the kernel collects it (SO_RCVLOWAT); `flush` does not wait.
+    When it wakes and tells is up to `stream.lazy_reading`. While the thread sleeps the kernel
+    collects text (SO_RCVLOWAT); `flush` does not wait for it.
 
     Raises RuntimeError where the host has no thread for it.
     """
@@ -49,12 +43,8 @@ class StreamReader:
         self._lock = threading.Lock()  # guards what follows
         self._connection: socket.socket | None = None  # while there is a body to read
         self._body: ChatBody  # from then on
-        self._events: list[StreamEvent] = []  # not told yet
-        self._told_at = 0.0
-        self._told_bytes = 0
-        self._is_hurried = True  # the first token is waited for
-        self._hurried_at = -math.inf
-        self._is_batching = False
+        self._lazy: LazyReading
+        self._low_water_bytes = 1
         run_on_thread(f"{name}-stream", self._run)
 
     def abort(self) -> None:
@@ -68,15 +58,13 @@ class StreamReader:
             if self._body.over:  # the thread may sleep on: there is nothing left that wakes it
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
-            return self._tell(time.monotonic())
+            return self._tell(self._lazy.all(time.monotonic()))
 
     def hurry(self) -> None:
         with self._lock:
             if self._connection is not None:
-                self._hurried_at = time.monotonic()
-                self._is_hurried = True
-                self._tell(self._hurried_at)
-                self._stop_batching()
+                self._tell(self._lazy.hurry(time.monotonic()))
+                self._set_low_water()
 
     # ---------------------------------------------------------------- the thread
 
@@ -113,17 +101,20 @@ class StreamReader:
                 self._connection, self._body = reply.take_over()
                 self._connection.setblocking(False)
                 poll.register(self._connection, select.POLLIN)
-                self._order.reply_to.tell(
-                    StreamOpened(turn_id=self._order.turn_id, at=time.monotonic())
-                )
-                self._events += self._body.feed(b"")
+                now = time.monotonic()
+                self._order.reply_to.tell(StreamOpened(turn_id=self._order.turn_id, at=now))
+                self._lazy = LazyReading(now, tell_s=self._order.tell_s)
+                self._feed(b"")
             while True:
                 with self._lock:
                     self._take_in()
-                    wait_ms = self._tell_or_batch(time.monotonic())
+                    now = time.monotonic()
+                    self._tell(self._lazy.due(now, over=self._body.over))
                     if self._body.over:
                         return self._body.failure
-                poll.poll(wait_ms)
+                    self._set_low_water()
+                    wait_s = self._lazy.wait_s(now)
+                poll.poll(None if wait_s is None else wait_s * 1000)
         finally:
             with self._lock:
                 self._connection = None
@@ -147,54 +138,28 @@ class StreamReader:
                 aborted = self._abort.error
                 self._body.end(None if aborted is None else str(aborted))
                 return
-            self._events += self._body.feed(data)
+            self._feed(data)
             if len(data) < _READ_BYTES:
                 return  # that was all; the connection's end wakes the thread
 
-    def _tell_or_batch(self, now: float) -> float | None:
-        """Tell what matters; where text comes fast, wait for more of it.
+    def _feed(self, data: bytes) -> None:
+        read_before = self._body.bytes_read
+        events = self._body.feed(data)
+        if self._body.bytes_read > read_before:
+            self._lazy.took(events, self._body.bytes_read - read_before, time.monotonic())
 
-        Returns the milliseconds until the thread is to look again; None: not before something came.
-        """
-        is_due = now >= self._told_at + TICK_S
-        is_text = all(type(event) in _TEXT for event in self._events)
-        untold_bytes = self._body.bytes_read - self._told_bytes
-        if not is_text or (is_due and not untold_bytes):
-            self._stop_batching()
-        if (
-            is_due
-            or not is_text
-            or self._is_hurried
-            or self._body.over
-            or untold_bytes >= MUCH_BYTES
-        ):
-            self._tell(now)
-        elif untold_bytes and not self._is_batching:
-            self._is_batching = True
-            self._set_low_water(MUCH_BYTES)
-        return max(self._told_at + TICK_S - now, 0.0) * 1000 if self._is_batching else None
+    def _set_low_water(self) -> None:
+        """Also for what lies ready already."""
+        size_bytes = self._lazy.low_water_bytes
+        if size_bytes != self._low_water_bytes:
+            assert self._connection is not None
+            self._low_water_bytes = size_bytes
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
-    def _stop_batching(self) -> None:
-        """From now on every byte wakes the thread, also one that lies ready."""
-        if self._is_batching:
-            self._is_batching = False
-            self._set_low_water(1)
-
-    def _set_low_water(self, size_bytes: int) -> None:
-        assert self._connection is not None
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
-
-    def _tell(self, now: float) -> bool:
-        """Tell what came since the last time; keepalives alone are told too, as bytes without
-        events."""
-        if self._body.bytes_read == self._told_bytes:
+    def _tell(self, portion: Portion | None) -> bool:
+        if portion is None:
             return False
-        events, self._events = self._events, []
-        self._told_at, self._told_bytes = now, self._body.bytes_read
-        if self._is_hurried and now >= self._hurried_at + HURRY_LASTS_S:
-            self._is_hurried = not any(type(event) in _TEXT for event in events)
-        # Last: whom it wakes needs the interpreter's lock.
         self._order.reply_to.tell(
-            StreamEvents(turn_id=self._order.turn_id, events=tuple(events), at=now)
+            StreamEvents(turn_id=self._order.turn_id, events=portion.events, at=portion.at)
         )
         return True

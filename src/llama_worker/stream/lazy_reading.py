@@ -1,0 +1,111 @@
+"""When a stream's reader wakes, and when it tells what it has read. Sans-IO; one per stream, one
+thread at a time.
+
+A reader sleeps while text comes fast, since each time a thread wakes costs more than a token does:
+
+    eager  every byte wakes it: before the first text, and where text comes slowly
+    lazy   text comes fast: it wakes every `LOOK_S`, or where `MUCH_BYTES` lie ready
+
+Told at once: the first text, whatever is not text, the end, `MUCH_BYTES`, text after a pause of
+`LOOK_S`, and what somebody waits for. Other text is told `tell_s` after what was told before, or
+when the next look finds no more of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
+
+LOOK_S = 0.28  # so late a call, an error or the end behind fast text is seen: within 0.3 s
+TELL_S = 0.84  # three looks, and below the second in which a neighbour's data counts as recent
+MUCH_BYTES = 32 * 1024
+HURRY_LASTS_S = 0.25
+_TEXT = frozenset({TextDelta, ReasoningDelta})
+
+
+class Portion(Struct, frozen=True):
+    """What came since the portion before; no events where it was keepalives or parts of a record.
+
+    `at`: when the last of it was read, in monotonic seconds.
+    """
+
+    events: tuple[StreamEvent, ...]
+    at: float
+
+
+class LazyReading:
+    """Hand it what was read (`took`), and tell what `due`, `hurry` or `all` returns.
+
+    `tell_s`: how long text may wait, `LOOK_S` at least.
+    """
+
+    def __init__(self, now: float, *, tell_s: float = TELL_S) -> None:
+        self.is_lazy = False
+        self._tell_s = tell_s
+        self._events: list[StreamEvent] = []  # not told yet
+        self._bytes_count = 0  # not told yet
+        self._took_at = now  # the latest bytes
+        self._told_at = -math.inf
+        self._hurried_at = -math.inf
+        self._is_hurried = True  # the first text is waited for
+        self._after_pause = False
+
+    @property
+    def low_water_bytes(self) -> int:
+        """So many are to lie ready before the reader wakes."""
+        return MUCH_BYTES if self.is_lazy else 1
+
+    def took(self, events: Sequence[StreamEvent], size_bytes: int, now: float) -> None:
+        """So many bytes were read just now, which completed these events."""
+        self._after_pause |= not self.is_lazy and now >= self._took_at + LOOK_S
+        self._events += events
+        self._bytes_count += size_bytes
+        self._took_at = now
+
+    def due(self, now: float, *, over: bool) -> Portion | None:
+        """What is to be told now that all was taken that lies ready. `over`: no more will come."""
+        is_text = all(type(event) in _TEXT for event in self._events)
+        has_paused = now >= self._took_at + LOOK_S
+        if not is_text or has_paused:
+            self.is_lazy = False
+        if not self._bytes_count:
+            return None
+        if (
+            over
+            or not is_text
+            or has_paused
+            or self._after_pause
+            or self._is_hurried
+            or self._bytes_count >= MUCH_BYTES
+            or now >= self._told_at + self._tell_s
+        ):
+            return self.all(now)
+        self.is_lazy = True
+        return None
+
+    def all(self, now: float) -> Portion | None:
+        """All that was not told yet; None: nothing."""
+        if not self._bytes_count:
+            return None
+        portion = Portion(tuple(self._events), self._took_at)
+        if self._is_hurried and now >= self._hurried_at + HURRY_LASTS_S:
+            self._is_hurried = not any(type(event) in _TEXT for event in self._events)
+        self._events, self._bytes_count, self._after_pause, self._told_at = [], 0, False, now
+        return portion
+
+    def hurry(self, now: float) -> Portion | None:
+        """Somebody waits: what is told at once, beside what comes within `HURRY_LASTS_S` and the
+        first text after that. From now on every byte wakes the reader."""
+        self._is_hurried, self._hurried_at, self.is_lazy = True, now, False
+        return self.all(now)
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until `due` is to be asked anew; None: not before something comes."""
+        if not self.is_lazy:
+            return None
+        left_s = self._told_at + self._tell_s - now if self._bytes_count else LOOK_S
+        return min(LOOK_S, max(left_s, 0.0))

@@ -1,0 +1,181 @@
+"""When what a stream has brought is told, in virtual time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from llama_worker.stream.events import Finish, PromptReport, StreamEvent, TextDelta
+from llama_worker.stream.lazy_reading import (
+    HURRY_LASTS_S,
+    LOOK_S,
+    MUCH_BYTES,
+    TELL_S,
+    LazyReading,
+    Portion,
+)
+
+FAST_S = 0.01  # between two tokens
+SLOW_S = LOOK_S + 0.01
+
+
+class Reader:
+    """Looks when it is to, as the thread of a stream does, at what `sent` holds by then."""
+
+    def __init__(self, *, tell_s: float = TELL_S) -> None:
+        self.now = 100.0
+        self.reading = LazyReading(self.now, tell_s=tell_s)
+        self.told: list[tuple[float, str]] = []  # when, and what
+        self.looks = 0
+        self._ready: list[StreamEvent] = []
+        self._ready_bytes = 0
+        self._look_at: float | None = None
+
+    def sends(self, *events: StreamEvent, after_s: float = 0.0, size_bytes: int = 200) -> None:
+        self.waits(after_s)
+        self._ready += events
+        self._ready_bytes += size_bytes
+        if self._ready_bytes >= self.reading.low_water_bytes:
+            self._look()
+
+    def waits(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._look_at is not None and self._look_at <= until:
+            self.now = self._look_at
+            self._look()
+        self.now = until
+
+    def flushes(self) -> None:
+        self._take()
+        self._tell(self.reading.all(self.now))
+
+    def hurries(self) -> None:
+        self._tell(self.reading.hurry(self.now))
+        if self._ready:
+            self._look()
+
+    def ends(self) -> None:
+        self._take()
+        self._tell(self.reading.due(self.now, over=True))
+
+    def _look(self) -> None:
+        self.looks += 1
+        self._take()
+        self._tell(self.reading.due(self.now, over=False))
+        wait_s = self.reading.wait_s(self.now)
+        self._look_at = None if wait_s is None else self.now + wait_s
+
+    def _take(self) -> None:
+        if self._ready_bytes:
+            self.reading.took(self._ready, self._ready_bytes, self.now)
+        self._ready, self._ready_bytes = [], 0
+
+    def _tell(self, portion: Portion | None) -> None:
+        if portion is not None:
+            assert portion.at <= self.now
+            words = (str(getattr(each, "text", each)) for each in portion.events)
+            self.told.append((round(self.now - 100.0, 3), "".join(words)))
+
+
+@pytest.fixture
+def reader() -> Reader:
+    """The first text has been told."""
+    made = Reader()
+    made.sends(TextDelta("1"))
+    assert made.told == [(0.0, "1")]
+    made.told.clear()
+    return made
+
+
+def test_fast_text_is_told_each_third_look(reader: Reader) -> None:
+    for _ in range(1000):
+        reader.sends(TextDelta("x"), after_s=FAST_S)
+    seconds = 1000 * FAST_S
+    assert len(reader.told) == seconds // TELL_S
+    assert reader.looks <= 3 * seconds / TELL_S + 3
+    times = [at for at, _ in reader.told]
+    gaps = [later - at for at, later in pairwise(times)]
+    assert all(gap == pytest.approx(TELL_S, abs=0.002) for gap in gaps)
+
+
+def test_text_that_may_hold_a_signal_is_told_at_each_look() -> None:
+    reader = Reader(tell_s=LOOK_S)
+    for _ in range(1000):
+        reader.sends(TextDelta("x"), after_s=FAST_S)
+    assert len(reader.told) == 1 + 1000 * FAST_S // LOOK_S
+
+
+def test_slow_text_is_told_at_once(reader: Reader) -> None:
+    for number in range(10):
+        reader.sends(TextDelta(str(number)), after_s=SLOW_S)
+        assert reader.told.pop() == (round(reader.now - 100.0, 3), str(number))
+        assert not reader.reading.is_lazy
+
+
+def test_text_before_a_pause_is_told_in_the_pause(reader: Reader) -> None:
+    reader.sends(TextDelta("a"), after_s=FAST_S)
+    reader.sends(TextDelta("b"), after_s=FAST_S)
+    reader.waits(LOOK_S)
+    assert reader.told == []  # "b" was seen at the first look, and may be followed by more
+    reader.waits(LOOK_S)
+    assert [text for _, text in reader.told] == ["ab"]
+    assert not reader.reading.is_lazy
+
+
+@pytest.mark.parametrize("event", [Finish("stop"), PromptReport(1, 2, 0)])
+def test_what_is_not_text_is_told_at_the_next_look(reader: Reader, event: StreamEvent) -> None:
+    reader.sends(TextDelta("a"), after_s=FAST_S)
+    reader.sends(event, after_s=FAST_S)
+    reader.waits(LOOK_S)
+    assert [text for _, text in reader.told] == [f"a{event}"]
+    assert reader.told[0][0] <= LOOK_S + FAST_S
+    assert not reader.reading.is_lazy
+
+
+def test_much_is_told_at_once(reader: Reader) -> None:
+    reader.sends(TextDelta("a"), after_s=FAST_S)
+    reader.sends(TextDelta("b"), after_s=FAST_S, size_bytes=MUCH_BYTES)
+    assert reader.told == [(2 * FAST_S, "ab")]
+
+
+def test_a_flush_tells_what_waits_and_what_lies_ready(reader: Reader) -> None:
+    reader.sends(TextDelta("a"), after_s=FAST_S)
+    reader.sends(TextDelta("b"), after_s=FAST_S)
+    reader.flushes()
+    assert [text for _, text in reader.told] == ["ab"]
+    reader.flushes()
+    assert len(reader.told) == 1
+
+
+def test_the_end_is_told_with_all_before_it(reader: Reader) -> None:
+    reader.sends(TextDelta("a"), after_s=FAST_S)
+    reader.sends(TextDelta("b"), after_s=FAST_S)
+    reader.ends()
+    assert [text for _, text in reader.told] == ["ab"]
+
+
+def test_who_waits_gets_each_text_at_once_and_the_first_after_that(reader: Reader) -> None:
+    reader.sends(TextDelta("a"), after_s=FAST_S)
+    reader.hurries()
+    hurried_at = reader.now
+    while reader.now + FAST_S < hurried_at + HURRY_LASTS_S:
+        reader.sends(TextDelta("x"), after_s=FAST_S)
+    assert [len(text) for _, text in reader.told] == [1] * len(reader.told)
+    count = len(reader.told)
+    reader.sends(TextDelta("y"), after_s=FAST_S)  # the first behind it
+    assert len(reader.told) == count + 1
+    reader.sends(TextDelta("z"), after_s=FAST_S)
+    assert len(reader.told) == count + 1
+
+
+def test_keepalives_are_told_as_bytes_alone(reader: Reader) -> None:
+    reader.sends(after_s=SLOW_S)
+    assert [text for _, text in reader.told] == [""]
+
+
+def test_progress_does_not_use_up_the_hurry_of_the_first_text() -> None:
+    reader = Reader()
+    reader.sends(PromptReport(1, 2, 0))
+    reader.sends(TextDelta("a"), after_s=FAST_S)
+    assert [text for _, text in reader.told][1:] == ["a"]
