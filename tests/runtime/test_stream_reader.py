@@ -219,6 +219,19 @@ def test_without_memory_for_a_record_what_came_before_is_told(
     )
 
 
+def test_a_mistake_of_our_own_loses_no_text(
+    streaming: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "decode_record", Mock(side_effect=RuntimeError("a mistake")))
+    streaming.server.sendall(text("a"))
+    streaming.gets_lazy()
+    streaming.server.sendall(record({"tool_calls": [{"x": "y" * 40_000}]}))
+    failure = streaming.told.wait_closed().failure
+    assert failure is not None
+    assert "a mistake" in failure.detail
+    assert streaming.told.events() == [TextDelta("a")]
+
+
 def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.gets_lazy()

@@ -43,7 +43,7 @@ class StreamReader:
         self._lock = threading.Lock()  # guards what follows
         self._connection: socket.socket | None = None  # while there is a body to read
         self._body: ChatBody  # from then on
-        self._lazy: LazyReading
+        self._lazy = LazyReading(time.monotonic(), tell_s=order.tell_s)
         self._low_water_bytes = 1
         run_on_thread(f"{name}-stream", self._run)
 
@@ -101,9 +101,9 @@ class StreamReader:
                 self._connection, self._body = reply.take_over()
                 self._connection.setblocking(False)
                 poll.register(self._connection, select.POLLIN)
-                now = time.monotonic()
-                self._order.reply_to.tell(StreamOpened(turn_id=self._order.turn_id, at=now))
-                self._lazy = LazyReading(now, tell_s=self._order.tell_s)
+                self._order.reply_to.tell(
+                    StreamOpened(turn_id=self._order.turn_id, at=time.monotonic())
+                )
                 self._feed(b"")
             while True:
                 with self._lock:
@@ -118,6 +118,7 @@ class StreamReader:
         finally:
             with self._lock:
                 self._connection = None
+                self._tell(self._lazy.all(time.monotonic()))  # whatever it is that ends it
 
     # ---------------------------------------------------------------- with the lock held
 
