@@ -160,7 +160,7 @@ def _stall(world: World) -> None:
     (request_id,) = world.invariants.active
     epoch = world.invariants.lifecycle.epoch
     world.invariants.fault(KINDS["livelock"], epoch=epoch)
-    verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if", accuses=True)
+    verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if")
     world.actor.actor_ref.tell(
         Stalled(epoch=epoch, request_id=request_id, verdict=verdict, costs_the_server=True)
     )

@@ -38,15 +38,19 @@ BUSY_WINDOW_MIN_S = 1.0
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """A request to be given up. `accuses`: the server may have to go with it.
+    """A request to be given up.
 
     `alone`: the server serves others, also where they received no data just now.
     """
 
     reason: RequestFailReason
     detail: str  # for a person: what was waited for, how long, and when anything was last heard
-    accuses: bool
     alone: bool = False
+
+    @property
+    def accuses(self) -> bool:
+        """Whether the server may have to go with it."""
+        return self.reason is not RequestFailReason.ABSOLUTE_TIMEOUT
 
 
 class ProbeCause(Struct, frozen=True):
@@ -63,14 +67,6 @@ class RestartCause(Struct, frozen=True):
 
 
 # ---------------------------------------------------------------- verdicts
-
-# by whether another request is served, and whether one ended alone since a new request completed
-_COSTS_THE_SERVER = {
-    (False, False): True,
-    (False, True): True,
-    (True, False): False,
-    (True, True): True,
-}
 
 
 class _EndedAlone(Struct, frozen=True, kw_only=True):
@@ -94,8 +90,8 @@ class Blame(Struct, frozen=True):
         before = self.ended_alone
         if not verdict.accuses or (before is not None and before.request_id == request_id):
             return self, False
-        other_is_served = other_is_served or verdict.alone
-        if _COSTS_THE_SERVER[other_is_served, before is not None]:
+        is_first_beside_one = before is None and (other_is_served or verdict.alone)
+        if not is_first_beside_one:
             return Blame(), True
         alone = _EndedAlone(request_id=request_id, newest_request_id=newest_request_id)
         return Blame(alone), False

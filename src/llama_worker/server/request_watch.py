@@ -268,7 +268,7 @@ class RequestWatch:
             return None
         described = describe(progress, liveness_at=self.liveness_at, now=now)
         detail = f"/slots has not answered for {silent_s:.1f} s, /v1/models has; {described}"
-        return Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail=detail, accuses=True)
+        return Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail=detail)
 
     def _judge_by_slots(
         self, progress: Progress, heard: tuple[Progress, ...], now: float

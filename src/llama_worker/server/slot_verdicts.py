@@ -216,7 +216,7 @@ class _Round:
         slots = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
         heard = describe(self._suspect, liveness_at=self._liveness_at, now=self._now)
         detail = f"{what}; slots: {slots}; {heard}"
-        return Verdict(reason=reason, detail=detail, accuses=True, alone=alone)
+        return Verdict(reason=reason, detail=detail, alone=alone)
 
 
 def _shown(slot: Slot) -> str:

@@ -88,7 +88,6 @@ def verdict(
     return Verdict(
         reason=first.reason,
         detail=f"{silence}; {describe(progress, liveness_at=liveness_at, now=now)}",
-        accuses=first.reason is not RequestFailReason.ABSOLUTE_TIMEOUT,
         alone=first.alone,
     )
 

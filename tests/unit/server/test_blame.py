@@ -23,9 +23,9 @@ from llama_worker.server.blame import (
 from llama_worker.types.request import RequestFailReason, RequestState
 from tests.tables import cases
 
-STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s", accuses=True)
+STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s")
 BESIDE = replace(STALLED, alone=True)  # the server serves others
-OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="", accuses=False)
+OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="")
 RESTART = RestartPolicy()
 DEGENERATE = RestartPolicy(degenerate_outputs_before_restart=2)
 
