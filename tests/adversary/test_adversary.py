@@ -10,6 +10,7 @@ import pytest
 
 from llama_worker.server import request_watch, timeouts
 from llama_worker.server.blame import Verdict
+from llama_worker.server.slot_verdicts import SlotsRound
 from tests.adversary.campaign import run, table
 from tests.adversary.case import Case
 from tests.adversary.wedges import WEDGES
@@ -48,7 +49,7 @@ def test_a_case_is_a_function_of_its_seed(name: str | None) -> None:
 
 
 def test_without_the_slots_wedges_are_found_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_watch, "judge_by_slots", lambda *args, **kwargs: None)
+    monkeypatch.setattr(SlotsRound, "judge", lambda slots_round: None)
     assert run(18, seed=20, kinds=["livelock", "dead stream"]).late
 
 

@@ -18,7 +18,7 @@ from llama_worker.request.progress import Batch, Progress, newest
 from llama_worker.server.blame import Blame, Verdict, is_busy
 from llama_worker.server.messages import EvidenceSeen, Unwatch
 from llama_worker.server.pace import Pace
-from llama_worker.server.slot_verdicts import SlotMoves, judge_by_slots
+from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
 from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsLook, SlotsWatch
 from llama_worker.server.timeouts import (
     Neighbours,
@@ -301,9 +301,9 @@ class RequestWatch:
         now: float,
     ) -> Verdict | SlotMoves | None:
         signs = (self._ledger.newest_at, self.slots.moved_at, self._reads_at)
-        return judge_by_slots(
-            looks,
-            progress,
+        slots_round = SlotsRound(
+            looks=looks,
+            suspect=progress,
             others=[other for other in heard if other.request_id != progress.request_id],
             all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
             still_since=newest(self.slots.still_since, self._reads_at),
@@ -313,6 +313,7 @@ class RequestWatch:
             now=now,
             gaps=self.gaps,
         )
+        return slots_round.judge()
 
     def _is_suspect(self, progress: Progress, now: float) -> bool:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at

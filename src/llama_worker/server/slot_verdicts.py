@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Progress
@@ -27,79 +27,41 @@ class SlotMoves:
     """What moved may be the request's own: a sign of work."""
 
 
-def judge_by_slots(
-    looks: Sequence[SlotsLook],
-    suspect: Progress,
-    *,
-    others: Sequence[Progress],
-    all_are_silent: bool,
-    still_since: float,
-    pace: Pace,
-    is_cold: bool,
-    liveness_at: float | None,
-    now: float,
-    gaps: Gaps = NO_GAPS,
-) -> Verdict | SlotMoves | None:
-    """What a round of looks tells about one suspected request; None: nothing.
+@dataclass(frozen=True, kw_only=True)
+class SlotsRound:
+    """A round of looks, one suspected request, and what else tells about the two."""
 
-    `others` are the other requests in flight, as they are now; `all_are_silent`: for as long as it
-    takes to be suspected no request, of those that have ended neither, received data, and no slot
-    was seen to move; `still_since`: the first look, of this round or an earlier one, since which
-    nothing moved, and nothing was read from disk; `pace`: what was learnt of batches; `is_cold`:
-    this launch has computed nothing so far; `liveness_at`: when the server's processes last showed
-    work, for whoever reads the verdict; time in `gaps` is no part of a batch.
-    """
-    still = _Standstill(all_are_silent, still_since, pace, is_cold)
-    return _Round(looks, suspect, others, still, liveness_at, now, gaps).judge()
-
-
-class _Standstill(NamedTuple):
+    looks: Sequence[SlotsLook]
+    suspect: Progress
+    others: Sequence[Progress]  # the other requests in flight, as they are now
+    # For as long as it takes to be suspected no request, of those that have ended neither, received
+    # data, and no slot was seen to move.
     all_are_silent: bool
-    since: float
-    pace: Pace
-    is_cold: bool
-
-
-class _Round:
-    def __init__(
-        self,
-        looks: Sequence[SlotsLook],
-        suspect: Progress,
-        others: Sequence[Progress],
-        still: _Standstill,
-        liveness_at: float | None,
-        now: float,
-        gaps: Gaps,
-    ) -> None:
-        self._looks = looks
-        self._suspect = suspect
-        self._others = others
-        self._still = still
-        self._still_s = now - still.since - gaps.lost_s(still.since)
-        self._liveness_at = liveness_at
-        self._now = now
-        self._began_at = looks[0].asked_at
-        self._served = [other for other in others if self._has_been_served(other)]
-        # The same slot at each look; a server that was started anew in between may have others.
-        self._tracks = list(zip(*(look.slots for look in looks), strict=False))
-        self._same_slots = len({tuple(slot.slot_id for slot in look.slots) for look in looks}) == 1
+    # the first look, of this round or an earlier one, since which nothing moved, and nothing was
+    # read from disk
+    still_since: float
+    pace: Pace  # what was learnt of batches
+    is_cold: bool  # this launch has computed nothing so far
+    liveness_at: float | None  # the latest work of the server's processes; for the verdict's reader
+    now: float
+    gaps: Gaps = NO_GAPS  # no part of a batch
 
     def judge(self) -> Verdict | SlotMoves | None:
-        suspect = self._suspect
+        """What the looks tell about the request; None: nothing."""
+        suspect = self.suspect
         heard_at = suspect.data_at if suspect.data_at is not None else suspect.turn_started_at
-        if not self._same_slots or heard_at >= self._began_at:
+        same_slots = len({tuple(slot.slot_id for slot in look.slots) for look in self.looks}) == 1
+        if not same_slots or heard_at >= self._began_at:
             return None
         if self._is_lost():
-            detail = (
-                f"the server has lost it: at {len(self._looks)} looks at /slots no slot was "
-                "working on it"
-            )
-            return self._verdict(RequestFailReason.REQUEST_LOST, detail, alone=True)
+            times = f"at {len(self.looks)} looks at /slots no slot was working on it"
+            lost = RequestFailReason.REQUEST_LOST
+            return self._verdict(lost, f"the server has lost it: {times}", alone=True)
         if not any(map(moved, self._tracks)):
             return self._judge_standstill()
         if self._is_left_behind():
-            detail = "its slot stands still while another slot of the server moves"
-            return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=True)
+            what = "its slot stands still while another slot of the server moves"
+            return self._stalled(what, alone=True)
         moving = [track for track in self._tracks if moved(track) and self._could_be_its(track)]
         return SlotMoves() if len(moving) > len(self._explained) else None
 
@@ -113,45 +75,35 @@ class _Round:
         one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
         explained = all(
             sum(slot.is_processing for slot in look.slots) <= len(self._served)
-            for look in self._looks
+            for look in self.looks
         )
         has_headers = (
-            self._suspect.headers_at is not None and self._suspect.headers_at < self._began_at
+            self.suspect.headers_at is not None and self.suspect.headers_at < self._began_at
         )
-        would_be_placed = bool(self._served) and not self._suspect.has_media
+        would_be_placed = bool(self._served) and not self.suspect.has_media
         return one_is_free and explained and (has_headers or would_be_placed)
 
     def _judge_standstill(self) -> Verdict | None:
         """Nothing moved in any slot. Where something did lately, a step of a slow server is just
         long, or it pauses."""
-        if not self._still.all_are_silent:
-            return None
         busy = [track[-1] for track in self._tracks if track[-1].is_processing]
-        if not busy:
+        if not self.all_are_silent or not busy or any(slot.may_read_unseen for slot in busy):
             return None
-        if any(slot.may_read_unseen for slot in busy):
-            return None
+        still_s = self.now - self.still_since - self.gaps.lost_s(self.still_since)
+        what = f"no slot of the server moved in {still_s:.1f} s"
         if all(slot.decoded_tokens for slot in busy):
-            detail = f"no slot of the server moved in {self._still_s:.1f} s, and none is in prefill"
-            return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
-        if self._suspect.only_repeats_since(self._still.since):
-            detail = (
-                f"no slot of the server moved in {self._still_s:.1f} s, and it sends the same "
-                "again and again"
-            )
-            return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
+            return self._stalled(f"{what}, and none is in prefill")
+        if self.suspect.only_repeats_since(self.still_since):
+            return self._stalled(f"{what}, and it sends the same again and again")
         limit_s = self._longest_batch_s(busy)
-        if limit_s is None or self._still_s < limit_s:
+        if limit_s is None or still_s < limit_s:
             return None
-        detail = (
-            f"no slot of the server moved in {self._still_s:.1f} s, many times what such a batch "
-            f"takes by its prompts so far (limit: {limit_s:.1f} s)"
-        )
-        return self._verdict(RequestFailReason.STALL_TIMEOUT, detail, alone=False)
+        why = f"many times what such a batch takes by its prompts so far (limit: {limit_s:.1f} s)"
+        return self._stalled(f"{what}, {why}")
 
     def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:
         """By what was learnt of earlier ones; None where they tell nothing of this one."""
-        if any(each.has_media for each in (self._suspect, *self._others)):
+        if any(each.has_media for each in (self.suspect, *self.others)):
             return None
         tokens, depth = 0, 0
         for slot in busy:
@@ -162,7 +114,7 @@ class _Round:
             else:
                 tokens += max(0, slot.context_tokens - slot.prompt_tokens)
                 depth = max(depth, slot.context_tokens)
-        return self._still.pace.longest_standstill_s(tokens, depth, is_cold=self._still.is_cold)
+        return self.pace.longest_standstill_s(tokens, depth, is_cold=self.is_cold)
 
     def _is_left_behind(self) -> bool:
         """Others move at every interval, one that may be its slot never does, and none that moved
@@ -175,10 +127,23 @@ class _Round:
         moving = [track for track in its if moved(track)]
         return len(moving) < len(its) and len(moving) <= len(self._explained)
 
+    @cached_property
+    def _tracks(self) -> list[tuple[Slot, ...]]:
+        """The same slot at each look; a server that was started anew in between may have others."""
+        return list(zip(*(look.slots for look in self.looks), strict=False))
+
+    @property
+    def _began_at(self) -> float:
+        return self.looks[0].asked_at
+
+    @cached_property
+    def _served(self) -> list[Progress]:
+        return [other for other in self.others if self._has_been_served(other)]
+
     @property
     def _explained(self) -> list[Progress]:
         """Others that are served, whose slot may look like the suspect's."""
-        generating = self._suspect.phase is _GENERATING
+        generating = self.suspect.phase is _GENERATING
         return [other for other in self._served if not generating or other.phase is _GENERATING]
 
     def _could_be_its(self, track: tuple[Slot, ...]) -> bool:
@@ -188,35 +153,37 @@ class _Round:
             return False
         first = track[0].decoded_tokens
         # The request has received that many pieces; a token may come in two.
-        return self._suspect.phase is not _GENERATING or (
-            first > 0 and first >= self._suspect.tokens // 2
+        return self.suspect.phase is not _GENERATING or (
+            first > 0 and first >= self.suspect.tokens // 2
         )
 
     def _may_be_its(self, track: tuple[Slot, ...]) -> bool:
         """Whether the slot could be the suspect's (`_could_be_its`) and is in its phase."""
-        if self._suspect.phase is _GENERATING or not self._could_be_its(track):
-            return self._suspect.phase is _GENERATING and self._could_be_its(track)
+        if not self._could_be_its(track):
+            return False
+        if self.suspect.phase is _GENERATING:
+            return True
         # In prefill only where no other prompt is read, which would fill the batches.
-        alone = (
-            sum(
-                1
-                for other in self._tracks
-                if any(s.is_processing and not s.decoded_tokens for s in other)
-            )
-            == 1
-        )
-        return self._suspect.phase is _PREFILL and track[0].decoded_tokens == 0 and alone
+        reading = [
+            track
+            for track in self._tracks
+            if any(slot.is_processing and not slot.decoded_tokens for slot in track)
+        ]
+        is_reading = self.suspect.phase is _PREFILL and not track[0].decoded_tokens
+        return is_reading and len(reading) == 1
 
     def _has_been_served(self, other: Progress) -> bool:
         """It has a slot of its own at every look, and has brought data since the first."""
         heard = other.data_at is not None and other.data_at >= self._began_at
         return other.is_served and heard and other.turn_started_at < self._began_at
 
+    def _stalled(self, what: str, *, alone: bool = False) -> Verdict:
+        return self._verdict(RequestFailReason.STALL_TIMEOUT, what, alone=alone)
+
     def _verdict(self, reason: RequestFailReason, what: str, *, alone: bool) -> Verdict:
-        slots = ", ".join(_shown(slot) for slot in self._looks[-1].slots)
-        heard = describe(self._suspect, liveness_at=self._liveness_at, now=self._now)
-        detail = f"{what}; slots: {slots}; {heard}"
-        return Verdict(reason=reason, detail=detail, alone=alone)
+        slots = ", ".join(_shown(slot) for slot in self.looks[-1].slots)
+        heard = describe(self.suspect, liveness_at=self.liveness_at, now=self.now)
+        return Verdict(reason=reason, detail=f"{what}; slots: {slots}; {heard}", alone=alone)
 
 
 def _shown(slot: Slot) -> str:

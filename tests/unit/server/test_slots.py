@@ -23,7 +23,7 @@ from llama_worker.server.messages import (
     Unwatch,
 )
 from llama_worker.server.pace import PACE_MIN_S, PACE_MULTIPLE, Pace
-from llama_worker.server.slot_verdicts import SlotMoves, judge_by_slots
+from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
 from llama_worker.server.slots import (
     LOOK_INTERVAL_S,
     LOOKS_COUNT,
@@ -182,8 +182,8 @@ def judge(
 ) -> Any:
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
     times: Any = {"still_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW, "gaps": gaps}
-    times |= {"pace": pace or Pace(), "is_cold": is_cold}
-    return judge_by_slots(seen, suspect, others=others, all_are_silent=silent, **times)
+    times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
+    return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
 
 @cases(
