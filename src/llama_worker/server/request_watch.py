@@ -8,15 +8,12 @@ next round holds nobody up. While a request is suspected the slots are looked at
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-from msgspec import Struct
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS
 from llama_worker.request.progress import Batch, Progress, newest
 from llama_worker.server.blame import Blame, Verdict, is_busy
-from llama_worker.server.messages import EvidenceSeen, Unwatch
+from llama_worker.server.messages import EvidenceSeen, Stalled, Unwatch
 from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
 from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsLook, SlotsWatch
@@ -28,67 +25,13 @@ from llama_worker.server.timeouts import (
 )
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
-
-class DataLedger(Struct, frozen=True):
-    """When requests of one server last received data; keeps the two that did last, which is
-    enough."""
-
-    latest: tuple[tuple[int, float], ...] = ()  # (request id, instant), newest first, ids distinct
-
-    def heard(self, request_id: int, at: float | None) -> DataLedger:
-        """The ledger after `request_id` received data at `at`; None and old news change nothing.
-
-        What a request received stays true when the request has ended.
-        """
-        if at is None:
-            return self
-        known = dict(self.latest)
-        known[request_id] = max(at, known.get(request_id, at))
-        return DataLedger(
-            tuple(sorted(known.items(), key=lambda entry: entry[1], reverse=True)[:2])
-        )
-
-    @property
-    def newest_at(self) -> float | None:
-        """The latest data of any request."""
-        return self.latest[0][1] if self.latest else None
-
-    def of_others(self, request_id: int) -> float | None:
-        """The latest data of any request but this one."""
-        return next((at for other, at in self.latest if other != request_id), None)
-
-
-class ProgressRound(Struct, frozen=True):
-    """Before verdicts every request is asked how far it is; what one has heard lately may spare
-    another's server."""
-
-    owing: frozenset[int] = frozenset()  # ids that have not answered
-    heard: tuple[Progress, ...] = ()
-
-    def answered(self, progress: Progress) -> ProgressRound:
-        """After an answer; one that was not owed changes nothing."""
-        if progress.request_id not in self.owing:
-            return self
-        return ProgressRound(self.owing - {progress.request_id}, (*self.heard, progress))
-
-    def without(self, request_id: int) -> ProgressRound:
-        """After the end of a request."""
-        heard = tuple(progress for progress in self.heard if progress.request_id != request_id)
-        return ProgressRound(self.owing - {request_id}, heard)
-
-
-class GivenUp(NamedTuple):
-    """A verdict fell on a request; `costs_the_server`: else it ends alone."""
-
-    request_id: int
-    verdict: Verdict
-    costs_the_server: bool
+_ENDED = 0  # the id of no request
 
 
 class RequestWatch:
     """One launch's. `pace` is of every launch so far: they are of one configuration."""
 
-    def __init__(self, profile: TimeoutProfile, pace: Pace) -> None:
+    def __init__(self, profile: TimeoutProfile, pace: Pace, epoch: int) -> None:
         self.ids: set[int] = set()  # of the requests in flight
         self.progress: dict[int, Progress] = {}  # what each said last
         self.slots = SlotsWatch()
@@ -100,11 +43,14 @@ class RequestWatch:
         self.build_answers_in_batches = False
         # when a probe began that was answered within the time that a look has
         self.probe_answered_at: float | None = None
+        self._epoch = epoch
         self._profile = profile
         self._pace = pace
         self._is_cold = True  # nothing was computed in this launch so far
-        self._ledger = DataLedger()
-        self._round = ProgressRound()
+        # the latest data of each request in flight; of those that have ended as `_ENDED`
+        self._data_at: dict[int, float] = {}
+        self._owing: set[int] = set()  # ids that have not answered in the present round
+        self._answered: list[int] = []  # ids that have
         self._blame = Blame()
         self._reads_at: float | None = None  # when its memory was last seen to come from disk
         self._media_left_at: float | None = None  # when a request with images or sounds ended
@@ -115,8 +61,12 @@ class RequestWatch:
 
     @property
     def data_at(self) -> float | None:
-        """The latest data of any request."""
-        return self._ledger.newest_at
+        """The latest data of any request: what it received stays true when it has ended."""
+        return max(self._data_at.values(), default=None)
+
+    def data_of_others(self, request_id: int) -> float | None:
+        """The latest data of any request but this one."""
+        return max((at for other, at in self._data_at.items() if other != request_id), default=None)
 
     def begin(self, request_id: int) -> bool:
         """Watch a request that is in flight; returns whether it is the only one."""
@@ -126,7 +76,7 @@ class RequestWatch:
         self.liveness_at = None
         return True
 
-    def end(self, order: Unwatch, now: float) -> list[GivenUp]:
+    def end(self, order: Unwatch, now: float) -> list[Stalled]:
         """A request has ended; returns the verdicts that had waited for its answer."""
         request_id = order.request_id
         self._learn(request_id, order.batches)
@@ -135,15 +85,16 @@ class RequestWatch:
         if progress is not None and progress.has_media:
             self._media_left_at = now
         self._moved_at.pop(request_id, None)
-        given_up: list[GivenUp] = []
+        given_up: list[Stalled] = []
         if request_id in self.ids:
             self.ids.remove(request_id)
-            self._ledger = self._ledger.heard(request_id, order.data_at)
+            self._note_data(request_id, order.data_at)
+            self._note_data(_ENDED, self._data_at.pop(request_id, None))
             if order.completed:
                 self._blame = self._blame.completed(request_id)
             elif self._batch_of_one_gone_at is None and (progress is None or progress.is_served):
                 self._broken_off_at = now
-            self._round = self._round.without(request_id)
+            self._owing.discard(request_id)
             given_up = self._judge_when_all_are_heard(now)
         if not self.ids:
             self.slots.rest()
@@ -158,27 +109,33 @@ class RequestWatch:
 
     def forget_round(self) -> None:
         """Drop the answers to the present round: they are out of date."""
-        self._round = ProgressRound()
+        self._owing, self._answered = set(), []
 
-    def begin_round(self, now: float) -> list[GivenUp]:
+    def begin_round(self, now: float) -> list[Stalled]:
         """Every request is asked from now on; the verdicts of a round that somebody has not
         answered all this time."""
         given_up = self._judge_heard(now)
-        self._round = ProgressRound(owing=frozenset(self.ids))
+        self._owing = set(self.ids)
         return given_up
 
-    def heard(self, progress: Progress | None, now: float, *, for_verdict: bool) -> list[GivenUp]:
+    def heard(self, progress: Progress | None, now: float, *, for_verdict: bool) -> list[Stalled]:
         """How far a request is, None: over; the verdicts, if it was the last to answer."""
         if progress is None or progress.request_id not in self.ids:
             return []
-        self._ledger = self._ledger.heard(progress.request_id, progress.data_at)
-        self.progress[progress.request_id] = progress
-        self._learn(progress.request_id, progress.batches)
+        request_id = progress.request_id
+        self._note_data(request_id, progress.data_at)
+        self.progress[request_id] = progress
+        self._learn(request_id, progress.batches)
         self._is_cold = self._is_cold and not progress.tokens
-        if not for_verdict:
+        if not for_verdict or request_id not in self._owing:
             return []
-        self._round = self._round.answered(progress)
+        self._owing.remove(request_id)
+        self._answered.append(request_id)
         return self._judge_when_all_are_heard(now)
+
+    def _note_data(self, request_id: int, at: float | None) -> None:
+        if at is not None:
+            self._data_at[request_id] = max(at, self._data_at.get(request_id, at))
 
     def _learn(self, request_id: int, batches: tuple[Batch, ...]) -> None:
         self._pace.learn(request_id, batches, self.gaps, is_cold=self._is_cold)
@@ -186,11 +143,12 @@ class RequestWatch:
 
     # ------------------------------------------------------------ verdicts
 
-    def _judge_when_all_are_heard(self, now: float) -> list[GivenUp]:
-        return [] if self._round.owing else self._judge_heard(now)
+    def _judge_when_all_are_heard(self, now: float) -> list[Stalled]:
+        return [] if self._owing else self._judge_heard(now)
 
-    def _judge_heard(self, now: float) -> list[GivenUp]:
-        heard, self._round = self._round.heard, ProgressRound()
+    def _judge_heard(self, now: float) -> list[Stalled]:
+        heard = [self.progress[each] for each in self._answered if each in self.progress]
+        self.forget_round()
         if not heard:
             return []
         given_up = list(self._judge_all(heard, now))
@@ -202,7 +160,7 @@ class RequestWatch:
             self.slots.rest()
         return given_up
 
-    def _judge_all(self, heard: tuple[Progress, ...], now: float) -> Iterator[GivenUp]:
+    def _judge_all(self, heard: Sequence[Progress], now: float) -> Iterator[Stalled]:
         for progress in heard:
             self._excuse_by_looks_apart(progress, heard, now)
             accusation = (
@@ -213,14 +171,19 @@ class RequestWatch:
             if accusation is None:
                 continue
             request_id = progress.request_id
-            neighbour_data_at = self._ledger.of_others(request_id)
+            neighbour_data_at = self.data_of_others(request_id)
             self._blame, costs = self._blame.judge(
                 request_id,
                 accusation,
                 other_is_served=is_busy(neighbour_data_at, profile=self._profile, now=now),
                 newest_request_id=max(self.ids),
             )
-            yield GivenUp(request_id, accusation, costs)
+            yield Stalled(
+                epoch=self._epoch,
+                request_id=request_id,
+                verdict=accusation,
+                costs_the_server=costs,
+            )
 
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
@@ -229,7 +192,7 @@ class RequestWatch:
             progress,
             liveness_at=self._worked_at(request_id),
             neighbours=Neighbours(
-                data_at=self._ledger.of_others(request_id),
+                data_at=self.data_of_others(request_id),
                 one_is_served=any(other.is_served for other in others),
                 left_at=self._batch_of_one_gone_at,
             ),
@@ -246,7 +209,7 @@ class RequestWatch:
         )
 
     def _judge_silent_slots(
-        self, progress: Progress, heard: tuple[Progress, ...], now: float
+        self, progress: Progress, heard: Sequence[Progress], now: float
     ) -> Verdict | None:
         """The task queue is stuck where `/slots`, which had answered, no longer does, and the rest
         of HTTP goes on.
@@ -261,7 +224,7 @@ class RequestWatch:
         may_be_a_batch = has_media or not self.build_answers_in_batches
         if slots.silent_looks < SILENT_LOOKS or (may_be_a_batch and not slots.answers_in_batches):
             return None
-        since = newest(since, self._ledger.newest_at, self._reads_at)
+        since = newest(since, self.data_at, self._reads_at)
         silent_s = now - since - self.gaps.lost_s(since)
         answered_at = self.probe_answered_at
         if silent_s < SILENT_S or answered_at is None or answered_at <= max(since, now - SILENT_S):
@@ -271,7 +234,7 @@ class RequestWatch:
         return Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail=detail)
 
     def _judge_by_slots(
-        self, progress: Progress, heard: tuple[Progress, ...], now: float
+        self, progress: Progress, heard: Sequence[Progress], now: float
     ) -> Verdict | None:
         if not self.slots.complete or not self._is_suspect(progress, now):
             return None
@@ -282,7 +245,7 @@ class RequestWatch:
         return judgement if self.slots_are_theirs else None
 
     def _excuse_by_looks_apart(
-        self, progress: Progress, heard: tuple[Progress, ...], now: float
+        self, progress: Progress, heard: Sequence[Progress], now: float
     ) -> None:
         """Where gaps, or looks without an answer, leave no round complete. That nothing moved
         meanwhile accuses nobody."""
@@ -297,10 +260,10 @@ class RequestWatch:
         self,
         looks: Sequence[SlotsLook],
         progress: Progress,
-        heard: tuple[Progress, ...],
+        heard: Sequence[Progress],
         now: float,
     ) -> Verdict | SlotMoves | None:
-        signs = (self._ledger.newest_at, self.slots.moved_at, self._reads_at)
+        signs = (self.data_at, self.slots.moved_at, self._reads_at)
         slots_round = SlotsRound(
             looks=looks,
             suspect=progress,
@@ -330,14 +293,14 @@ class RequestWatch:
         """When a request was broken off whose batch may still be computed, since nobody has shown
         a sign of work after it; None if there is no such request."""
         left_at = self._broken_off_at
-        signs = (self._ledger.newest_at, self.slots.moved_at, self.liveness_at)
+        signs = (self.data_at, self.slots.moved_at, self.liveness_at)
         is_over = left_at is None or any(at is not None and at > left_at for at in signs)
         return None if is_over else left_at
 
     @property
     def _may_encode_media(self) -> bool:
         """For a request that is gone: what is under way is finished first."""
-        signs = (self._ledger.newest_at, self.slots.moved_at)
+        signs = (self.data_at, self.slots.moved_at)
         left_at = self._media_left_at
         return left_at is not None and all(at is None or at < left_at for at in signs)
 

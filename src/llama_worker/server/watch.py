@@ -40,7 +40,7 @@ from llama_worker.request.messages import ProgressReported
 from llama_worker.server import health, messages
 from llama_worker.server.liveness import LookRounds
 from llama_worker.server.pace import Pace
-from llama_worker.server.request_watch import GivenUp, RequestWatch
+from llama_worker.server.request_watch import RequestWatch
 from llama_worker.server.slots import LOOK_TIMEOUT_S
 from llama_worker.server.traits import answers_in_batches
 from llama_worker.types.worker import StartFailReason
@@ -59,16 +59,16 @@ class ServerWatch:
         self._effects: list[messages.WatchEffect] = []
         self._reset()
 
-    def _reset(self) -> None:
-        """Watch no launch."""
-        self._epoch, self._pid = 0, 0
+    def _reset(self, epoch: int = 0) -> None:
+        """Nothing is known of a launch, and none is watched."""
+        self._epoch, self._pid = epoch, 0
         # StartupWatch before READY, HealthCounter while READY, None while idle.
         self._stage: health.StartupWatch | health.HealthCounter | None = None
         self._look_at: float | None = None
         self._probe_at: float | None = None
         self._probes = health.ReadinessProbes()
         self._is_looking_at_slots = False
-        self._requests = RequestWatch(self._profile, self._pace)
+        self._requests = RequestWatch(self._profile, self._pace, epoch)
         self._watched_since: float | None = None  # until the first look of this watching
         self._activity: dict[int, str] = {}  # what each liveness probe said last
         self._gaps_in_a_row = 0
@@ -102,8 +102,9 @@ class ServerWatch:
         """Watch a server that this program did not start: it counts as ready, and several may share
         its address."""
         assert self._stage is None
+        self._reset(epoch)
         self._requests.slots_are_theirs = False
-        self._epoch, self._stage = epoch, health.HealthCounter(since=now)
+        self._stage = health.HealthCounter(since=now)
         self._probe_at = health.next_probe_at(self._profile, now)
 
     @property
@@ -129,8 +130,7 @@ class ServerWatch:
             case messages.PaceLearnt(pace=pace):  # before the launch that goes on with it
                 self._pace = pace.copy()
             case messages.Launch(epoch=epoch):
-                self._stand_down()
-                self._epoch = epoch
+                self._stand_down(epoch)
                 self._stage = health.StartupWatch(began_at=now, worked_at=now)
                 self._probe_at = now + health.FIRST_PROBE_S
             case messages.Launched(pid=pid):
@@ -167,10 +167,10 @@ class ServerWatch:
             self._effects.append(messages.PaceLearnt(self._pace.copy()))
         self._stand_down()
 
-    def _stand_down(self) -> None:
+    def _stand_down(self, next_epoch: int = 0) -> None:
         if self._probes.began_at is not None or self._is_looking_at_slots:
             self._effects.append(messages.StandDown())
-        self._reset()
+        self._reset(next_epoch)
         self._rounds.end()
 
     def _tick(self, now: float) -> None:
@@ -377,12 +377,9 @@ class ServerWatch:
             at = self._requests.liveness_at
             self._effects.append(messages.AskForProgress(liveness_at=at, for_verdict=for_verdict))
 
-    def _give_up(self, given_up: list[GivenUp], now: float) -> None:
-        for request_id, verdict, costs in given_up:
+    def _give_up(self, given_up: list[messages.Stalled], now: float) -> None:
+        for stalled in given_up:
             self._tell_observed(now)
-            stalled = messages.Stalled(
-                epoch=self._epoch, request_id=request_id, verdict=verdict, costs_the_server=costs
-            )
             self._effects.append(stalled)
 
     def _tell_observed(self, now: float) -> None:
