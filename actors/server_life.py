@@ -10,15 +10,14 @@ from llama_worker.actors.children import Children
 from llama_worker.actors.request_dispatcher import RequestDispatcher
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server import lifecycle, messages
 from llama_worker.server import lifecycle_states as states
 from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, is_degenerate
 from llama_worker.server.journal import Journal
-from llama_worker.server.lifecycle import Drained
-from llama_worker.server.restart_budget import RecycleDue, recycle_due
+from llama_worker.server.lifecycle import Drained, LifecycleMessage
+from llama_worker.server.restart_budget import recycle_due
 from llama_worker.server.traits import ServerTraits, shortcomings
 from llama_worker.types.request import RequestState
 from llama_worker.types.worker import WorkerState, WorkerStatus
@@ -36,7 +35,6 @@ class ServerLife:
         journal: Journal,
     ) -> None:
         self.pid: int | None = None
-        self._last_ready_at: float | None = None
         self._last_ready_unix: float | None = None
         self.traits = ServerTraits()
         self._config = config
@@ -115,11 +113,7 @@ class ServerLife:
 
     # ------------------------------------------------------------ messages about the server
 
-    def handle(
-        self,
-        message: messages.ServerMessage | RestartCause | RecycleDue | Drained | Tick,
-        now: float,
-    ) -> None:
+    def handle(self, message: LifecycleMessage, now: float) -> None:
         """Take note, step the lifecycle, carry out what follows. News of another launch changes
         nothing."""
         if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
@@ -135,23 +129,18 @@ class ServerLife:
                 self._journal.note("launched", now, pid=pid, epoch=epoch)
                 if isinstance(self._life.state, states.Launching):
                     self._children.watchdog.tell(message)
-                return
             case messages.MemoryMeasured(anon_bytes=anon_bytes):
                 self._recycle_by(now, anon_bytes)
-                return
             case messages.PaceLearnt():
                 self._learnt = message
-                return
             case messages.Stalled():
                 self._stalled(message, now)
-                return
             case messages.EvidenceKept(
                 processes=processes, log_tail=log_tail, after_grace=after_grace
             ):
                 if after_grace:
                     self._keep_evidence(now)
                 self._journal.add_processes(processes, log_tail)
-                return
             case messages.BecameReady(traits=traits):
                 self.traits = traits
                 for line in shortcomings(traits, self._config):
@@ -191,7 +180,7 @@ class ServerLife:
         self.recycle_if_due(now)
 
     def _go_on_if_drained(self, now: float) -> None:
-        if self._life.waits_for_requests and not self._table.active:
+        if not self._table.active:
             self._apply(lifecycle.step(self._life, Drained(), now), now)
 
     def recycle_if_due(self, now: float) -> None:
@@ -202,7 +191,7 @@ class ServerLife:
         self._recycle_by(now, None)
 
     def _recycle_by(self, now: float, anon_bytes: int | None) -> None:
-        policy, ready_at = self._config.restart.recycle, self._last_ready_at
+        policy, ready_at = self._config.restart.recycle, self._life.budget.ready_at
         if policy is None or ready_at is None or not self._is_idle:
             return
         due = recycle_due(
@@ -219,7 +208,7 @@ class ServerLife:
     def too_old_at(self) -> float | None:
         """When an idle server is to be replaced for its age; None: never, or not as long as it
         works."""
-        policy, ready_at = self._config.restart.recycle, self._last_ready_at
+        policy, ready_at = self._config.restart.recycle, self._life.budget.ready_at
         if policy is None or policy.max_age_s is None or ready_at is None or not self._is_idle:
             return None
         return ready_at + policy.max_age_s
@@ -251,7 +240,7 @@ class ServerLife:
                 "state", now, state=state, before=before, error=self._life.last_error
             )
             if state is WorkerState.READY:
-                self._last_ready_at, self._last_ready_unix = now, self._journal.unix(now)
+                self._last_ready_unix = self._journal.unix(now)
                 self._requests_count = 0
                 self._request_ends = RequestEnds()
         match self._life.state:

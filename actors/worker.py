@@ -315,7 +315,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
     @property
     def _is_busy(self) -> bool:
         """Somebody waits for what one of the other actors does."""
-        return bool(self._table.active) or self._server.lifecycle.is_moving
+        starts_or_ends = self._server.lifecycle.public_state is WorkerState.RUNNING
+        return starts_or_ends or bool(self._table.active)
 
     def _call_roll(self, now: float) -> None:
         """An idle worker wakes nobody; else who does not answer is dead."""

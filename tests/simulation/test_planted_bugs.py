@@ -133,6 +133,7 @@ def _server_seems_alive(request: Any, message: Any, now: float) -> tuple[Any, ..
 
 
 _WATCH, _LIFE = "server.watch:ServerWatch", "server.lifecycle:"
+_ENDINGS = "server.lifecycle_endings:"
 _TABLE, _REQUEST = "request.table:RequestTable", "request.request:Request"
 _WORKER, _DISPATCHER = "actors.worker:WorkerActor", "actors.request_dispatcher:RequestDispatcher"
 BUGS: tuple[Bug, ...] = (
@@ -208,7 +209,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("stop() resolves too soon", _LIFE + "step", then(_stops_too_soon)),
     Bug(
         "a restart does not wait for the old process",
-        _LIFE + "restart",
+        _ENDINGS + "restart",
         then(_restarts_beside_the_old),
         "livelock",
     ),
@@ -244,7 +245,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "the last request does not end a drain",
-        _LIFE + "drained",
+        _ENDINGS + "drained",
         lambda right: lambda life, *rest: (life, ()),
         NOTHING,
     ),

@@ -13,20 +13,8 @@ from msgspec.structs import replace
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
+from llama_worker.server import lifecycle_endings as endings
 from llama_worker.server.blame import RestartCause
-from llama_worker.server.lifecycle_endings import (
-    close,
-    drained,
-    kill,
-    launch,
-    launch_over,
-    lost_while_draining,
-    recycle,
-    restart,
-    terminate,
-    tree_gone,
-    unkillable,
-)
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,
@@ -53,6 +41,7 @@ from llama_worker.server.messages import (
     HealthLost,
     LaunchFailed,
     Restart,
+    ServerMessage,
     Start,
     StartupFailed,
     Stop,
@@ -64,33 +53,19 @@ from llama_worker.start_advice import described
 from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import StartFailReason
 
-LaunchNews = (
-    BecameReady
-    | LaunchFailed
-    | StartupFailed
-    | HealthLost
-    | GpuFaulted
-    | Died
-    | Unkillable
-    | Exited
-    | StreamsClosed
-)
-
 
 class Drained(Struct, frozen=True):
     """No request is in flight."""
 
 
-LifecycleMessage = (
-    Start | Stop | Drain | Drained | Restart | LaunchNews | RestartCause | RecycleDue | Tick
-)
+LifecycleMessage = ServerMessage | Drained | RestartCause | RecycleDue | Tick
 
 
 def step(  # noqa: C901  one line per case
     life: Lifecycle, message: LifecycleMessage, now: float
 ) -> tuple[Lifecycle, Effects]:
     """What follows from a message. News of another launch than the current one changes nothing."""
-    if isinstance(message, LaunchNews) and message.epoch != life.epoch:
+    if getattr(message, "epoch", life.epoch) != life.epoch:
         return life, ()
     match life.state, message:
         case _, Start():
@@ -107,9 +82,9 @@ def step(  # noqa: C901  one line per case
         case _, Drain():  # no request is in flight
             return _stop(life, now, life.stop_grace_s, draining=True)
         case Draining() as draining, Drained():
-            return drained(life, draining, now)
+            return endings.drained(life, draining, now)
         case Ending(gone=True) as ending, Drained():
-            return launch_over(life, ending, now)
+            return endings.launch_over(life, ending, now)
         case _, Restart(reason=reason):
             return _restart_by_hand(life, now, reason)
         case Launching(), BecameReady():  # the server answers, and it is ours
@@ -121,16 +96,12 @@ def step(  # noqa: C901  one line per case
             return _launch_failed(life, now, WorkerStartError(reason, detail))
         case Launching(first=first), StartupFailed(reason=reason, detail=detail):
             return _startup_failed(life, now, WorkerStartError(reason, detail), first=first)
-        case Draining() as draining, Died():
-            reason = RequestFailReason.SERVER_DIED
-            return lost_while_draining(life, draining, now, reason, _described(message))
-        case Ready(), Died():  # its guard kills the rest of its tree; Exited follows
-            died, effects = _server_died(life, now, message)
-            return died, (*effects, Terminate(epoch=life.epoch, grace_s=0.0))
+        case ((Ready() | Draining()), Died()):
+            return _server_died(life, now, message)
         case _, Exited():
             return _exited(life, now, message)
         case Ending(gone=False) as ending, Unkillable(detail=detail):
-            return unkillable(life, ending, detail)
+            return endings.unkillable(life, ending, detail)
         case ((Ready() | Draining() | Launching()), HealthLost(detail=detail)):
             return _trouble(life, now, "health_lost", detail)
         case ((Ready() | Draining() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
@@ -138,13 +109,13 @@ def step(  # noqa: C901  one line per case
         case ((Ready() | Draining() | Launching()), RestartCause(reason=reason, detail=detail)):
             return _trouble(life, now, reason, detail)
         case Ready(), RecycleDue(detail=detail):
-            return recycle(life, now, detail)
+            return endings.recycle(life, now, detail)
         case Ending(closing_until=float()) as ending, StreamsClosed():
-            return terminate(life, ending)
+            return endings.terminate(life, ending)
         case Ending(closing_until=float(at)) as ending, Tick() if now >= at:
-            return terminate(life, ending)
+            return endings.terminate(life, ending)
         case BackingOff(resume_at=at), Tick() if now >= at:
-            return launch(life, first=False)
+            return endings.launch(life, first=False)
         case _:
             return life, ()
 
@@ -160,7 +131,8 @@ def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
         case Ready():
             return life, (Resolve(Start),)
         case Stopped() | Failed():
-            return launch(replace(life, budget=life.budget.cleared(), last_error=None), first=True)
+            cleared = replace(life, budget=life.budget.cleared(), last_error=None)
+            return endings.launch(cleared, first=True)
         case Ending(stuck=str(stuck)):
             return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Draining() as draining:
@@ -185,7 +157,7 @@ def _stop(
         case BackingOff():
             return replace(life, state=Stopped()), (Resolve(Start, stopped), Resolve(Stop))
         case Launching(epoch=epoch) | Ready(epoch=epoch) | Draining(epoch=epoch):
-            return close(life, now, goal, grace_s), (
+            return endings.close(life, now, goal, grace_s), (
                 Abandon(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
                 Resolve(Start, stopped),
                 CloseAllStreams(epoch=epoch),
@@ -222,9 +194,9 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
             ending = Ending(epoch=life.epoch, goal=ToRestart(now))
             planned = replace(life, state=ending, budget=life.budget.planned(now))
             note = RecordRestart(reason="requested", detail=detail, delay_s=0.0)
-            return planned, (note, abandon, *kill(life.epoch))
+            return planned, (note, abandon, *endings.kill(life.epoch))
         case BackingOff():
-            return launch(life, first=False)
+            return endings.launch(life, first=False)
         case Ending(stuck=str(stuck)):
             return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Ending(goal=ToRestart()) as ending:
@@ -249,9 +221,10 @@ def _launch_failed(
         case Launching(first=True):
             return _start_failed(life, error)
         case Launching():
-            return restart(life, now, str(error.reason), error.detail, gone=True, failure=error)
+            reason = str(error.reason)
+            return endings.restart(life, now, reason, error.detail, gone=True, failure=error)
         case Ending() as ending:
-            return tree_gone(life, ending), ()
+            return endings.tree_gone(life, ending), ()
         case _:
             return life, ()
 
@@ -260,9 +233,9 @@ def _startup_failed(
     life: Lifecycle, now: float, error: WorkerStartError, *, first: bool
 ) -> tuple[Lifecycle, Effects]:
     """The launch will not become ready: end its process; a first launch fails with this."""
-    killed = kill(life.epoch)
+    killed = endings.kill(life.epoch)
     if not first:
-        return restart(life, now, str(error.reason), error.detail, killed, failure=error)
+        return endings.restart(life, now, str(error.reason), error.detail, killed, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
     ending = Ending(epoch=life.epoch, goal=goal, start_error=error)
     return replace(life, state=ending, last_error=str(error)), killed
@@ -281,21 +254,16 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             error = _exit_error(exited, detail)
             cause = _cause(exited, str(error.reason))
             early = _described(exited, " before it was ready")
-            return restart(life, now, cause, early, gone=True, failure=error)
-        case Ready():
+            return endings.restart(life, now, cause, early, gone=True, failure=error)
+        case Ready() | Draining():
             return _server_died(life, now, exited, gone=True)
-        case Draining() as draining:
-            died = RequestFailReason.SERVER_DIED
-            lost, effects = lost_while_draining(life, draining, now, died, detail)
-            assert isinstance(lost.state, Ending)
-            return tree_gone(lost, lost.state), effects
         case Ending(start_error=WorkerStartError() as error) as ending:
             with_log = WorkerStartError(
                 error.reason, error.detail, returncode=error.returncode, log_tail=exited.log_tail
             )
-            return tree_gone(life, replace(ending, start_error=with_log)), ()
+            return endings.tree_gone(life, replace(ending, start_error=with_log)), ()
         case Ending() as ending:
-            return tree_gone(life, ending), ()
+            return endings.tree_gone(life, ending), ()
         case _:
             return life, ()
 
@@ -309,12 +277,14 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
     """The server cannot be trusted any more, or one of the worker's actors died: replace both."""
     if isinstance(life.state, Draining):
         lost = f"{reason}: {detail}; the worker was draining"
-        return lost_while_draining(life, life.state, now, RequestFailReason.WORKER_STOPPED, lost)
+        return endings.lost_while_draining(
+            life, life.state, now, RequestFailReason.WORKER_STOPPED, lost
+        )
     effects: Effects = (
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
-        *kill(life.epoch),
+        *endings.kill(life.epoch),
     )
-    return restart(life, now, reason, detail, effects)
+    return endings.restart(life, now, reason, detail, effects)
 
 
 def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
@@ -328,9 +298,13 @@ def _server_died(
     life: Lifecycle, now: float, death: Died | Exited, *, gone: bool = False
 ) -> tuple[Lifecycle, Effects]:
     """It was READY: what it was working on is lost."""
-    detail = _described(death)
-    effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),)
-    return restart(life, now, _cause(death, "server_died"), detail, effects, gone=gone)
+    detail, died = _described(death), RequestFailReason.SERVER_DIED
+    if isinstance(life.state, Draining):
+        return endings.lost_while_draining(life, life.state, now, died, detail, gone=gone)
+    effects: Effects = (Abandon(reason=died, detail=detail),)
+    if not gone:  # its guard kills the rest of its tree; Exited follows
+        effects = (*effects, Terminate(epoch=life.epoch, grace_s=0.0))
+    return endings.restart(life, now, _cause(death, "server_died"), detail, effects, gone=gone)
 
 
 def _cause(death: Died | Exited, otherwise: str) -> str:

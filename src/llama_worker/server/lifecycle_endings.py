@@ -70,13 +70,19 @@ def recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effect
 
 
 def lost_while_draining(
-    life: Lifecycle, draining: Draining, now: float, reason: RequestFailReason, detail: str
+    life: Lifecycle,
+    draining: Draining,
+    now: float,
+    reason: RequestFailReason,
+    detail: str,
+    *,
+    gone: bool = False,
 ) -> tuple[Lifecycle, Effects]:
     """What still ran fails; nobody wants another launch."""
     goal = ToStopped(then_start=draining.then_start, draining=True)
     left = replace(
         life,
-        state=Ending(epoch=life.epoch, goal=goal),
+        state=Ending(epoch=life.epoch, goal=goal, gone=gone),
         budget=life.budget.left_ready(now),
         last_error=detail,
     )
@@ -145,16 +151,15 @@ def unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle,
 def launch_over(life: Lifecycle, ending: Ending, now: float) -> tuple[Lifecycle, Effects]:
     """Neither tree nor request is left of the launch: on to the goal."""
     error = ending.start_error
+    failed: Effects = (Resolve(Start, error),) if error is not None else ()
     match ending.goal:
         case ToStopped(then_start=True):
             fresh = replace(life, state=Stopped(), budget=life.budget.cleared(), last_error=None)
             launched, effects = launch(fresh, first=True)
             return launched, (Resolve(Stop), *effects)
         case ToStopped():
-            failed: Effects = (Resolve(Start, error),) if error is not None else ()
             return replace(life, state=Stopped()), (*failed, Resolve(Stop))
         case ToFailed():
-            failed = (Resolve(Start, error),) if error is not None else ()
             last_error = str(error) if error is not None else life.last_error
             if error is not None and error.detail == life.last_error:  # a lockout names its cause
                 last_error = str(error).removeprefix(f"{error.reason}: ")

@@ -150,22 +150,6 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
         return None if self.public_state is WorkerState.READY else "WORKER_NOT_READY"
 
     @property
-    def waits_for_requests(self) -> bool:
-        """Whether `Drained` has an effect."""
-        return isinstance(self.state, Draining) or (
-            isinstance(self.state, Ending) and self.state.gone
-        )
-
-    @property
-    def is_moving(self) -> bool:
-        """On its way from one state in which it may rest to another."""
-        match self.state:
-            case Launching() | BackingOff() | Ending(stuck=None):
-                return True
-            case _:
-                return False
-
-    @property
     def deadline(self) -> float | None:
         """When a `Tick` is due; None: never."""
         match self.state:

@@ -298,7 +298,7 @@ def test_a_launch_is_over_when_every_request_has_its_record(
     ending, _ = end(ready(), 10.0)
     assert drained(ending, 10.0) == (ending, ())
     gone, effects = news(Exited, returncode=1, log_tail=())(ending, 10.1)
-    assert (gone.public_state, gone.waits_for_requests, effects) == (WorkerState.RUNNING, True, ())
+    assert (gone.public_state, effects) == (WorkerState.RUNNING, ())
     assert tick(gone, 100.0) == unkillable(gone, 100.0) == (gone, ())
     assert isinstance(drained(gone, 10.2)[0].state, Stopped | BackingOff)
 
