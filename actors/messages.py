@@ -6,39 +6,10 @@ from __future__ import annotations
 from msgspec import Struct
 
 from llama_worker.mailbox import Mailbox, Reply, Tick
-from llama_worker.request.messages import (
-    Abandon,
-    Begin,
-    BiosWritten,
-    CallEnded,
-    CancelRequest,
-    CountTokens,
-    GetStatus,
-    Question,
-    ReadOutput,
-    ReportProgress,
-    RequestEnded,
-    ServerChecked,
-    SignalEmitted,
-    StreamFlushed,
-    StreamNews,
-    ToolsRefused,
-    ToolThreadReturned,
-    ToolThreadStuck,
-)
+from llama_worker.request import messages as request
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
-from llama_worker.server.messages import (
-    Drain,
-    Observed,
-    Probed,
-    ProcessMessage,
-    Restart,
-    ServerMessage,
-    SlotsSeen,
-    Start,
-    Stop,
-)
+from llama_worker.server import messages as server
 from llama_worker.server.roll_call import Member
 from llama_worker.types.request import NotFound, NotReady, RequestResult, SubmitResult
 from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
@@ -134,57 +105,57 @@ class BeginLease(Struct, frozen=True, kw_only=True):
     """The slot is the exchange's: answer for it until it ends."""
 
     exchange: LeasedExchange
-    process: Mailbox[ProcessMessage]
+    process: Mailbox[server.ProcessMessage]
 
 
 HostMessage = (
-    Start
-    | Stop
-    | Drain
-    | Restart
+    server.Start
+    | server.Stop
+    | server.Drain
+    | server.Restart
     | Submit
     | Lease
     | EndLease
     | WaitSlot
-    | CountTokens
-    | GetStatus
-    | ReadOutput
+    | request.CountTokens
+    | request.GetStatus
+    | request.ReadOutput
     | GetResult
     | AwaitResult
     | ReleaseResult
-    | CancelRequest
+    | request.CancelRequest
     | GetWorkerStatus
     | GetDebugInfo
 )
 
 WorkerMessage = (
     HostMessage
-    | ServerMessage
-    | Observed
-    | RequestEnded
-    | SignalEmitted
-    | ToolsRefused
-    | ToolThreadStuck
-    | ToolThreadReturned
+    | server.ServerMessage
+    | server.Observed
+    | request.RequestEnded
+    | request.SignalEmitted
+    | request.ToolsRefused
+    | request.ToolThreadStuck
+    | request.ToolThreadReturned
     | ActorDied
     | ReportedIn
     | Tick
 )
 
 RequestMessage = (
-    Begin
+    request.Begin
     | BeginLease
     | EndLease
-    | CancelRequest
-    | Abandon
-    | Question
-    | StreamFlushed
-    | ServerChecked
-    | StreamNews
-    | BiosWritten
-    | CallEnded
-    | ReportProgress
+    | request.CancelRequest
+    | request.Abandon
+    | request.Question
+    | request.StreamFlushed
+    | request.ServerChecked
+    | request.StreamNews
+    | request.BiosWritten
+    | request.CallEnded
+    | request.ReportProgress
     | Tick
 )
 
-UpstreamMessage = Lease | EndLease | Probed | SlotsSeen | Tick
+UpstreamMessage = Lease | EndLease | server.Probed | server.SlotsSeen | Tick
