@@ -184,12 +184,9 @@ class RequestDispatcher:
         request.tell(order)
         self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
 
-    def end_lease(self, admitted: Admitted, order: EndLease) -> None:
-        """The slot's actor has nothing to answer for any more."""
-        self._children.requests[admitted.slot].tell(order)
-
-    def abandon(self, admitted: Admitted, order: Abandon) -> None:
-        """Give the request up; its record follows."""
+    def tell(self, admitted: Admitted, order: Abandon | EndLease) -> None:
+        """Pass it on to the slot's actor: to give the request up (its record follows), or to answer
+        for its exchange no more."""
         self._children.requests[admitted.slot].tell(order)
 
     def ended(self, record: RequestRecord, now: float) -> None:

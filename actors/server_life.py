@@ -224,7 +224,7 @@ class ServerLife:
         if admitted is None:
             return
         given_up = Abandon(request_id=request_id, reason=verdict.reason, detail=verdict.detail)
-        self._dispatcher.abandon(admitted, given_up)
+        self._dispatcher.tell(admitted, given_up)
         if stalled.costs_the_server and self._config.restart.restart_on_stall:
             self.handle(RestartCause(str(verdict.reason), verdict.detail), now)
 
@@ -263,7 +263,7 @@ class ServerLife:
                     self._children.process.tell(effect)
             case Abandon():
                 for admitted in self._table.active:
-                    self._dispatcher.abandon(admitted, effect)
+                    self._dispatcher.tell(admitted, effect)
             case CloseAllStreams():
                 self._children.transport.tell(effect)
             case messages.Terminate(keep_evidence=keep_evidence):

@@ -13,17 +13,14 @@ from collections.abc import Iterator
 from llama_worker.actors import messages
 from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
 from llama_worker.actors.children import Children
-from llama_worker.actors.request_dispatcher import RequestDispatcher
+from llama_worker.actors.request_dispatcher import RequestDispatcher, RequestOrder
 from llama_worker.actors.server_life import ServerLife
 from llama_worker.config.command import masked_server_cmd
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import ConfigError, LlamaWorkerError, RequestRefused, WorkerClosed
 from llama_worker.mailbox import Reply, Tick
 from llama_worker.request.messages import (
-    CancelRequest,
     CountTokens,
-    GetStatus,
-    ReadOutput,
     RequestEnded,
     SignalEmitted,
     ToolsRefused,
@@ -89,6 +86,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._check_invariants(message)
 
     def _take(self, message: messages.WorkerMessage, now: float) -> None:  # noqa: C901  a case each
+        if isinstance(message, RequestOrder):
+            self._dispatcher.handle(message)
+            return
         match message:
             case messages.Submit():
                 self._submit(message, now)
@@ -98,15 +98,6 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
                 self._end_lease(message, now)
             case CountTokens():
                 self._count_tokens(message)
-            case (
-                GetStatus()
-                | ReadOutput()
-                | messages.GetResult()
-                | messages.AwaitResult()
-                | CancelRequest()
-                | messages.ReleaseResult()
-            ):
-                self._dispatcher.handle(message)
             case messages.WaitSlot(reply=reply):
                 self._slot_waiters.add(reply)
             case messages.GetWorkerStatus(reply=reply):
@@ -210,7 +201,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         record = order.exchange.end(now)
         if record is not None:
             self._request_ended(record, now)
-        self._dispatcher.end_lease(admitted, order)  # else it is to say why the connection broke
+        self._dispatcher.tell(admitted, order)  # else it is to say why the connection broke
 
     @property
     def _is_prompted(self) -> bool:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from llama_worker.actors.messages import AwaitResult, EndLease
 from llama_worker.request.messages import (
+    Abandon,
     CancelRequest,
     CloseStream,
     ServerChecked,
@@ -255,7 +256,12 @@ BUGS: tuple[Bug, ...] = (
         lambda right: property(returns(False)(right)),
         NOTHING,
     ),
-    Bug("requests in flight are not failed", _DISPATCHER + ".abandon", returns(None), "crash"),
+    Bug(
+        "requests in flight are not failed",
+        _DISPATCHER + ".tell",
+        instead(lambda dispatcher, slot, order: isinstance(order, Abandon), lambda *given: None),
+        "crash",
+    ),
     Bug(
         "the end of a lease is dropped",
         _WORKER + ".handle",
