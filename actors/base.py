@@ -174,25 +174,13 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     def died(self, detail: str) -> None:
         """Called last, where an exception ended the actor."""
 
-    @property
-    def is_given_up(self) -> bool:
-        """It counts as dead: it is to handle nothing any more."""
-        return False
-
-    def report_in(self) -> None:
-        """Say that it still takes messages."""
-
     def on_receive(self, message: Any) -> None:
         """Pykka's entry."""
         try:
-            if self.is_given_up:
-                self.stop()
-            elif type(message) in self.accepts:
+            if type(message) in self.accepts:
                 if isinstance(message, Tick):
                     self._alarm.rang()
                 self.handle(message)
-            elif isinstance(message, ReportIn):
-                self.report_in()
             elif isinstance(message, _StopRequested):
                 self.stop()
             else:  # any program may broadcast to all of Pykka's actors
@@ -276,12 +264,19 @@ class Child(SupervisedActor[M]):
         """The parent ends the others, and the server."""
         self._worker.tell(ActorDied(member=self.member, detail=detail))
 
-    def report_in(self) -> None:
-        self._worker.tell(ReportedIn(member=self.member))
-
     @property
     def is_given_up(self) -> bool:
+        """It counts as dead: it is to handle nothing any more."""
         return self._worker.is_cut
+
+    def on_receive(self, message: Any) -> None:
+        """Pykka's entry."""
+        if self.is_given_up:
+            self.stop()
+        elif isinstance(message, ReportIn):
+            self._worker.tell(ReportedIn(member=self.member))
+        else:
+            super().on_receive(message)
 
     def give_up(self, detail: str) -> bool:
         """Called by the parent, on its own thread, where this actor does not answer; False: it has

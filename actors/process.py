@@ -10,6 +10,7 @@ process.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from llama_worker.actors.base import Child, LiveSet, message_types
@@ -106,9 +107,14 @@ class ProcessActor(Child[messages.ProcessMessage]):
         if server is None or news is None or news.last_kill is not None or server.ended:
             return
         news.last_kill = _LastKill(
-            server, epoch, self._pid, self._worker.parent, self._runtime, self._kill_timeout_s
+            server=server,
+            pid=self._pid,
+            worker=self._worker.parent,
+            clock=self._runtime,
+            kill_timeout_s=self._kill_timeout_s,
+            state=Present(epoch),
         )
-        news.last_kill.begin()
+        news.last_kill.handle(messages.Terminate(epoch=epoch, grace_s=0.0))
 
     def _launch(self, epoch: int) -> None:
         news = self._news = _LaunchNews(self.me(), self._worker.parent, self._live)
@@ -155,46 +161,34 @@ class _LaunchNews:
         return is_heard
 
 
+@dataclass
 class _LastKill:
     """Kills a server whose ProcessActor has ended before it. Only the server and its launch refer
     to this object, so it ends with them."""
 
-    def __init__(
-        self,
-        server: ServerProcess,
-        epoch: int,
-        pid: int | None,
-        worker: Mailbox[WorkerMessage],
-        clock: Host,
-        kill_timeout_s: float,
-    ) -> None:
-        self._server = server
-        self._pid = pid
-        self._worker = worker
-        self._clock = clock
-        self._kill_timeout_s = kill_timeout_s
-        self._epoch = epoch
-        self._state: ProcessState = Present(epoch)
-        self._timer: Timer | None = None
-
-    def begin(self) -> None:
-        self._step(messages.Terminate(epoch=self._epoch, grace_s=0.0))
+    server: ServerProcess
+    pid: int | None
+    worker: Mailbox[WorkerMessage]
+    clock: Host
+    kill_timeout_s: float
+    state: ProcessState
+    timer: Timer | None = None
 
     def cancel(self) -> None:
         """The server is gone. Any thread."""
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
 
-    def _step(self, message: messages.Terminate | Tick) -> None:
-        now = self._clock.now()
-        self._state, signal = step(self._state, message, now, kill_timeout_s=self._kill_timeout_s)
+    def handle(self, message: messages.Terminate | Tick) -> None:
+        now = self.clock.now()
+        self.state, signal = step(self.state, message, now, kill_timeout_s=self.kill_timeout_s)
         if signal is not None:
-            self._server.send(signal)
-        if isinstance(self._state, Stuck):
-            detail = describe_stuck(self._pid, {})
-            self._worker.tell(messages.Unkillable(epoch=self._epoch, detail=detail))
-        at = deadline(self._state)
+            self.server.send(signal)
+        if isinstance(self.state, Stuck):
+            detail = describe_stuck(self.pid, {})
+            self.worker.tell(messages.Unkillable(epoch=self.state.epoch, detail=detail))
+        at = deadline(self.state)
         if at is not None:
-            self._timer = self._clock.call_at(at, lambda: self._step(Tick()))
-        if self._server.ended:
+            self.timer = self.clock.call_at(at, lambda: self.handle(Tick()))
+        if self.server.ended:
             self.cancel()
