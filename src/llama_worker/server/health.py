@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.gaps import FORGIVEN_IN_A_ROW
+from llama_worker.gaps import FORGIVEN_IN_A_ROW, NO_GAPS, Gaps
 from llama_worker.server.messages import ProbeOutcome
 
 PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
@@ -48,18 +48,15 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
         """CPU time by rate, or reads from disk: the time that counts starts anew."""
         return replace(self, worked_at=max(at, self.worked_at))
 
-    def after_gap(self, lost_s: float) -> StartupWatch:
-        """This machine did not run for so long: that time does not count."""
-        return replace(self, began_at=self.began_at + lost_s, worked_at=self.worked_at + lost_s)
-
     def next_probe_at(self, now: float) -> float:
         """When to look again: every 0.5 s, less often once the start has taken 30 s."""
         return now + (_EARLY_INTERVAL_S if now - self.began_at < _EARLY_S else _LATE_INTERVAL_S)
 
-    def overdue(self, profile: TimeoutProfile, now: float) -> str | None:
-        """Why the launch is to be given up; None while it is not."""
-        loading_s = now - self.began_at
-        if now - self.worked_at >= profile.startup_timeout_s:
+    def overdue(self, profile: TimeoutProfile, now: float, gaps: Gaps = NO_GAPS) -> str | None:
+        """Why the launch is to be given up; None while it is not. Time in `gaps` does not count."""
+        loading_s = now - self.began_at - gaps.lost_s(self.began_at)
+        silent_s = now - self.worked_at - gaps.lost_s(self.worked_at)
+        if silent_s >= profile.startup_timeout_s:
             return (
                 "not ready, and no sign of work for startup_timeout_s "
                 f"{profile.startup_timeout_s:g} s; {loading_s:.1f} s since the launch; give it "

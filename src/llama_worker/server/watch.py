@@ -198,15 +198,10 @@ class ServerWatch:
             if self._look_at is None or now >= self._look_at:  # not for a probe between late looks
                 self._gaps_in_a_row = 0
             return
-        self._add_gap(now, lost_s)
+        self._requests.gaps = self._requests.gaps.with_gap(now, lost_s)
         self._gaps_in_a_row += 1
         if self._gaps_in_a_row <= FORGIVEN_IN_A_ROW:
             self._look_anew(now)
-
-    def _add_gap(self, now: float, lost_s: float) -> None:
-        self._requests.gaps = self._requests.gaps.with_gap(now, lost_s)
-        if isinstance(self._stage, health.StartupWatch):
-            self._stage = self._stage.after_gap(lost_s)
 
     def _look_anew(self, now: float) -> None:
         """What is known is out of date, and what is under way may fail for no fault of the
@@ -225,7 +220,7 @@ class ServerWatch:
 
     def _probe_due(self, now: float) -> None:
         if isinstance(self._stage, health.StartupWatch):
-            overdue = self._stage.overdue(self._profile, now)
+            overdue = self._stage.overdue(self._profile, now, self._requests.gaps)
             if overdue is not None:
                 self._fail_startup(StartFailReason.STARTUP_TIMEOUT, overdue, now)
                 return
@@ -336,7 +331,8 @@ class ServerWatch:
 
     def _begin_round(self, now: float, *, fresh: bool) -> None:
         if self._is_blind:  # nobody could see what the server did in the round before
-            self._add_gap(now, now - self._round_began_at)
+            blind_s = now - self._round_began_at
+            self._requests.gaps = self._requests.gaps.with_gap(now, blind_s)
         self._round_began_at, self._is_blind = now, False
         self._effects += self._rounds.begin(self._epoch, fresh=fresh)
 
