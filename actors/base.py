@@ -229,52 +229,44 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
             self._live.leave(self)
 
 
-class Line:
-    """How a child tells its parent, until the parent gives it up and cuts the line. Thread-safe."""
-
-    def __init__(self, parent: Mailbox[WorkerMessage], member: Member) -> None:
-        self.parent = parent
-        self.member = member
-        self.is_cut = False
-        self.child: Child[Any] | None = None
-
-    def tell(self, message: WorkerMessage) -> bool:
-        return not self.is_cut and self.parent.tell(message)
-
-
 class Child(SupervisedActor[M]):
-    """One of the actors that a WorkerActor, its parent, starts for a launch.
+    """One of the actors that a WorkerActor, its parent, starts for a launch and finds in `family`.
 
     The parent hears of its death by `ActorDied`, behind all that it told before.
     """
 
-    def __init__(self, line: Line, live: LiveSet, runtime: Runtime, config: WorkerConfig) -> None:
+    def __init__(
+        self,
+        parent: Mailbox[WorkerMessage],
+        member: Member,
+        family: dict[Member, Child[Any]],
+        live: LiveSet,
+        runtime: Runtime,
+        config: WorkerConfig,
+    ) -> None:
         super().__init__(live, runtime)
-        self._worker = line
+        self.member = member
+        self.is_given_up = False  # it counts as dead: it is to handle nothing any more
+        self._worker = parent
         self._runtime = runtime
         self._config = config
-        line.child = self
+        family[member] = self
 
-    @property
-    def member(self) -> Member:
-        """Which one it is, of which launch."""
-        return self._worker.member
+    def tell_worker(self, message: WorkerMessage) -> None:
+        """Tell the parent, unless that has given this actor up. Any thread."""
+        if not self.is_given_up:
+            self._worker.tell(message)
 
     def died(self, detail: str) -> None:
         """The parent ends the others, and the server."""
-        self._worker.tell(ActorDied(member=self.member, detail=detail))
-
-    @property
-    def is_given_up(self) -> bool:
-        """It counts as dead: it is to handle nothing any more."""
-        return self._worker.is_cut
+        self.tell_worker(ActorDied(member=self.member, detail=detail))
 
     def on_receive(self, message: Any) -> None:
         """Pykka's entry."""
         if self.is_given_up:
             self.stop()
         elif isinstance(message, ReportIn):
-            self._worker.tell(ReportedIn(member=self.member))
+            self.tell_worker(ReportedIn(member=self.member))
         else:
             super().on_receive(message)
 
@@ -291,7 +283,7 @@ class Child(SupervisedActor[M]):
             return False
         with contextlib.suppress(Exception):  # it may go on at this very moment
             self.abandon(detail)
-        self._worker.is_cut = True
+        self.is_given_up = True
         self._live.leave(self)
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from llama_worker.actors.base import Child, Line, LiveSet, Ref
+from llama_worker.actors.base import Child, LiveSet, Ref
 from llama_worker.actors.messages import RequestMessage, WorkerMessage
 from llama_worker.actors.process import ProcessActor
 from llama_worker.actors.request import RequestActor
@@ -39,7 +39,7 @@ class Children:
         self._live = live
         self._runtime = runtime
         self._config = config
-        self._lines: dict[Member, Line] = {}
+        self._family: dict[Member, Child[Any]] = {}  # those of the latest launch
         self.process: Ref[ProcessMessage] = Ref()
         self.transport: Ref[TransportMessage] = Ref()
         self.tools: Ref[ToolMessage] = Ref()
@@ -53,7 +53,7 @@ class Children:
         self.end()
         for member in self.members:  # those that are blocked
             self.give_up(member, "its launch is over")
-        self._lines, self.requests_end_at = {}, None
+        self._family, self.requests_end_at = {}, None
         try:
             self.process = self._start(ProcessActor, epoch)
             self.transport = self._start(TransportActor, epoch)
@@ -83,17 +83,14 @@ class Children:
     @property
     def members(self) -> dict[Member, Ref[Any]]:
         """Those of the latest launch."""
-        children = {member: line.child for member, line in self._lines.items()}
-        return {member: child.me() for member, child in children.items() if child is not None}
+        return {member: child.me() for member, child in self._family.items()}
 
     def give_up(self, member: Member, detail: str) -> bool:
         """The actor does not answer, and counts as dead; False: it has ended, or its launch is
         over."""
-        line = self._lines.get(member)
-        return line is not None and line.child is not None and line.child.give_up(detail)
+        child = self._family.get(member)
+        return child is not None and child.give_up(detail)
 
     def _start(self, actor: type[Child[M]], epoch: int, slot: int | None = None) -> Ref[M]:
-        line = Line(self._parent, Member(epoch, actor.role, slot))
-        ref: Ref[M] = Ref(actor.start(line, self._live, self._runtime, self._config))
-        self._lines[line.member] = line
-        return ref
+        member, parts = Member(epoch, actor.role, slot), (self._live, self._runtime, self._config)
+        return Ref(actor.start(self._parent, member, self._family, *parts))

@@ -61,7 +61,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
             case messages.MeasureMemory(epoch=epoch):
                 if self._pid is not None:
                     anon_bytes = self._runtime.anon_bytes(self._pid)
-                    self._worker.tell(messages.MemoryMeasured(epoch=epoch, anon_bytes=anon_bytes))
+                    self.tell_worker(messages.MemoryMeasured(epoch=epoch, anon_bytes=anon_bytes))
             case messages.Launched(pid=pid):
                 self._pid = pid
             case messages.Exited():
@@ -74,7 +74,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
         )
         if isinstance(self._state, Stuck) and self._state != before:
             detail = describe_stuck(self._pid, self._evidence())
-            self._worker.tell(messages.Unkillable(epoch=self._state.epoch, detail=detail))
+            self.tell_worker(messages.Unkillable(epoch=self._state.epoch, detail=detail))
         if isinstance(before, Terminating) and isinstance(message, Tick) and signal is Signal.KILL:
             self._keep_evidence(before.epoch, after_grace=True)
         if signal is not None and self._server is not None:
@@ -86,7 +86,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
         be none."""
         if self._server is None:
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
-            self._worker.tell(messages.LaunchFailed(epoch=self.member.epoch, detail=detail))
+            self.tell_worker(messages.LaunchFailed(epoch=self.member.epoch, detail=detail))
         elif failure is None:
             self._kill()
 
@@ -109,7 +109,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
         news.last_kill = _LastKill(
             server=server,
             pid=self._pid,
-            worker=self._worker.parent,
+            worker=self._worker,
             clock=self._runtime,
             kill_timeout_s=self._kill_timeout_s,
             state=Present(epoch),
@@ -117,7 +117,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
         news.last_kill.handle(messages.Terminate(epoch=epoch, grace_s=0.0))
 
     def _launch(self, epoch: int) -> None:
-        news = self._news = _LaunchNews(self.me(), self._worker.parent, self._live)
+        news = self._news = _LaunchNews(self.me(), self._worker, self._live)
         try:
             self._server = self._runtime.start_server(epoch, news)
         except (RuntimeError, OSError) as error:
@@ -127,7 +127,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
 
     def _keep_evidence(self, epoch: int, *, after_grace: bool) -> None:
         tail, seen = self._runtime.log.tail(_EVIDENCE_LINES), self._evidence()
-        self._worker.tell(
+        self.tell_worker(
             messages.EvidenceKept(
                 epoch=epoch, processes=seen, log_tail=tail, after_grace=after_grace
             )

@@ -117,7 +117,7 @@ class RequestActor(Child[RequestMessage]):
             now, reason = self._runtime.now(), RequestFailReason.UNKNOWN_ERROR
             for effect in self._request.fail(reason, detail, now):
                 if isinstance(effect, messages.SignalEmitted | messages.RequestEnded):
-                    self._worker.tell(effect)
+                    self.tell_worker(effect)
 
     def _begin(self, order: messages.Begin) -> None:
         now = self._runtime.now()
@@ -241,7 +241,7 @@ class RequestActor(Child[RequestMessage]):
             case messages.AskIfServerDied(request_id=request_id):
                 self._tell(self._process, messages.CheckServer(request_id=request_id, reply_to=me))
             case messages.SignalEmitted() | messages.ToolsRefused() | messages.RequestEnded():
-                self._worker.tell(effect)
+                self.tell_worker(effect)
                 if isinstance(effect, messages.RequestEnded):
                     self._forget_request()
             case _:

@@ -54,4 +54,4 @@ class ToolLoopActor(Child[ToolMessage]):
     def _drop(self, turn_id: TurnId) -> None:
         thread = self._threads.pop(turn_id, None)
         if thread is not None:
-            thread.give_up(self._worker.parent)
+            thread.give_up(self._worker)

@@ -70,5 +70,5 @@ class TransportActor(Child[messages.TransportMessage]):
 
     def _report_closed(self) -> None:
         if self._closing is not None and not self._streams:
-            self._worker.tell(messages.StreamsClosed(epoch=self._closing))
+            self.tell_worker(messages.StreamsClosed(epoch=self._closing))
             self._closing = None

@@ -63,7 +63,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                         messages.EvidenceSeen(look=effect, at=self._runtime.now(), blind=True)
                     )
             case messages.BecameReady(epoch=epoch):
-                self._worker.tell(effect)
+                self.tell_worker(effect)
                 with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
             case messages.ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
@@ -83,7 +83,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
             case messages.StandDown():
                 self._abort_probes()
             case _:
-                self._worker.tell(effect)
+                self.tell_worker(effect)
 
     def _abort_probes(self) -> None:
         for probe in self._probes.values():
