@@ -27,7 +27,7 @@ from llama_worker.request.messages import (
 from llama_worker.request.table import RequestTable
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.messages import Exited, Stalled, Stop, Unkillable, Watch
-from llama_worker.server.restart_budget import Lockout, RestartAfter
+from llama_worker.server.restart_budget import Lockout
 from llama_worker.types.request import RequestPhase
 from tests.simulation.faults import KINDS
 from tests.simulation.scheduler import Violation
@@ -113,7 +113,7 @@ def _restarts_beside_the_old(
 def _budget_without_end(decided: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]:
     left, decision = decided
     if isinstance(decision, Lockout):
-        return replace(left, restart_count=left.restart_count + 1), RestartAfter(delay_s=0.1)
+        return replace(left, restart_count=left.restart_count + 1), 0.1
     return decided
 
 

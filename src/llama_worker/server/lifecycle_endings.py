@@ -111,8 +111,8 @@ def restart(
         goal, error = ToFailed(), _locked_out(failure, reason, detail)
         note = RecordRestart(reason=reason, detail=detail, delay_s=None)
     else:
-        goal, error = ToRestart(now + decision.delay_s), None
-        note = RecordRestart(reason=reason, detail=detail, delay_s=decision.delay_s)
+        goal, error = ToRestart(now + decision), None
+        note = RecordRestart(reason=reason, detail=detail, delay_s=decision)
     ending = Ending(epoch=life.epoch, goal=goal, gone=gone, start_error=error)
     ends = replace(life, budget=budget, state=ending, last_error=f"{reason}: {detail}")
     return ends, (note, *effects)

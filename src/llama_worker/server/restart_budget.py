@@ -12,12 +12,6 @@ from msgspec.structs import replace
 from llama_worker.config.profiles import Recycle, RestartPolicy
 
 
-class RestartAfter(Struct, frozen=True, kw_only=True):
-    """Restart, `delay_s` from now."""
-
-    delay_s: float
-
-
 class Lockout(Struct, frozen=True, kw_only=True):
     """Restart no more."""
 
@@ -33,10 +27,8 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
     ready_at: float | None = None  # READY since
     ready_for_s: float = 0.0  # the longest READY since the last restart
 
-    def next(
-        self, now: float, policy: RestartPolicy
-    ) -> tuple[RestartBudget, RestartAfter | Lockout]:
-        """The server is down or has to go: restart after a delay, or never. Implies
+    def next(self, now: float, policy: RestartPolicy) -> tuple[RestartBudget, float | Lockout]:
+        """The server is down or has to go: restart after so many seconds, or never. Implies
         `left_ready`."""
         left = self.left_ready(now)
         recent = tuple(at for at in left.recent if now - at < policy.restart_window_s)
@@ -63,7 +55,7 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
         next_budget = RestartBudget(
             restart_count=left.restart_count + 1, recent=(*recent, now), row_count=row_count + 1
         )
-        return next_budget, RestartAfter(delay_s=backoff_s(row_count + 1, policy))
+        return next_budget, backoff_s(row_count + 1, policy)
 
     def planned(self, now: float) -> RestartBudget:
         """A restart that no failure caused: counted, and nothing else. Implies `left_ready`."""

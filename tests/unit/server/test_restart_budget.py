@@ -10,7 +10,6 @@ import pytest
 from llama_worker.config.profiles import Recycle, RestartPolicy
 from llama_worker.server.restart_budget import (
     Lockout,
-    RestartAfter,
     RestartBudget,
     backoff_s,
     recycle_due,
@@ -54,8 +53,8 @@ def crashes(
         budget, decision = budget.next(now, policy)
         if isinstance(decision, Lockout):
             return budget, delays, decision.detail
-        delays.append(decision.delay_s)
-        now += decision.delay_s
+        delays.append(decision)
+        now += decision
     return budget, delays, None
 
 
@@ -92,16 +91,16 @@ def test_a_server_that_completes_requests_or_is_stable_between_crashes_goes_on(
 def test_stability_is_judged_also_when_ready_was_left_before() -> None:
     budget, _ = RestartBudget().next(0.0, POLICY)
     left = budget.became_ready(10.0).left_ready(610.0).became_ready(620.0).left_ready(630.0)
-    assert left.next(9000.0, POLICY)[1] == RestartAfter(delay_s=5.0)
+    assert left.next(9000.0, POLICY)[1] == 5.0
     short = budget.became_ready(10.0).left_ready(609.0)
-    assert short.next(9000.0, POLICY)[1] == RestartAfter(delay_s=10.0)
+    assert short.next(9000.0, POLICY)[1] == 10.0
 
 
 def test_ready_of_a_former_launch_does_not_make_the_next_one_stable() -> None:
     budget = RestartBudget().became_ready(0.0)
     budget, first = budget.next(1000.0, POLICY)
     budget, second = budget.next(2000.0, POLICY)
-    assert (first, second) == (RestartAfter(delay_s=5.0), RestartAfter(delay_s=10.0))
+    assert (first, second) == (5.0, 10.0)
 
 
 def test_the_window_counts_what_is_younger_than_it() -> None:
@@ -110,7 +109,7 @@ def test_the_window_counts_what_is_younger_than_it() -> None:
     budget, _ = budget.request_completed().next(60.0, policy)
     busy = budget.request_completed()
     assert isinstance(busy.next(119.9, policy)[1], Lockout)
-    assert busy.next(120.0, policy)[1] == RestartAfter(delay_s=5.0)
+    assert busy.next(120.0, policy)[1] == 5.0
 
 
 # ---------------------------------------------------------------- planned restarts
