@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS, Gaps
@@ -47,10 +46,6 @@ class _Limit(Struct, frozen=True):
     since: float
     multiple: int = 1  # of the setting
     alone: bool = False
-    timeout_s: float = 0.0
-
-    def due_at(self, gaps: Gaps) -> float:
-        return self.since + gaps.lost_s(self.since) + self.timeout_s
 
 
 def verdict(
@@ -71,19 +66,18 @@ def verdict(
     Of several limits that are over, the one that was over first gives the reason: a late tick tells
     the same as one in time, and a verdict, once due, stays the same until something new is heard.
     """
-    limits = _limits(progress, liveness_at, neighbours, slots, profile)
-    known = [
-        replace(limit, timeout_s=limit.multiple * s)
-        for limit in limits
-        if (s := getattr(profile, limit.setting)) is not None
-    ]
-    over = [limit for limit in known if limit.due_at(gaps) <= now]
+    over = []
+    for limit in _limits(progress, liveness_at, neighbours, slots, profile):
+        limit_s = getattr(profile, limit.setting)
+        if limit_s is not None:
+            due_at = limit.since + gaps.lost_s(limit.since) + limit.multiple * limit_s
+            if due_at <= now:
+                over.append((due_at, limit_s, limit))
     if not over:
         return None
-    first = min(over, key=lambda limit: limit.due_at(gaps))
+    _, limit_s, first = min(over, key=lambda each: each[0])
     waited_s = now - first.since - gaps.lost_s(first.since)
     times = f"{first.multiple} x " if first.multiple > 1 else ""
-    limit_s = first.timeout_s / first.multiple
     silence = f"{first.what} for {waited_s:.1f} s (limit: {times}{first.setting} {limit_s:g})"
     return Verdict(
         reason=first.reason,
