@@ -113,19 +113,14 @@ class ReadinessProbes:
     def __init__(self) -> None:
         self.began_at: float | None = None  # the one under way
         self.cause: str | None = None  # why the latest one was made out of turn
-        self._wanted: str | None = None  # why another one is wanted
+        self.wanted: str | None = None  # why another one is wanted
         self._counts = True  # a failure of the one under way
         self._is_outdated = False  # it was begun before a gap
         self._late_in_a_row = 0
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether to make another one, out of turn."""
-        return self._wanted is not None
-
     def want(self, cause: str | None) -> None:
         """Ask for a probe out of turn, also where one is under way: that one began before."""
-        self._wanted = self._wanted or cause
+        self.wanted = self.wanted or cause
 
     def begin(self, now: float, *, counts: bool = True) -> bool:
         """Whether to make one now. Where one is under way, that one counts from now on if `counts`
@@ -134,7 +129,7 @@ class ReadinessProbes:
             self._counts = self._counts or counts
             return False
         self.began_at, self._counts = now, counts
-        self.cause, self._wanted = self._wanted, None
+        self.cause, self.wanted = self.wanted, None
         return True
 
     def outdate(self) -> None:

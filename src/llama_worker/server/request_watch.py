@@ -17,12 +17,7 @@ from llama_worker.server.messages import EvidenceSeen, Stalled, Unwatch
 from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
 from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsLook, SlotsWatch
-from llama_worker.server.timeouts import (
-    Neighbours,
-    SlotSigns,
-    describe,
-    verdict,
-)
+from llama_worker.server.timeouts import Neighbours, SlotSigns, describe, verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
 _ENDED = 0  # the id of no request

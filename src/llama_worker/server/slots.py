@@ -171,20 +171,22 @@ class SlotsWatch:
         """The look that was due is under way."""
         self.deadline, self._asked_at = None, now
 
-    def seen(self, look: SlotsLook | SlotsSilence | None, now: float) -> bool:
-        """An answer, None where it brings no news; whether the round is complete."""
+    def seen(self, look: SlotsLook | SlotsSilence | None, now: float) -> None:
+        """An answer, None where it brings no news."""
         self._has_answered = self._has_answered or isinstance(look, SlotsLook)
         if not self._active:
-            return False
+            return
         self.tells = isinstance(look, SlotsLook)
         self.is_silent = isinstance(look, SlotsSilence)
         if isinstance(look, SlotsSilence) and self._has_answered:
             self._seen_silent(now)
-            return False
-        if not isinstance(look, SlotsLook):
+        elif isinstance(look, SlotsLook):
+            self._seen_slots(look, now)
+        else:
             self.rest()
             self._paused_until = now + NO_ANSWER_PAUSE_S
-            return False
+
+    def _seen_slots(self, look: SlotsLook, now: float) -> None:
         self.may_read_unseen = any(slot.may_read_unseen for slot in look.slots)
         self.silent_since, self.silent_looks = None, 0
         if self._was_interrupted and self._last is not None:
@@ -200,10 +202,8 @@ class SlotsWatch:
             self.answers_in_batches = True
         self._last, self._was_interrupted = look, False
         self.looks.append(look)
-        if len(self.looks) == LOOKS_COUNT:
-            return True
-        self.deadline = now + LOOK_INTERVAL_S
-        return False
+        if not self.complete:
+            self.deadline = now + LOOK_INTERVAL_S
 
     def _seen_silent(self, now: float) -> None:
         """No answer from a launch that has answered before: it is asked on."""

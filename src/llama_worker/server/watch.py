@@ -282,7 +282,7 @@ class ServerWatch:
         if lost is not None:
             self._tell_observed(now)
             self._effects.append(messages.HealthLost(epoch=self._epoch, detail=lost))
-        elif self._probes.is_wanted:
+        elif self._probes.wanted is not None:
             self._probe(now)  # the one that is done had begun before that
 
     def _fail_startup(self, reason: StartFailReason, detail: str, now: float) -> None:
@@ -356,10 +356,10 @@ class ServerWatch:
     def _slots_seen(self, seen: messages.SlotsSeen, now: float) -> None:
         self._is_looking_at_slots = False
         slots = self._requests.slots
-        is_complete = slots.seen(seen.look, now)
+        slots.seen(seen.look, now)
         if slots.silent_since is not None and self.state == "ready":
             self._probe(now, counts=False)  # does it answer anything?
-        if is_complete:
+        if slots.complete:
             # Progress that was reported before the last look says too little.
             self._requests.forget_round()
             self._ask_for_verdicts(now)
