@@ -69,15 +69,11 @@ class RestartCause(Struct, frozen=True):
 # ---------------------------------------------------------------- verdicts
 
 
-class _EndedAlone(Struct, frozen=True, kw_only=True):
-    request_id: int
-    newest_request_id: int  # at the time; a later one is new
-
-
 class Blame(Struct, frozen=True):
     """What the verdicts of one launch have come to; it begins with none."""
 
-    ended_alone: _EndedAlone | None = None  # until a new request completed
+    ended_alone_id: int | None = None  # the request that did, until a new one completed
+    newest_id: int = 0  # admitted by then; a later one is new
 
     def judge(
         self, request_id: int, verdict: Verdict, *, other_is_served: bool, newest_request_id: int
@@ -87,19 +83,15 @@ class Blame(Struct, frozen=True):
         `newest_request_id` is the id admitted last. A verdict told twice about one request counts
         once.
         """
-        before = self.ended_alone
-        if not verdict.accuses or (before is not None and before.request_id == request_id):
+        if not verdict.accuses or request_id == self.ended_alone_id:
             return self, False
-        is_first_beside_one = before is None and (other_is_served or verdict.alone)
-        if not is_first_beside_one:
-            return Blame(), True
-        alone = _EndedAlone(request_id=request_id, newest_request_id=newest_request_id)
-        return Blame(alone), False
+        if self.ended_alone_id is None and (other_is_served or verdict.alone):
+            return Blame(request_id, newest_request_id), False
+        return Blame(), True
 
     def completed(self, request_id: int) -> Blame:
         """A request has completed; only one admitted since shows that the server takes new work."""
-        before = self.ended_alone
-        return Blame() if before and request_id > before.newest_request_id else self
+        return Blame() if request_id > self.newest_id else self
 
 
 def is_busy(data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
@@ -156,10 +148,8 @@ class RequestEnds(Struct, frozen=True):
         if record.result["state"] is RequestState.COMPLETED:
             return RequestEnds(), None
         if reason in _TRANSPORT_FAILURES:
-            count, limit = (
-                self.transport_failures_count + 1,
-                policy.transport_failures_before_restart,
-            )
+            count = self.transport_failures_count + 1
+            limit = policy.transport_failures_before_restart
             after = replace(self, transport_failures_count=count)
             if count < limit:
                 return after, ProbeCause(f"a request failed with {reason}")
