@@ -12,6 +12,7 @@ from signal import Signals
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.gaps import gap_s
 from llama_worker.mailbox import Tick
@@ -73,38 +74,30 @@ def step(
 ) -> tuple[ProcessState, Signal | None]:
     """What follows. Orders for another launch change nothing; a later order only shortens the
     grace."""
+    if isinstance(message, Terminate) and message.epoch != getattr(state, "epoch", None):
+        return state, None
     match state, message:
         case _, Launch(epoch=epoch):
             return Present(epoch), None
         case _, LaunchFailed() | Exited():
             return Absent(), None
-        case (
-            (Present(epoch=current) | Terminating(epoch=current)),
-            Terminate(epoch=epoch, grace_s=grace_s),
-        ) if current == epoch and grace_s <= 0:
+        case ((Present() | Terminating()), Terminate(epoch=epoch, grace_s=grace_s)) if grace_s <= 0:
             return Killing(epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
-        case Present(epoch=current), Terminate(epoch=epoch, grace_s=grace_s) if current == epoch:
+        case Present(), Terminate(epoch=epoch, grace_s=grace_s):
             return Terminating(epoch, now + grace_s, now + REPEAT_S), Signal.TERMINATE
-        case Terminating(epoch=current, kill_at=kill_at, repeat_at=repeat_at), Terminate() if (
-            current == message.epoch
-        ):
-            return Terminating(current, min(kill_at, now + message.grace_s), repeat_at), None
-        case Terminating(epoch=epoch, kill_at=kill_at), Tick() if now >= kill_at:
-            return Killing(epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
-        case Terminating(epoch=epoch, kill_at=kill_at, repeat_at=float(repeat_at)), Tick() if (
-            now >= repeat_at
-        ):
-            return Terminating(epoch, kill_at, None), Signal.TERMINATE
-        case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if (
-            now >= give_up_at
-        ):
-            if gap_s(min(force_at, give_up_at), now):  # it had no time to end, either
-                return Killing(epoch, now + FORCE_S, now + FORCE_S), Signal.FORCE
-            return Stuck(epoch), None
-        case Killing(epoch=epoch, force_at=force_at, give_up_at=give_up_at), Tick() if (
-            now >= force_at
-        ):
-            return Killing(epoch, now + FORCE_S, give_up_at), Signal.FORCE
+        case Terminating() as ending, Terminate(grace_s=grace_s):
+            return replace(ending, kill_at=min(ending.kill_at, now + grace_s)), None
+        case Terminating() as ending, Tick() if now >= ending.kill_at:
+            return Killing(ending.epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
+        case Terminating(repeat_at=float(repeat_at)) as ending, Tick() if now >= repeat_at:
+            return replace(ending, repeat_at=None), Signal.TERMINATE
+        case Killing() as killing, Tick() if now >= killing.give_up_at:
+            if gap_s(min(killing.force_at, killing.give_up_at), now):
+                # it had no time to end, either
+                return Killing(killing.epoch, now + FORCE_S, now + FORCE_S), Signal.FORCE
+            return Stuck(killing.epoch), None
+        case Killing() as killing, Tick() if now >= killing.force_at:
+            return replace(killing, force_at=now + FORCE_S), Signal.FORCE
         case _:
             return state, None
 
