@@ -167,14 +167,12 @@ def _stop(
                 Resolve(Stop, WorkerStopError("unkillable", stuck)),
             )
         case Ending() as ending:
-            kept = replace(ending, goal=goal, start_error=None)
-            if ending.closing_until is None and ending.grace_s <= grace_s:
-                return replace(life, state=kept), (Resolve(Start, stopped),)
-            sooner = replace(kept, grace_s=min(ending.grace_s, grace_s))
-            hurry: Effects = ()
-            if ending.closing_until is None:
-                hurry = (Terminate(epoch=ending.epoch, grace_s=sooner.grace_s),)
-            return replace(life, state=sooner), (Resolve(Start, stopped), *hurry)
+            shorter_s = min(ending.grace_s, grace_s)
+            ending_now = replace(ending, goal=goal, start_error=None, grace_s=shorter_s)
+            effects: Effects = (Resolve(Start, stopped),)
+            if ending.closing_until is None and grace_s < ending.grace_s:
+                effects = (*effects, Terminate(epoch=ending.epoch, grace_s=grace_s))
+            return replace(life, state=ending_now), effects
 
 
 def _stopped_by(called: str) -> WorkerStartError:
