@@ -87,12 +87,12 @@ class RequestWatch:
             self._note_data(_ENDED, self._data_at.pop(request_id, None))
             if order.completed:
                 self._blame = self._blame.completed(request_id)
-            elif self._batch_of_one_gone_at is None and (progress is None or progress.is_served):
+            elif self._unfinished_batch_since is None and (progress is None or progress.is_served):
                 self._broken_off_at = now
             self._owing.discard(request_id)
             given_up = self._judge_when_all_are_heard(now)
         if not self.ids:
-            self.slots.rest()
+            self.slots.stop_looking()
         return given_up
 
     def saw(self, seen: EvidenceSeen) -> None:
@@ -150,9 +150,9 @@ class RequestWatch:
         if self.slots.complete:
             self.slots.conclude(now)
         if any(self._is_suspect(progress, now) for progress in heard):
-            self.slots.suspect(now)
+            self.slots.start_looking(now)
         else:
-            self.slots.rest()
+            self.slots.stop_looking()
         return given_up
 
     def _judge_all(self, heard: Sequence[Progress], now: float) -> Iterator[Stalled]:
@@ -189,7 +189,7 @@ class RequestWatch:
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
                 one_is_served=any(other.is_served for other in others),
-                left_at=self._batch_of_one_gone_at,
+                left_at=self._unfinished_batch_since,
             ),
             slots=SlotSigns(
                 moved_at=self._moved_at.get(request_id),
@@ -284,7 +284,7 @@ class RequestWatch:
         return limit_s is not None and (at is None or now - at - self.gaps.lost_s(at) >= limit_s)
 
     @property
-    def _batch_of_one_gone_at(self) -> float | None:
+    def _unfinished_batch_since(self) -> float | None:
         """When a request was broken off whose batch may still be computed, since nobody has shown
         a sign of work after it; None if there is no such request."""
         left_at = self._broken_off_at

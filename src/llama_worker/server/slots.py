@@ -154,14 +154,14 @@ class SlotsWatch:
         self._paused_until = 0.0
         self._active = False
 
-    def suspect(self, now: float) -> None:
+    def start_looking(self, now: float) -> None:
         """Somebody is suspected: begin a round, unless one is under way."""
         if not self._active:
             self._active = True
             self.looks = []
             self.deadline = max(now, self._paused_until)
 
-    def rest(self) -> None:
+    def stop_looking(self) -> None:
         """Stop looking: nobody is suspected any more, or what was seen is from before a gap."""
         self.deadline, self._was_interrupted, self._active = None, True, False
         self.silent_since, self.silent_looks = None, 0
@@ -183,7 +183,7 @@ class SlotsWatch:
         elif isinstance(look, SlotsLook):
             self._seen_slots(look, now)
         else:
-            self.rest()
+            self.stop_looking()
             self._paused_until = now + NO_ANSWER_PAUSE_S
 
     def _seen_slots(self, look: SlotsLook, now: float) -> None:

@@ -208,7 +208,7 @@ class ServerWatch:
         server's."""
         self._probes.outdate()
         self._requests.forget_round()
-        self._requests.slots.rest()
+        self._requests.slots.stop_looking()
         if self._probe_at is not None and now >= self._probe_at:
             self._probe_at = now + _RETRY_S
         if self._look_at is not None and now >= self._look_at:
