@@ -66,10 +66,10 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                 self.tell_worker(effect)
                 with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
-            case messages.ProbeReadiness(epoch=epoch, root_pid=root_pid, first=first):
+            case messages.ProbeReadiness(epoch=epoch, first=first):
                 try:
                     self._probes[messages.ProbeReadiness] = self._runtime.probe_readiness(
-                        epoch, root_pid, first=first, reply_to=self.me()
+                        epoch, self._watch.root_pid, first=first, reply_to=self.me()
                     )
                 except RuntimeError as error:
                     why, outcome = described_error(error), messages.ProbeOutcome.NO_NEWS

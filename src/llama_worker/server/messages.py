@@ -207,7 +207,6 @@ class ProbeReadiness(Struct, frozen=True, kw_only=True):
     """Ask the server whether it is ready; `Probed` is to follow. `first`: it was not, so far."""
 
     epoch: int
-    root_pid: int
     first: bool
 
 

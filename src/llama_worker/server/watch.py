@@ -61,7 +61,8 @@ class ServerWatch:
 
     def _reset(self, epoch: int = 0) -> None:
         """Nothing is known of a launch, and none is watched."""
-        self._epoch, self._pid = epoch, 0
+        self._epoch = epoch
+        self.root_pid = 0  # of the launch that is watched; 0 before there is one
         # StartupWatch before READY, HealthCounter while READY, None while idle.
         self._stage: health.StartupWatch | health.HealthCounter | None = None
         self._look_at: float | None = None
@@ -74,11 +75,6 @@ class ServerWatch:
         self._gaps_in_a_row = 0
         self._round_began_at = 0.0
         self._is_blind = False  # in the present round of looks
-
-    @property
-    def root_pid(self) -> int:
-        """Of the launch that is watched; 0 before there is one."""
-        return self._pid
 
     @property
     def request_ids(self) -> set[int]:
@@ -158,7 +154,7 @@ class ServerWatch:
 
     def _launched(self, pid: int, now: float) -> None:
         if isinstance(self._stage, health.StartupWatch):  # else it comes too late
-            self._pid = pid
+            self.root_pid = pid
             self._begin_round(now, fresh=True)
             self._probe_at = now + health.FIRST_PROBE_S
 
@@ -225,7 +221,7 @@ class ServerWatch:
                 self._fail_startup(StartFailReason.STARTUP_TIMEOUT, overdue, now)
                 return
             self._probe_at = self._stage.next_probe_at(now)
-            if not self._pid:
+            if not self.root_pid:
                 return  # no process yet
             self._begin_round(now, fresh=False)
         else:
@@ -237,8 +233,7 @@ class ServerWatch:
             return
         self._ask_for_progress(for_verdict=False)  # data that came by now outweighs a failure
         first = isinstance(self._stage, health.StartupWatch)
-        probe = messages.ProbeReadiness(epoch=self._epoch, root_pid=self._pid, first=first)
-        self._effects.append(probe)
+        self._effects.append(messages.ProbeReadiness(epoch=self._epoch, first=first))
 
     def _probed(self, probed: messages.Probed, now: float) -> None:
         began_at = self._probes.began_at

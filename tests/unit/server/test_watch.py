@@ -69,6 +69,7 @@ def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
         LookAtSlots(epoch=1),
     ]
     assert step(messages.SlotsSeen(epoch=1, look=None), 0.1) == []
+    assert step.watch.root_pid == 7
     return step
 
 
@@ -104,7 +105,7 @@ def test_no_verdict_falls_before_every_request_was_heard(
     )
 
 
-PROBE = ProbeReadiness(epoch=1, root_pid=7, first=False)
+PROBE = ProbeReadiness(epoch=1, first=False)
 DOUBT = ProbeNow(epoch=1, cause="a broken connection")
 DOUBT_CONFIRMED = messages.HealthLost(
     epoch=1, detail="a broken connection, and then the probe failed: told"
