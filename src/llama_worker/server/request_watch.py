@@ -7,7 +7,7 @@ next round holds nobody up. While a request is suspected the slots are looked at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import NO_GAPS
@@ -74,23 +74,23 @@ class RequestWatch:
     def end(self, order: Unwatch, now: float) -> list[Stalled]:
         """A request has ended; returns the verdicts that had waited for its answer."""
         request_id = order.request_id
+        if request_id not in self.ids:
+            return []
+        self.ids.remove(request_id)
+        self._owing.discard(request_id)
+        self._moved_at.pop(request_id, None)
         self._learn(request_id, order.batches)
         self._pace.forget(request_id)
+        self._note_data(request_id, order.data_at)
+        self._note_data(_ENDED, self._data_at.pop(request_id, None))
         progress = self.progress.pop(request_id, None)
         if progress is not None and progress.has_media:
             self._media_left_at = now
-        self._moved_at.pop(request_id, None)
-        given_up: list[Stalled] = []
-        if request_id in self.ids:
-            self.ids.remove(request_id)
-            self._note_data(request_id, order.data_at)
-            self._note_data(_ENDED, self._data_at.pop(request_id, None))
-            if order.completed:
-                self._blame = self._blame.completed(request_id)
-            elif self._unfinished_batch_since is None and (progress is None or progress.is_served):
-                self._broken_off_at = now
-            self._owing.discard(request_id)
-            given_up = self._judge_when_all_are_heard(now)
+        if order.completed:
+            self._blame = self._blame.completed(request_id)
+        elif self._unfinished_batch_since is None and (progress is None or progress.is_served):
+            self._broken_off_at = now
+        given_up = self._judge_when_all_are_heard(now)
         if not self.ids:
             self.slots.stop_looking()
         return given_up
@@ -146,7 +146,11 @@ class RequestWatch:
         self.forget_round()
         if not heard:
             return []
-        given_up = list(self._judge_all(heard, now))
+        given_up = [
+            self._give_up(progress.request_id, accusation, now)
+            for progress in heard
+            if (accusation := self._judge(progress, heard, now)) is not None
+        ]
         if self.slots.complete:
             self.slots.conclude(now)
         if any(self._is_suspect(progress, now) for progress in heard):
@@ -155,30 +159,35 @@ class RequestWatch:
             self.slots.stop_looking()
         return given_up
 
-    def _judge_all(self, heard: Sequence[Progress], now: float) -> Iterator[Stalled]:
-        for progress in heard:
-            self._excuse_by_looks_apart(progress, heard, now)
-            accusation = (
-                self._judge_by_times(progress, now)
-                or self._judge_silent_slots(progress, heard, now)
-                or self._judge_by_slots(progress, heard, now)
-            )
-            if accusation is None:
-                continue
-            request_id = progress.request_id
-            neighbour_data_at = self.data_of_others(request_id)
-            self._blame, costs = self._blame.judge(
-                request_id,
-                accusation,
-                other_is_served=is_busy(neighbour_data_at, profile=self._profile, now=now),
-                newest_request_id=max(self.ids),
-            )
-            yield Stalled(
-                epoch=self._epoch,
-                request_id=request_id,
-                verdict=accusation,
-                costs_the_server=costs,
-            )
+    def _give_up(self, request_id: int, accusation: Verdict, now: float) -> Stalled:
+        others_data_at = self.data_of_others(request_id)
+        self._blame, costs_the_server = self._blame.judge(
+            request_id,
+            accusation,
+            other_is_served=is_busy(others_data_at, profile=self._profile, now=now),
+            newest_request_id=max(self.ids),
+        )
+        return Stalled(
+            epoch=self._epoch,
+            request_id=request_id,
+            verdict=accusation,
+            costs_the_server=costs_the_server,
+        )
+
+    def _judge(self, progress: Progress, heard: Sequence[Progress], now: float) -> Verdict | None:
+        is_suspect, slots = self._is_suspect(progress, now), self.slots
+        if is_suspect and slots.apart is not None:
+            # Where gaps, or looks without an answer, leave no round complete. That nothing moved
+            # meanwhile accuses nobody.
+            self._judge_looks(slots.apart, slots.apart[0].asked_at, progress, heard, now)
+        accusation = self._judge_by_times(progress, now)
+        if accusation is not None or not is_suspect:
+            return accusation
+        accusation = self._judge_silent_slots(progress, heard, now)
+        if accusation is None and slots.complete:
+            moved_at = slots.looks[-1].asked_at
+            accusation = self._judge_looks(slots.looks, moved_at, progress, heard, now)
+        return accusation if self.slots_are_theirs else None
 
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
@@ -213,7 +222,7 @@ class RequestWatch:
         and nowhere while an image may be encoded, which nobody measured.
         """
         slots, since = self.slots, self.slots.silent_since
-        if since is None or not self.slots_are_theirs or not self._is_suspect(progress, now):
+        if since is None:
             return None
         has_media = self._may_encode_media or any(each.has_media for each in heard)
         may_be_a_batch = has_media or not self.build_answers_in_batches
@@ -228,36 +237,15 @@ class RequestWatch:
         detail = f"/slots has not answered for {silent_s:.1f} s, /v1/models has; {described}"
         return Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail=detail)
 
-    def _judge_by_slots(
-        self, progress: Progress, heard: Sequence[Progress], now: float
-    ) -> Verdict | None:
-        if not self.slots.complete or not self._is_suspect(progress, now):
-            return None
-        judgement = self._judge_looks(self.slots.looks, progress, heard, now)
-        if isinstance(judgement, SlotMoves):
-            self._moved_at[progress.request_id] = self.slots.looks[-1].asked_at
-            return None
-        return judgement if self.slots_are_theirs else None
-
-    def _excuse_by_looks_apart(
-        self, progress: Progress, heard: Sequence[Progress], now: float
-    ) -> None:
-        """Where gaps, or looks without an answer, leave no round complete. That nothing moved
-        meanwhile accuses nobody."""
-        if self.slots.apart is None or not self._is_suspect(progress, now):
-            return
-        judgement = self._judge_looks(self.slots.apart, progress, heard, now)
-        if isinstance(judgement, SlotMoves):
-            began_at, request_id = self.slots.apart[0].asked_at, progress.request_id
-            self._moved_at[request_id] = max(began_at, self._moved_at.get(request_id, began_at))
-
     def _judge_looks(
         self,
         looks: Sequence[SlotsLook],
+        moved_at: float,
         progress: Progress,
         heard: Sequence[Progress],
         now: float,
-    ) -> Verdict | SlotMoves | None:
+    ) -> Verdict | None:
+        """Where what may be the request's slot moved it works, as of `moved_at`."""
         signs = (self.data_at, self.slots.moved_at, self._reads_at)
         slots_round = SlotsRound(
             looks=looks,
@@ -271,7 +259,12 @@ class RequestWatch:
             now=now,
             gaps=self.gaps,
         )
-        return slots_round.judge()
+        judgement = slots_round.judge()
+        if not isinstance(judgement, SlotMoves):
+            return judgement
+        request_id = progress.request_id
+        self._moved_at[request_id] = max(moved_at, self._moved_at.get(request_id, moved_at))
+        return None
 
     def _is_suspect(self, progress: Progress, now: float) -> bool:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at
