@@ -199,12 +199,10 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
             return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Ending(goal=ToRestart()) as ending:
             return replace(life, state=replace(ending, goal=ToRestart(now))), ()
-        case (
-            Draining(then_start=True)
-            | Ending(goal=ToStopped(then_start=True))
-            | Ending(start_error=WorkerStartError())
-        ):
+        case Ending(start_error=WorkerStartError()):
             return life, ()  # it shares the outcome of the start that waits
+        case _ if life.is_to_start_again:
+            return life, ()
         case _:
             detail = "no server runs that restart() could replace; start() launches one"
             if life.is_draining:
