@@ -60,7 +60,7 @@ class LiveSet:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._alive: set[object] = set()
-        # a signal handler may wait over somebody who waits
+        # may be waited for in a signal handler, while the thread it interrupts waits for it, too
         self._nobody_left: WorkerFuture[None] = WorkerFuture()
 
     def enter(self, member: object) -> None:

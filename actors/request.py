@@ -61,7 +61,7 @@ class RequestActor(Child[RequestMessage]):
             if self._request is None:
                 raise
             self.release(described_error(error))
-            if self._request is not None:  # not even that
+            if self._request is not None:  # there was no memory for its record, either
                 raise
 
     def _take(self, message: RequestMessage) -> None:

@@ -172,7 +172,7 @@ class ServerLife:
         self._request_ends, cause = self._request_ends.ended(record, self._config.restart)
         match cause:
             case _ if self._life.is_draining:
-                pass  # it is for those that come after
+                pass  # this server gets no further request
             case RestartCause():
                 self.handle(cause, now)
             case ProbeCause(cause=why):

@@ -64,7 +64,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                     )
             case messages.BecameReady(epoch=epoch):
                 self.tell_worker(effect)
-                with contextlib.suppress(RuntimeError):  # no thread left: it is watched without
+                with contextlib.suppress(RuntimeError):  # no thread left: GPUs are not watched
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
             case messages.ProbeReadiness(epoch=epoch, first=first):
                 try:

@@ -186,7 +186,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             return
         offset = self._runtime.unix_offset()
         order.exchange.begin(admitted, api_key=self._config.api_key, unix_offset=offset)
-        # First: a thread waits, and its client.
+        # Answered first: a thread waits for it, and that thread's client.
         order.reply.answer({"ok": True, "request_id": admitted.request_id})
         self._dispatcher.begin_lease(admitted, order.exchange)
         self._journal.note(
@@ -201,7 +201,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         record = order.exchange.end(now)
         if record is not None:
             self._request_ended(record, now)
-        self._dispatcher.tell(admitted, order)  # else it is to say why the connection broke
+        # Without a record the slot's actor finds out why the connection broke.
+        self._dispatcher.tell(admitted, order)
 
     @property
     def _is_prompted(self) -> bool:

@@ -101,8 +101,8 @@ def restart(
 ) -> tuple[Lifecycle, Effects]:
     """Decide whether there is another launch, once this one is over.
 
-    `gone`: nothing of its tree is left. `failure`: what a launch that did not become ready came to,
-    for a `start()` that shares it.
+    `gone`: nothing of its tree is left. `failure`: the error of a launch that did not become ready,
+    for a `start()` that waits for it.
     """
     budget, decision = life.budget.next(now, life.policy)
     goal: ToFailed | ToRestart
@@ -119,8 +119,8 @@ def restart(
 
 
 def _locked_out(failure: WorkerStartError | None, cause: str, detail: str) -> WorkerStartError:
-    """What a `start()` that shared the restarts is told. The worker is FAILED, which `port_in_use`
-    would deny."""
+    """The error of a `start()` that waited through the restarts. Its reason is not `port_in_use`,
+    which stands for a worker that is STOPPED: this one is FAILED."""
     if failure is None:
         return WorkerStartError(StartFailReason.EXITED, f"{cause}: {detail}")
     reason = (

@@ -25,7 +25,7 @@ ANSWER_S = 30.0
 
 
 class RollCall:
-    """Not thread-safe: one actor at a time. While the host does not run, no time counts."""
+    """Who was asked, and since when each owes its answer; gaps do not count. Not thread-safe."""
 
     def __init__(self) -> None:
         self._next_at: float | None = None
@@ -41,7 +41,7 @@ class RollCall:
         return min(instants, default=None)
 
     def notice_gap(self, now: float) -> None:
-        """To be said first at each instant: a deadline long past lies behind a gap."""
+        """Call it first with each `now`: where the deadline is long past there was a gap."""
         due_at = self.deadline
         if due_at is not None and (lost_s := gap_s(due_at, now)):
             self._gaps = self._gaps.with_gap(now, lost_s)

@@ -93,7 +93,7 @@ def step(
             return replace(ending, repeat_at=None), Signal.TERMINATE
         case Killing() as killing, Tick() if now >= killing.give_up_at:
             if gap_s(min(killing.force_at, killing.give_up_at), now):
-                # it had no time to end, either
+                # in a gap the processes had no time to end, either
                 return Killing(killing.epoch, now + FORCE_S, now + FORCE_S), Signal.FORCE
             return Stuck(killing.epoch), None
         case Killing() as killing, Tick() if now >= killing.force_at:

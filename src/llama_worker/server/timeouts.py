@@ -24,7 +24,8 @@ class Neighbours(Struct, frozen=True, kw_only=True):
 
     data_at: float | None = None  # the latest data of any of them
     one_is_served: bool = False  # it has its headers, and limits of its own
-    left_at: float | None = None  # when one was broken off whose batch may still be computed
+    # when one was broken off (canceled, or given up) whose batch may still be computed
+    left_at: float | None = None
 
 
 class SlotSigns(Struct, frozen=True, kw_only=True):
