@@ -14,12 +14,11 @@ from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server import lifecycle, messages
 from llama_worker.server import lifecycle_states as states
-from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, is_degenerate
+from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, succeeded
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained, LifecycleMessage
 from llama_worker.server.restart_budget import recycle_due
 from llama_worker.server.traits import ServerTraits, shortcomings
-from llama_worker.types.request import RequestState
 from llama_worker.types.worker import WorkerState, WorkerStatus
 
 
@@ -163,11 +162,7 @@ class ServerLife:
         if self._life.public_state is not WorkerState.READY:
             return
         self._requests_count += 1
-        counts = (
-            self._config.restart.degenerate_outputs_before_restart is None
-            or not is_degenerate(record)
-        )
-        if record.result["state"] is RequestState.COMPLETED and counts:
+        if succeeded(record, self._config.restart):
             self._life = lifecycle.request_completed(self._life)
         self._request_ends, cause = self._request_ends.ended(record, self._config.restart)
         match cause:

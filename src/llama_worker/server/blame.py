@@ -120,6 +120,12 @@ def is_degenerate(record: RequestRecord) -> bool:
     return result["fail_reason"] in _LOOPS
 
 
+def succeeded(record: RequestRecord, policy: RestartPolicy) -> bool:
+    """Whether the request completed, with output that does not count against the server."""
+    is_counted = policy.degenerate_outputs_before_restart is not None and is_degenerate(record)
+    return record.result["state"] is RequestState.COMPLETED and not is_counted
+
+
 class RequestEnds(Struct, frozen=True):
     """How the requests of one launch ended since one ended well.
 
@@ -136,6 +142,8 @@ class RequestEnds(Struct, frozen=True):
         self, record: RequestRecord, policy: RestartPolicy
     ) -> tuple[RequestEnds, ProbeCause | RestartCause | None]:
         """After one more, and what follows for the server."""
+        if succeeded(record, policy):
+            return RequestEnds(), None
         reason, code = record.result["fail_reason"], record.http_status
         limit = policy.degenerate_outputs_before_restart
         if limit is not None and is_degenerate(record):
@@ -145,8 +153,6 @@ class RequestEnds(Struct, frozen=True):
                 "degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})"
             )
             return replace(self, degenerate_jobs=jobs), restart if len(jobs) >= limit else None
-        if record.result["state"] is RequestState.COMPLETED:
-            return RequestEnds(), None
         if reason in _TRANSPORT_FAILURES:
             count = self.transport_failures_count + 1
             limit = policy.transport_failures_before_restart
