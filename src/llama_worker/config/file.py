@@ -7,9 +7,10 @@ import re
 import tomllib
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,12 +40,13 @@ _WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - 
 } | _COMMAND_KEYS
 _OFF = "off"  # TOML has no None
 _MAY_BE_OFF = {"batch_size", "loop_detector", "max_tokens", "result_ttl_s"}
-_PROFILES: tuple[tuple[str, type[Any], dict[str, Callable[[], Any]]], ...] = (
-    ("timeouts", TimeoutProfile, TIMEOUT_PRESETS),
-    ("restart", RestartPolicy, {"never": RestartPolicy.never}),
-    ("loop_detector", LoopDetector, {}),
-)
-_WITH_PRESETS = {key for key, _, presets in _PROFILES if presets}
+_PROFILES: dict[str, tuple[type[Any], dict[str, Callable[[], Any]]]] = {
+    "timeouts": (TimeoutProfile, TIMEOUT_PRESETS),
+    "restart": (RestartPolicy, {"never": RestartPolicy.never}),
+    "loop_detector": (LoopDetector, {}),
+}
+_WITH_PRESETS = {key for key, (_, presets) in _PROFILES.items() if presets}
+_MERGED_TABLES = {"env", "default_params", *_PROFILES}
 
 
 def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
@@ -83,135 +85,129 @@ class _BadEntry(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _PlacedTable:
-    """A table of the file, and its path."""
+class _Worker:
+    """A worker's table, and the defaults that it goes over key by key."""
 
-    at: KeyPath
-    table: Table
+    name: str
+    own: Table
+    defaults: Table
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The merged table; None stands for "off"."""
+        values = {**self.defaults, **self.own}
+        for key in _MERGED_TABLES & set(values):
+            if values[key] is not None:
+                values[key] = {**(self.defaults.get(key) or {}), **values[key]}
+        return values
 
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    """Tables over one another, key by key."""
+    def place(self, *keys: str) -> KeyPath | None:
+        """Where the file has the value: in the worker's own table, or in the defaults."""
+        for at, level in ((("workers", self.name), self.own), (("defaults",), self.defaults)):
+            if _holds(level, keys):
+                return (*at, *keys)
+        return None
 
-    values: dict[str, Any]
-    at: KeyPath  # of the topmost table
-    origins: Mapping[str, KeyPath]  # where each value stands
+    def bad(self, problem: str, *keys: str) -> _BadEntry:
+        """The error about the value at `keys`."""
+        return _BadEntry(self.place(*keys) or ("workers", self.name), problem)
 
-    @classmethod
-    def of(cls, levels: Sequence[_PlacedTable]) -> _Merged:
-        """A later level's value replaces an earlier one's."""
-        values = {key: value for level in levels for key, value in level.table.items()}
-        origins = {key: (*level.at, key) for level in levels for key in level.table}
-        return cls(values, levels[-1].at, origins)
-
-    def build(self, make: Callable[..., T], **arguments: Any) -> T:
-        """`make(**arguments)`; what it refuses is attributed to the first key here that its
-        message names."""
+    def build(self, make: Callable[..., T], *keys: str, **arguments: Any) -> T:
+        """`make(**arguments)`, from the table at `keys`; an error is about the first key of that
+        table that its message names."""
         try:
             return make(**arguments)
         except (TypeError, ConfigError) as error:
-            named = (word for word in re.findall(r"\w+", str(error)) if word in self.origins)
-            raise _BadEntry(self.origins.get(next(named, ""), self.at), str(error)) from error
+            named = (word for word in re.findall(r"\w+", str(error)) if self.place(*keys, word))
+            raise self.bad(str(error), *keys, *islice(named, 1)) from error
 
 
 def _fleet(data: Table) -> dict[str, WorkerConfig]:
-    _check_keys(_PlacedTable((), data), {"defaults", "workers"})
-    defaults = _PlacedTable(("defaults",), _table(("defaults",), data.get("defaults", {})))
-    _check_keys(defaults, _WORKER_KEYS - {"port", "server_cmd"})
+    _check_keys((), data, {"defaults", "workers"})
+    defaults = _level(
+        ("defaults",), data.get("defaults", {}), _WORKER_KEYS - {"port", "server_cmd"}
+    )
     workers = _table(("workers",), data.get("workers", {}))
     if not workers:
         raise _BadEntry((), "no workers; each needs a table [workers.NAME]")
     configs: dict[str, WorkerConfig] = {}
     ports: dict[tuple[str, int], str] = {}
     for name, table in workers.items():
-        own = _PlacedTable(("workers", name), _table(("workers", name), table))
-        _check_keys(own, _WORKER_KEYS)
-        config = configs[name] = _worker(name, defaults, own)
+        worker = _Worker(name, _level(("workers", name), table, _WORKER_KEYS), defaults)
+        config = configs[name] = _config(worker)
         other = ports.setdefault((config.connect_host, config.port), name)
         if other != name:
-            raise _BadEntry((*own.at, "port"), f"{config.port} is the port of {other!r} already")
+            raise worker.bad(f"{config.port} is the port of {other!r} already", "port")
     return configs
 
 
-def _worker(name: str, defaults: _PlacedTable, own: _PlacedTable) -> WorkerConfig:
-    if "server_cmd" in own.table:  # a whole command takes nothing from the defaults
-        defaults = replace(
-            defaults, table={k: v for k, v in defaults.table.items() if k not in _COMMAND_KEYS}
-        )
-    levels = (defaults, own)
-    merged = _Merged.of(levels)
-    values = {k: None if k in _MAY_BE_OFF and v == _OFF else v for k, v in merged.values.items()}
-    for key in ("env", "default_params"):
-        if key in values:
-            values[key] = _nested(levels, key).values
-    for key, make, presets in _PROFILES:
+def _level(at: KeyPath, given: object, allowed: set[str]) -> Table:
+    """The table at `at`, with None for "off" and a table for the name of a preset."""
+    level = dict(_table(at, given))
+    _check_keys(at, level, allowed)
+    for key, value in level.items():
+        if value == _OFF and key in _MAY_BE_OFF:
+            level[key] = None
+        elif isinstance(value, str) and key in _WITH_PRESETS:
+            level[key] = {"preset": value}
+        elif key in _MERGED_TABLES:
+            _table((*at, key), value)
+    return level
+
+
+def _config(worker: _Worker) -> WorkerConfig:
+    if "server_cmd" in worker.own:  # a whole command takes nothing from the defaults
+        kept = {k: v for k, v in worker.defaults.items() if k not in _COMMAND_KEYS}
+        worker = replace(worker, defaults=kept)
+    values = worker.values
+    for key, (make, presets) in _PROFILES.items():
         if values.get(key) is not None:
-            values[key] = _profile(_nested(levels, key), make, presets)
+            values[key] = _profile(worker, (key,), values[key], make, presets)
     for key in ("host", "port"):
         if key not in values:
-            raise _BadEntry(own.at, f"{key} is missing")
+            raise worker.bad(f"{key} is missing")
+    of_command = {key: values.pop(key) for key in sorted(_COMMAND_KEYS & set(values))}
     if "server_cmd" not in values:
-        values["server_cmd"] = _server_cmd(merged, values)
-    elif beside := sorted(_COMMAND_KEYS & set(values)):
-        raise _BadEntry(
-            merged.origins[beside[0]], "has no effect beside server_cmd: leave out one of them"
-        )
-    return merged.build(
-        WorkerConfig, name=name, **{k: v for k, v in values.items() if k not in _COMMAND_KEYS}
-    )
+        values["server_cmd"] = _server_cmd(worker, values, of_command)
+    elif of_command:
+        problem = "has no effect beside server_cmd: leave out one of them"
+        raise worker.bad(problem, next(iter(of_command)))
+    return worker.build(WorkerConfig, name=worker.name, **values)
 
 
-def _server_cmd(merged: _Merged, values: Table) -> tuple[str, ...]:
-    if "model" not in values:
-        raise _BadEntry(merged.at, "a model (a GGUF file) is missing, or a whole server_cmd")
+def _server_cmd(worker: _Worker, values: Table, parts: Table) -> tuple[str, ...]:
+    if "model" not in parts:
+        raise worker.bad("a model (a GGUF file) is missing, or a whole server_cmd")
     for key in ("model", "executable"):
-        if key in values and not (isinstance(values[key], str) and values[key]):
-            raise _BadEntry(merged.origins[key], f"must be a non-empty str, not {values[key]!r}")
-    parts = {key: values[key] for key in _COMMAND_KEYS if key in values}
-    return merged.build(
-        llama_server_cmd,
-        host=values["host"],
-        port=values["port"],
-        slots=values.get("slots", 1),
-        **parts,
-    )
+        if key in parts and not (isinstance(parts[key], str) and parts[key]):
+            raise worker.bad(f"must be a non-empty str, not {parts[key]!r}", key)
+    shared = {"host": values["host"], "port": values["port"], "slots": values.get("slots", 1)}
+    return worker.build(llama_server_cmd, **shared, **parts)
 
 
-def _nested(levels: Sequence[_PlacedTable], key: str) -> _Merged:
-    """The tables that stand at `key`, merged; a string is the name of a preset."""
-    tables = []
-    for level in levels:
-        value, at = level.table.get(key), (*level.at, key)
-        if value is None or (value == _OFF and key in _MAY_BE_OFF):
-            continue
-        if isinstance(value, str) and key in _WITH_PRESETS:
-            value = {"preset": value}
-        tables.append(_PlacedTable(at, _table(at, value)))
-    return _Merged.of(tables)
-
-
-def _profile(merged: _Merged, make: type[Any], presets: Mapping[str, Callable[[], Any]]) -> Any:
-    """A preset, and what the table changes of it."""
+def _profile(
+    worker: _Worker,
+    at: KeyPath,
+    table: Table,
+    make: type[Any],
+    presets: Mapping[str, Callable[[], Any]],
+) -> Any:
+    """A preset, and what the worker's table at `at` changes of it."""
     may_be_none = {field.name: "None" in str(field.type) for field in fields(make)}
     allowed = {*may_be_none, *(["preset"] if presets else [])}
-    for key in merged.values:
+    for key in table:
         if key not in allowed:
-            raise _BadEntry(merged.origins[key], _unknown(key, allowed))
-    changes = {k: None if v == _OFF and may_be_none.get(k) else v for k, v in merged.values.items()}
-    if isinstance(changes.get("recycle"), Mapping):
-        at = merged.origins["recycle"]
-        table = _PlacedTable(at, _table(at, changes["recycle"]))
-        changes["recycle"] = _profile(_Merged.of([table]), Recycle, {})
+            raise worker.bad(_unknown(key, allowed), *at, key)
+    changes = {k: None if v == _OFF and may_be_none.get(k) else v for k, v in table.items()}
+    if isinstance(recycle := changes.get("recycle"), Mapping):
+        changes["recycle"] = _profile(worker, (*at, "recycle"), recycle, Recycle, {})
     preset = changes.pop("preset", None)
     if preset is None:
-        return merged.build(make, **changes)
+        return worker.build(make, *at, **changes)
     if not (isinstance(preset, str) and preset in presets):
-        raise _BadEntry(
-            merged.origins["preset"],
-            f"must be one of {', '.join(map(repr, presets))}, not {preset!r}",
-        )
-    return merged.build(partial(replace, presets[preset]()), **changes)
+        known = ", ".join(map(repr, presets))
+        raise worker.bad(f"must be one of {known}, not {preset!r}", *at, "preset")
+    return worker.build(partial(replace, presets[preset]()), *at, **changes)
 
 
 def _table(at: KeyPath, value: object) -> Table:
@@ -220,8 +216,8 @@ def _table(at: KeyPath, value: object) -> Table:
     return value
 
 
-def _check_keys(level: _PlacedTable, allowed: set[str]) -> None:
-    for key in level.table:
+def _check_keys(at: KeyPath, table: Table, allowed: set[str]) -> None:
+    for key in table:
         if key in allowed:
             continue
         if key in _IN_CODE_ONLY:
@@ -232,7 +228,7 @@ def _check_keys(level: _PlacedTable, allowed: set[str]) -> None:
             problem = "is each worker's own: it cannot be among the defaults"
         else:
             problem = _unknown(key, allowed)
-        raise _BadEntry((*level.at, key), problem)
+        raise _BadEntry((*at, key), problem)
 
 
 def _unknown(key: str, allowed: set[str]) -> str:
