@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from llama_worker.config.validation import (
@@ -17,8 +17,6 @@ from llama_worker.config.validation import (
 )
 from llama_worker.errors import MASK, ConfigError, masked
 
-_HOST_FLAGS = ("--host",)
-_PORT_FLAGS = ("--port",)
 SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
 BATCH_FLAGS = ("-b", "--batch-size")
 _UBATCH_FLAGS = ("-ub", "--ubatch-size")
@@ -112,14 +110,13 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
 
 def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -> None:
     """The command and the config must mean the same server."""
-    checks: tuple[tuple[str, tuple[str, ...], object, Callable[[str], bool]], ...] = (
-        ("host", _HOST_FLAGS, host, lambda given: _same_host(given, host)),
-        ("port", _PORT_FLAGS, port, lambda given: given.strip() == str(port)),
-        ("slots", SLOT_FLAGS, slots, lambda given: given.strip() == str(slots)),
-    )
-    for name, flags, value, agrees in checks:
+    for name, flags, value in (
+        ("host", ("--host",), host),
+        ("port", ("--port",), port),
+        ("slots", SLOT_FLAGS, slots),
+    ):
         for flag, given in flag_values(command, flags):
-            if not agrees(given):
+            if _canonical(given) != _canonical(str(value)):
                 raise ConfigError(
                     f"server_cmd says {flag} {given}, but {name} is {value!r}: make them agree"
                 )
@@ -154,9 +151,7 @@ def flag_of(word: str) -> str:
     return word.replace("_", "-") if word.startswith("--") else word
 
 
-def _same_host(given: str, host: str) -> bool:
-    def canonical(name: str) -> str:
-        name = name.strip().lower()
-        return ip_address_of(name) or ("127.0.0.1" if name == "localhost" else name)
-
-    return canonical(given) == canonical(host)
+def _canonical(value: str) -> str:
+    """One form for all ways to write a host; of a number the digits."""
+    value = value.strip().lower()
+    return ip_address_of(value) or ("127.0.0.1" if value == "localhost" else value)
