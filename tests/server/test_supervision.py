@@ -255,7 +255,7 @@ def test_the_options_that_are_suggested_are_options(llama_server: str) -> None:
     )
     known = read_help(done.stdout)
     assert known is not None
-    assert set(COMMON_OPTIONS) - set(known.values_count) == set()
+    assert set(COMMON_OPTIONS) - set(known) == set()
 
 
 def test_a_host_that_is_another_machines(start_error: StartError) -> None:

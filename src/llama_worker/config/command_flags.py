@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -132,27 +133,23 @@ def command_warnings(
 def cache_ram_mib(command: Sequence[str]) -> float:
     """How much memory the server may use to keep prompts: MiB, infinite without a limit, its
     default if not given."""
-    given = [value for _, value in flag_values(command, _CACHE_RAM_FLAGS)]
     try:
-        limit = int(given[-1]) if given else DEFAULT_CACHE_RAM_MIB
-    except ValueError:
-        return DEFAULT_CACHE_RAM_MIB  # the server will refuse it
+        limit = int(_last_value(command, _CACHE_RAM_FLAGS))
+    except ValueError:  # not given, or no number, which the server refuses
+        return DEFAULT_CACHE_RAM_MIB
     return limit if limit >= 0 else float("inf")
 
 
 def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) -> int | None:
     """The tokens of context that the command asks for, of each slot; None where it leaves that to
     the server."""
-    given = [value for _, value in flag_values(command, ("-c", "--ctx-size"))] or [
-        env.get("LLAMA_ARG_CTX_SIZE", "")
-    ]
-    return int(given[-1]) // slots if given[-1].isdecimal() and int(given[-1]) > 0 else None
+    tokens = _last_value(command, ("-c", "--ctx-size"), env.get("LLAMA_ARG_CTX_SIZE", ""))
+    return int(tokens) // slots if tokens.isdecimal() and int(tokens) > 0 else None
 
 
 def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     """A line for a person where whatever waits for a batch waits longer than it has to."""
-    given = [value for _, value in flag_values(command, BATCH_FLAGS)]
-    size_text = given[-1] if given else env.get("LLAMA_ARG_BATCH", "")
+    size_text = _last_value(command, BATCH_FLAGS, env.get("LLAMA_ARG_BATCH", ""))
     size = int(size_text) if size_text.isdecimal() else DEFAULT_BATCH_SIZE
     if size <= BATCH_SIZE:
         return None
@@ -183,10 +180,8 @@ def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> 
 # ---------------------------------------------------------------- a command and its build's --help
 
 
-class KnownFlags(Struct, frozen=True):
-    """The flags of a build, with the number of words that follow each."""
-
-    values_count: Mapping[str, int]
+KnownFlags: TypeAlias = Mapping[str, int]
+"""The flags of a build, with the number of words that follow each."""
 
 
 def read_help(text: str) -> KnownFlags | None:
@@ -199,7 +194,7 @@ def read_help(text: str) -> KnownFlags | None:
             # "<tensor name pattern>=<buffer type>,..." is one
             words_count = 1 if "<" in hint else len(hint.split())
             counts |= dict.fromkeys(re.split(", +", flags), words_count)
-    return KnownFlags(counts) if counts else None
+    return counts or None
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -213,28 +208,33 @@ def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
     """Words that the build does not know, each with what may have been meant; [] if the program has
     another name."""
     at = _program_at(command)
-    return list(_unknown(command[at + 1 :], known.values_count)) if at is not None else []
+    return list(_unknown(command[at + 1 :], known)) if at is not None else []
 
 
-def _unknown(words: Sequence[str], counts: Mapping[str, int]) -> Iterator[str]:
+def _unknown(words: Sequence[str], known: KnownFlags) -> Iterator[str]:
     at = 0
     while at < len(words):
         word = words[at]
         flag = flag_of(word)
         at += 1
-        if flag in counts:
-            at += counts[flag]
+        if flag in known:
+            at += known[flag]
             continue
-        if flag.partition("=")[0] in counts:
+        if flag.partition("=")[0] in known:
             yield f"{word}: the value must be a word of its own"
             continue
-        near = difflib.get_close_matches(flag, counts, n=1) if flag.startswith("-") else []
+        near = difflib.get_close_matches(flag, known, n=1) if flag.startswith("-") else []
         yield f"{word}: did you mean {near[0]}?" if near else word
         if flag.startswith("-") and at < len(words) and not words[at].startswith("-"):
             at += 1  # its value
 
 
 # ---------------------------------------------------------------- parts
+
+
+def _last_value(command: Sequence[str], flags: tuple[str, ...], variable: str = "") -> str:
+    """What counts for the server: the last of the flags, else its variable; "" where neither is."""
+    return ([variable] + [value for _, value in flag_values(command, flags)])[-1]
 
 
 def _program_at(command: Sequence[str]) -> int | None:

@@ -218,7 +218,7 @@ def test_batches_that_everything_waits_for_are_named(
 
 NO_VALUE = "-h --help --usage -kvu --kv-unified -no-kvu --no-kv-unified --fim-qwen-1.5b-default"
 ONE_VALUE = "-m --model -fa --flash-attn -np --parallel -ot --override-tensor --port"
-KNOWN = KnownFlags(
+KNOWN = (
     dict.fromkeys(NO_VALUE.split(), 0)
     | dict.fromkeys(ONE_VALUE.split(), 1)
     | {"--control-vector-layer-range": 2}
