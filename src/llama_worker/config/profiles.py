@@ -13,12 +13,11 @@ from llama_worker.config.validation import (
     CountOrZero,
     Seconds,
     SecondsOrZero,
+    check_callback,
     check_fields,
-    check_takes,
     checked_int,
     checked_number,
     checked_str,
-    is_async,
     names_near_fields,
 )
 from llama_worker.errors import ConfigError
@@ -140,12 +139,8 @@ class Canary:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_takes("canary check", self.check, "text")
-        if is_async(self.check):
-            raise TypeError(
-                "canary check must not be async: write it with 'def'; it gets a str and "
-                "returns a bool"
-            )
+        instead = "; it gets a str and returns a bool"
+        check_callback("canary check", self.check, "text", instead=instead)
 
 
 @names_near_fields

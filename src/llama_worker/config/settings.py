@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import UTC, tzinfo
 from functools import cache, partial
@@ -45,13 +45,13 @@ from llama_worker.config.validation import (
     Count,
     CountOrZero,
     Seconds,
+    check_callback,
     check_fields,
     check_takes,
     checked_api_key,
     checked_int,
     checked_json_object,
     checked_str,
-    is_async,
     names_near_fields,
     plain_str,
     shown,
@@ -171,25 +171,7 @@ class WorkerConfig:
         self._set("env", _checked_env(self.env))
         self._set("normal_tools", checked_tools("normal_tools", self.normal_tools))
         self._set("exit_tools", checked_tools("exit_tools", self.exit_tools))
-        if self.bios_provider is not None:
-            check_takes("bios_provider", self.bios_provider, "ctx")
-            if is_async(self.bios_provider):
-                raise TypeError(
-                    "bios_provider must not be async: write it with 'def'; it is quick and waits "
-                    "for nothing"
-                )
-        for name, callback, about in (
-            ("on_signal", self.on_signal, {"request_id": "int", "job_name": "str"}),
-            ("on_event", self.on_event, {}),
-        ):
-            if callback is None:
-                continue
-            check_takes(name, callback, name.removeprefix("on_"), **about)
-            if is_async(callback):
-                raise TypeError(
-                    f"{name} must not be async: write it with 'def', and in it "
-                    "loop.call_soon_threadsafe(...) or asyncio.run_coroutine_threadsafe(..., loop)"
-                )
+        self._check_callbacks()
         self._set("default_params", checked_json_object("default_params", self.default_params))
         if self.liveness_probes is not None:
             self._set("liveness_probes", _checked_probes(self.liveness_probes))
@@ -243,32 +225,42 @@ class WorkerConfig:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
 
+    def _check_callbacks(self) -> None:
+        if self.bios_provider is not None:
+            instead = "; it is quick and waits for nothing"
+            check_callback("bios_provider", self.bios_provider, "ctx", instead=instead)
+        instead = (
+            ", and in it loop.call_soon_threadsafe(...) or "
+            "asyncio.run_coroutine_threadsafe(..., loop)"
+        )
+        if self.on_signal is not None:
+            about = {"request_id": "int", "job_name": "str"}
+            check_callback("on_signal", self.on_signal, "signal", instead=instead, **about)
+        if self.on_event is not None:
+            check_callback("on_event", self.on_event, "event", instead=instead)
+
     def _check_tools_together(self) -> None:
         if self.normal_tools and self.tool_runner is None:
             names = ", ".join(repr(tool["function"]["name"]) for tool in self.normal_tools)
             raise ConfigError(
                 f"normal_tools ({names}) need a tool_runner that runs them; it is None"
             )
-        if self.tool_runner is not None and not callable(
-            getattr(self.tool_runner, "run_tool", None)
-        ):
-            raise TypeError(
-                f"tool_runner must have a run_tool method; {type(self.tool_runner).__name__} "
-                "has none"
-            )
         if self.tool_runner is not None:
-            _check_run_tool(self.tool_runner.run_tool)
-        both = {t["function"]["name"] for t in self.normal_tools} & {
-            t["function"]["name"] for t in self.exit_tools
-        }
-        if both:
+            _check_tool_runner(self.tool_runner)
+        exit_names = {tool["function"]["name"] for tool in self.exit_tools}
+        if both := exit_names & {tool["function"]["name"] for tool in self.normal_tools}:
             names = ", ".join(map(repr, sorted(both)))
             raise ConfigError(
                 f"normal_tools and exit_tools must have no name in common; both have {names}"
             )
 
 
-def _check_run_tool(run_tool: Callable[..., object]) -> None:
+def _check_tool_runner(runner: object) -> None:
+    run_tool = getattr(runner, "run_tool", None)
+    if not callable(run_tool):
+        raise TypeError(
+            f"tool_runner must have a run_tool method; {type(runner).__name__} has none"
+        )
     given = {"name": "str", "arguments": "dict", "request_id": "int", "job_name": "str"}
     more = {"call": "RunningCall"} if takes(run_tool, "call") else {}
     check_takes("tool_runner.run_tool", run_tool, **given, **more)
@@ -334,10 +326,8 @@ def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
                 f"liveness_probes[{index}] must have the methods probe and reset; "
                 f"{type(probe).__name__} has not"
             )
-        check_takes(f"liveness_probes[{index}].probe", probe.probe, "root_pid", "now")
-        check_takes(f"liveness_probes[{index}].reset", probe.reset)
-        if is_async(probe.probe) or is_async(probe.reset):
-            raise TypeError(f"liveness_probes[{index}] must not be async: write it with 'def'")
+        check_callback(f"liveness_probes[{index}].probe", probe.probe, "root_pid", "now")
+        check_callback(f"liveness_probes[{index}].reset", probe.reset)
     return tuple(value)
 
 
@@ -351,10 +341,7 @@ def _canonical(value: object) -> object:
         case list() | tuple():
             return [_canonical(item) for item in value]
         case TimeoutProfile() | RestartPolicy() | LoopDetector() | Recycle() | Canary():
-            return {
-                f.name: _canonical(getattr(value, f.name))
-                for f in fields(value)
-                if f.name != "check"
-            }
+            parts = {f.name: getattr(value, f.name) for f in fields(value)}
+            return {name: _canonical(part) for name, part in parts.items() if name != "check"}
         case _:
             return value

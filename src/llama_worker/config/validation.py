@@ -221,10 +221,14 @@ def takes(function: Callable[..., object], parameter: str) -> bool:
         return False
 
 
-def is_async(function: Callable[..., object]) -> bool:
-    """An `async def`, or an object whose `__call__` is one: who calls it gets a coroutine that
-    nobody awaits."""
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+def check_callback(
+    field: str, function: object, /, *given: str, instead: str = "", **named: str
+) -> None:
+    """As `check_takes`; neither an `async def` nor an object whose `__call__` is one, whose
+    coroutine nobody would await. `instead`: what to do, for the error's text."""
+    check_takes(field, function, *given, **named)
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        raise TypeError(f"{field} must not be async: write it with 'def'{instead}")
 
 
 def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
