@@ -37,8 +37,8 @@ class WorkerCollector(Collector):
 
     def __init__(self, workers: Iterable[LlamaWorker] = ()) -> None:
         self._lock = threading.Lock()
-        # a worker that its host forgets must end
-        self._workers: dict[str, weakref.ref[LlamaWorker]] = {}
+        # weakly: a worker that its host forgets must end
+        self._workers: weakref.WeakValueDictionary[str, LlamaWorker] = weakref.WeakValueDictionary()
         for worker in workers:
             self.add(worker)
 
@@ -47,14 +47,13 @@ class WorkerCollector(Collector):
         name."""
         name = worker.get_worker_status().get(timeout=_ANSWER_S)["name"]
         with self._lock:
-            known = self._workers.get(name)
-            other = known() if known is not None else None
+            other = self._workers.get(name)
             if other is not None and other is not worker and _is_open(other):
                 raise ConfigError(
                     f"another worker is named {name!r}, too; metrics need a name of its own "
                     "for each"
                 )
-            self._workers[name] = weakref.ref(worker)
+            self._workers[name] = worker
 
     def describe(self) -> Iterable[Metric]:
         """Every family, without samples; asks no worker."""
@@ -69,19 +68,15 @@ class WorkerCollector(Collector):
 
     def _answers(self) -> Iterator[tuple[WorkerStatus, WorkerDebugInfo]]:
         with self._lock:
-            workers = [worker for ref in self._workers.values() if (worker := ref()) is not None]
-        for worker in workers:
+            workers = list(self._workers.items())
+        for name, worker in workers:
             try:
                 status, debug = worker.get_worker_status(), worker.get_debug_info()
                 yield status.get(timeout=_ANSWER_S), debug.get(timeout=_ANSWER_S)
             except WorkerClosed:
-                self._forget(worker)
-
-    def _forget(self, closed: LlamaWorker) -> None:
-        with self._lock:
-            self._workers = {
-                name: ref for name, ref in self._workers.items() if ref() not in (None, closed)
-            }
+                with self._lock:
+                    if self._workers.get(name) is worker:  # no other has taken its name meanwhile
+                        del self._workers[name]
 
 
 # By name behind `llama_worker_`: the help, and the labels behind `worker`.
