@@ -204,11 +204,9 @@ def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) 
         return todo
     if returncode is not None and -returncode in _BY_SIGNAL:
         return _BY_SIGNAL[-returncode]
-    return (
-        None
-        if log_tail
-        else "it wrote nothing: check that server_cmd starts a llama-server, and run it by hand"
-    )
+    if log_tail:
+        return None
+    return "it wrote nothing: check that server_cmd starts a llama-server, and run it by hand"
 
 
 def _advice_by(text: str, table: Sequence[tuple[str, str]]) -> str | None:
@@ -223,10 +221,8 @@ def _filled_in(todo: str, match: re.Match[str]) -> str:
     option = parts.get("option") or ""
     near = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_NEAR)
     is_misspelt = bool(near) and option not in COMMON_OPTIONS
-    for name, text in {
-        "{path}": parts.get("path") or "",
-        "{option}": option or "an option",
-        "{meant}": f"did you mean {near[0]!r}? Else " if is_misspelt else "",
-    }.items():
-        todo = todo.replace(name, text)
-    return todo
+    return todo.format(
+        path=parts.get("path") or "",
+        option=option or "an option",
+        meant=f"did you mean {near[0]!r}? Else " if is_misspelt else "",
+    )

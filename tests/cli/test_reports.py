@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,6 @@ from llama_worker import (
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.run_report import Activity
 from llama_worker.errors import WorkerStartError
-from llama_worker.types.request import SubmitErrorCode
 
 # ---------------------------------------------------------------- what is shown
 
@@ -172,7 +171,3 @@ def test_what_the_log_tells_comes_before_the_log() -> None:
     assert problem.todo.startswith("the model file is incomplete: download it again")
     assert len(str(problem).splitlines()) < 20  # the first line stays in sight
     assert problem.more[-1].endswith(log[-1])
-
-
-def test_every_refusal_says_what_to_do() -> None:
-    assert set(run_report.REFUSED) == set(get_args(SubmitErrorCode))

@@ -116,8 +116,8 @@ class _ChatSession:
             _JOB, talk.system, prompt, params=talk.params, messages=history
         ).get()
         if not admitted["ok"]:
-            todo = run_report.REFUSED[admitted["error"]]
-            raise Problem(admitted["error"], f"the request was refused: {admitted['error']}", todo)
+            reason = admitted["error"]  # the server has failed or is being restarted
+            raise Problem(reason, f"the request was refused: {reason}", "run the command again")
         request_id = admitted["request_id"]
         cancelled = False
         for chunk in self._worker.iter_output(request_id, timeout_s=_TICK_S):

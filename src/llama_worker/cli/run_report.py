@@ -73,14 +73,6 @@ _BY_START_FAILURE = {
 }
 _CONTEXT = re.compile("exceed.*context|context size|n_ctx", re.IGNORECASE)
 _BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")
-REFUSED = {
-    "NO_SLOT_AVAILABLE": (
-        "all slots hold a request: wait for one to end, or start with more --slots"
-    ),
-    "WORKER_NOT_READY": "the server is starting: try again in a moment",
-    "WORKER_DRAINING": "the server is about to stop: start again",
-    "WORKER_FAILED": "the server could not be kept running: start again",
-}
 
 
 class Activity(Struct, frozen=True):
