@@ -22,11 +22,11 @@ from llama_worker.actors.messages import (
 from llama_worker.backend import Backend
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import (
-    checked_bool,
     checked_int,
     checked_path,
     checked_seconds,
     checked_str,
+    checked_type,
     optional,
     plain_str,
 )
@@ -318,7 +318,7 @@ class LlamaWorker(Startable):
         def question(reply: WorkerFuture[OutputChunk | NotFound]) -> ReadOutput:
             checked_int("text_offset", text_offset, at_least=0)
             checked_int("reasoning_offset", reasoning_offset, at_least=0)
-            checked_bool("wait", wait)
+            checked_type("wait", wait, bool)
             return ReadOutput(
                 request_id=valid_id(request_id),
                 text_offset=text_offset,

@@ -86,11 +86,6 @@ def checked_int(name: str, value: object, *, at_least: int, at_most: int | None 
         raise ConfigError(f"{name} must be {bounds}, not {shown(value)}")
 
 
-def checked_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, not {type(value).__name__}: {shown(value)}")
-
-
 def checked_str(
     name: str, value: object, *, empty: bool = True, nul: bool = True, secret: bool = False
 ) -> None:
@@ -292,10 +287,8 @@ def _check_of(hint: Any) -> Callable[..., None] | None:
     if origin in (Union, UnionType) and len(parts) == 2 and parts[1] is NoneType:
         of_value = _check_of(parts[0])
         return of_value and functools.partial(optional, of_value)
-    if hint is bool:
-        return checked_bool
-    is_part = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-    return functools.partial(checked_type, kind=hint) if is_part else None
+    is_checked = hint is bool or (isinstance(hint, type) and dataclasses.is_dataclass(hint))
+    return functools.partial(checked_type, kind=hint) if is_checked else None
 
 
 def names_near_fields(kind: type[T]) -> type[T]:
