@@ -70,9 +70,8 @@ def default_bios(ctx: BiosContext) -> BiosText:
         )
     if ctx.exit_tools:
         names = [tool["function"]["name"] for tool in ctx.exit_tools]
-        uses = [f"- {name}: {_EXIT_TOOL_USES[name]}" for name in names if name in _EXIT_TOOL_USES]
-        others = [
-            f"- {name}: as its description says." for name in names if name not in _EXIT_TOOL_USES
+        uses = [
+            f"- {name}: {_EXIT_TOOL_USES.get(name, 'as its description says.')}" for name in names
         ]
         rules = (
             f"Exit tools: {', '.join(names)}",
@@ -81,7 +80,7 @@ def default_bios(ctx: BiosContext) -> BiosText:
             "- Call them near the end of your work, unless the matter is urgent, and still finish "
             "your answer.",
         )
-        sections.append("\n".join((*rules, *uses, *others)))
+        sections.append("\n".join((*rules, *uses)))
     if ctx.normal_tools or ctx.exit_tools:
         prompted = ctx.tool_call_mode == "prompted"
         sections.append(
