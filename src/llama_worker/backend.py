@@ -56,10 +56,8 @@ class Backend:
             forked = WorkerClosed(self.config.name)
             forked.add_note(f"this process was forked; the worker is that of process {self._pid}")
             raise forked
-        if self._futures.closed_by is not None:
+        if self._stopping is not None or self._futures.closed_by is not None:
             raise WorkerClosed(self.config.name) from self._futures.closed_by
-        if self._stopping is not None:
-            raise WorkerClosed(self.config.name)
 
     def ask(self, message: HostMessage, future: F) -> F:
         """Send the message that carries the future; the future is answered in any case."""
