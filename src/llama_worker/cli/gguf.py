@@ -25,29 +25,14 @@ _DOWNLOAD_AGAIN = "download the model again, the file itself, in the GGUF format
 _CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py"
 _LOOKS_LIKE = (  # how a file begins, what it is then, and what to do
     (rb"\Z", "it is empty", _DOWNLOAD_AGAIN),
-    (
-        rb"version https://git-lfs",
-        "it is a pointer of Git LFS",
-        "run `git lfs pull` where it was cloned",
-    ),
+    (rb"version https://git-lfs", "it is a Git LFS pointer", "run `git lfs pull` in its clone"),
     (rb"\s*<", "it is a web page", _DOWNLOAD_AGAIN + ": on Hugging Face by its download link"),
     (rb"PK", "it is a PyTorch file or a zip archive", _CONVERT),
     (rb'(?s:.{7})\0\{"', "it is a safetensors file", _CONVERT),
 )
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+# the format's numbers of types, as `struct` names them
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _HEAD = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of entries
 _LENGTH = struct.Struct("<Q")
@@ -107,16 +92,12 @@ def _model_at(path: Path, named: str) -> Model:
         raise Problem("not_a_gguf", f"{named} is not a GGUF model: {misfit[0]}", misfit[1])
     names = part_names(path.name)
     if names and path.name != names[0]:
-        raise Problem(
-            "no_model", f"{named} is a later part of a model", f"give the first part: {names[0]}"
-        )
+        what = f"{named} is a later part of a model"
+        raise Problem("no_model", what, f"give the first part: {names[0]}")
     parts = [path.with_name(name) for name in names] or [path]
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise Problem(
-            "no_model",
-            f"parts of the model are missing: {', '.join(missing)}",
-            "put them beside the first",
-        )
+        what = f"parts of the model are missing: {', '.join(missing)}"
+        raise Problem("no_model", what, "put them beside the first")
     return Model(str(path), sum(part.stat().st_size for part in parts), read_context_needs(path))
 
 
