@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from llama_worker import WorkerConfig
@@ -33,6 +33,19 @@ _THREADS_BYTES = 2 << 30
 _TOKENS_STEP = 256  # the server rounds the context up to a multiple of this
 _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200
+# of a model that alone is larger than the memory: the level, what follows, what to do
+_TOO_BIG: dict[str, tuple[Level, str, str]] = {
+    "memory": (
+        "problem",
+        "",
+        "a smaller quantisation or a smaller model; or end other programs",
+    ),
+    "GPU memory": (
+        "note",
+        ": a part of the model will run on the CPU, far slower",
+        "a smaller quantisation, more GPUs, or end what else uses them",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,28 +130,21 @@ def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) ->
         for mib in _FREE_MIB.findall(text)
     )
     available = machine.available_bytes + on_gpus
-    smaller = "a smaller quantisation or a smaller model; or end other programs"
-    too_big = Finding("problem", "memory", "", smaller)
-    yield _of_memory(model, available, f"{size(available)} available", too_big)
+    yield _of_memory("memory", model, available, f"{size(available)} available")
     if on_gpus:
-        # What does not fit there is computed on the CPU, far slower.
-        smaller = "a smaller quantisation, more GPUs, or end what else uses them"
-        too_big = Finding(
-            "note", "GPU memory", ": a part of the model will run on the CPU", smaller
-        )
-        yield _of_memory(model, on_gpus, f"{size(on_gpus)} free on the GPUs", too_big)
+        yield _of_memory("GPU memory", model, on_gpus, f"{size(on_gpus)} free on the GPUs")
 
 
-def _of_memory(model: Model, free_bytes: int, free: str, too_big: Finding) -> Finding:
-    """The model and its full context against one kind of memory; `too_big` where not even the model
-    fits."""
+def _of_memory(kind: str, model: Model, free_bytes: int, free: str) -> Finding:
+    """The model and its full context against one kind of memory."""
     compared = f"{free}, {_needs(model)}"
     if model.size_bytes > free_bytes:
-        return replace(too_big, text=compared + too_big.text)
+        level, consequence, todo = _TOO_BIG[kind]
+        return Finding(level, kind, compared + consequence, todo)
     if _full_bytes(model) > free_bytes:
         todo = _smaller_context(model, free_bytes)
-        return Finding("note", too_big.subject, f"{compared}: not all of it fits", todo)
-    return Finding("ok", too_big.subject, compared)
+        return Finding("note", kind, f"{compared}: not all of it fits", todo)
+    return Finding("ok", kind, compared)
 
 
 def _needs(model: Model) -> str:
