@@ -7,8 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rich.text import Text
 
@@ -25,11 +24,12 @@ from llama_worker.config.command import flag_values
 from llama_worker.config.command_flags import program_of
 
 _STYLES = {"problem": "bold red", "note": "yellow", "ok": "green"}
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def examine(
-    named: str | None, server_named: str | None, server_args: Sequence[str] = (), *, as_json: bool
+    named: str | None, server_named: str | None, server_args: Sequence[str], *, as_json: bool
 ) -> int:
     """Look, judge, tell; the exit code. `named` is a model, or a fleet file. For the main
     thread."""
@@ -58,9 +58,7 @@ def _examine(
 ) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
     with interrupts.raising():  # a program that does not end is ended, too
-        server = _found(
-            "llama-server", findings, partial(doctor_facts.look_at_server, server_named)
-        )
+        server = _found(findings, "llama-server", doctor_facts.look_at_server, server_named)
         machine = doctor_facts.look_at_machine()
     if server is not None:
         findings += doctor_findings.of_server(server)
@@ -71,11 +69,11 @@ def _examine(
         todo = "llama-worker doctor MODEL.gguf tries it out"
         findings.append(Finding("note", "model", "none was given", todo))
     else:
-        model = _found("model", findings, partial(find_model, model_named))
+        model = _found(findings, "model", find_model, model_named)
     if model is not None:
         findings += doctor_findings.of_model(model, machine, server)
     port = machine.free_port
-    if model is not None and server is not None and server.version is not None and port is not None:
+    if model and server and server.version is not None and port:
         config = worker_config(model, server.path, port=port, server_args=server_args)
         command = config.server_cmd
         if server_args:
@@ -84,18 +82,14 @@ def _examine(
             findings += doctor_findings.of_command("command", config, known)
         findings += doctor_findings.of_batch("batches", config)
         findings += doctor_findings.of_caches({"it": config}, machine.memory_bytes)
-        trial = _found(
-            "start", findings, partial(doctor_facts.try_out, config, Screen(), interrupts)
-        )
+        trial = _found(findings, "start", doctor_facts.try_out, config, Screen(), interrupts)
         if trial is not None:
             findings += doctor_findings.of_trial(trial, server)
     if server is not None:
         findings += doctor_findings.of_build("build", server.build, command)
     findings += doctor_findings.of_machine(machine, trial)
-    looked_at = {"server": server, "model": model, "machine": machine, "trial": trial}
-    return findings, {
-        name: asdict(facts) if facts is not None else None for name, facts in looked_at.items()
-    }
+    facts = {"server": server, "model": model, "machine": machine, "trial": trial}
+    return findings, {name: each and asdict(each) for name, each in facts.items()}
 
 
 def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], dict[str, Any]]:
@@ -109,10 +103,9 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
             todo = "docs/fleet.md describes the file"
             return [Finding("problem", "fleet", harmless(str(error)), todo)], {}
         programs = {
-            name: _found(name, findings, partial(_program, config))
-            for name, config in fleet.items()
+            name: _found(findings, name, _program, config) for name, config in fleet.items()
         }
-        there = sorted({program for program in programs.values() if program})
+        there = sorted(set(filter(None, programs.values())))
         known = {program: doctor_facts.known_flags(program) for program in there}
         build = {program: doctor_facts.build_of(program) for program in there}
         machine = doctor_facts.look_at_machine()
@@ -122,23 +115,25 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
             findings += doctor_findings.of_build(name, build[program], config.server_cmd)
             findings += doctor_findings.of_batch(name, config)
         for _, named in flag_values(config.server_cmd, ("-m", "--model")):
-            if (model := _found("model", findings, partial(find_model, named))) is not None:
+            if (model := _found(findings, "model", find_model, named)) is not None:
                 findings += doctor_findings.of_model(model, machine, None)
     findings += doctor_findings.of_caches(fleet, machine.memory_bytes)
     findings += doctor_findings.of_machine(machine, None)
     return findings, {"workers": sorted(fleet), "machine": asdict(machine)}
 
 
-def _found(subject: str, findings: list[Finding], look: Callable[[], T]) -> T | None:
+def _found(
+    findings: list[Finding], subject: str, look: Callable[P, T], *args: P.args, **named: P.kwargs
+) -> T | None:
     """What `look` finds; None, and one more of the findings, where it raises Problem."""
     try:
-        return look()
+        return look(*args, **named)
     except Problem as problem:
         findings.append(doctor_findings.of_problem(subject, problem))
         return None
 
 
-def _program(config: WorkerConfig) -> str | None:
+def _program(config: WorkerConfig) -> str:
     """The llama-server of a worker's command, as it would be started."""
     first = find_server(config.server_cmd[0], option="executable").path
     return program_of((first, *config.server_cmd[1:]))
