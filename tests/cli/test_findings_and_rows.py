@@ -356,7 +356,7 @@ def test_tokens_per_second_of_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("health", "state", "reason"), [(503, "loading", ""), (500, "ill", "/health: 500")]
+    ("health", "state", "reason"), [(503, "loading", ""), (500, "unhealthy", "/health: 500")]
 )
 def test_a_server_that_is_not_ready(health: int, state: str, reason: str) -> None:
     (row,) = ServersHistory().rows([Answers(worker="w", slots_configured=2, health=health)], 0.0)

@@ -10,16 +10,16 @@ from llama_worker.cli import exits
 
 
 def main() -> int:
-    """Run the command with this process's arguments; its exit code (docs/command-line.md).
+    """Run the command with this process's arguments; returns its exit code (docs/command-line.md).
 
-    To import the rest takes a while, and a Ctrl-C in that time would show a traceback: until the
-    command listens to it itself, it ends the process at once.
+    Importing the rest takes a while, and a Ctrl-C in that time would show a traceback: until the
+    command handles Ctrl-C itself, it ends the process at once.
     """
-    # else it is ignored, as behind an & in a script
+    # a shell starts a background job (`&` in a script) with SIGINT ignored: it stays so
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(exits.CANCELED))
     for name in ("stdin", "stdout", "stderr"):
-        # closed by who started it: the next file opened would get its number
+        # the parent process closed it: the next file opened would get its descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     try:

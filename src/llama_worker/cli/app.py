@@ -1,4 +1,4 @@
-"""The command's options. What a command does stands in a module of its own."""
+"""The options of each command; what a command does is in a module of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llama_worker.runtime.process.free_port import free_port
 
 
 def _end(code: int) -> None:
-    """A command's result is its exit code."""
+    """End with the command's result, its exit code."""
     sys.stdout.flush()
     raise typer.Exit(code)
 
@@ -40,19 +40,19 @@ app = typer.Typer(
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code. For the main thread."""
+    """Run the command; returns its exit code. For the main thread."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a locale that is not UTF-8
+            stream.reconfigure(errors="replace")  # where the locale is not UTF-8
     try:
         app(list(arguments), prog_name="llama-worker")
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # typer and rich end so where they write
-            return _ended_by(ended.__context__)
+        if isinstance(ended.__context__, BrokenPipeError):  # how typer and rich report it
+            return _exit_code_of(ended.__context__)
         return ended.code if isinstance(ended.code, int) else exits.FAILED
     except OSError as error:
-        return _ended_by(error)
-    except (UsageProblem, ConfigError) as problem:  # every value is an option's
+        return _exit_code_of(error)
+    except (UsageProblem, ConfigError) as problem:  # every value comes from an option
         _complain(problem)
         return exits.USAGE
     except (Problem, LlamaWorkerError, TypeError, ValueError) as problem:
@@ -65,12 +65,12 @@ def _complain(problem: Exception) -> None:
     print(wrapped(text, screen.width_of(sys.stderr)), file=sys.stderr)
 
 
-def _ended_by(error: OSError) -> int:
-    """The exit code, and a line for a person, unless it is only that nobody reads any more."""
+def _exit_code_of(error: OSError) -> int:
+    """Print the error, unless it says that nobody reads the output; returns the exit code."""
     closed = error.errno in (errno.EPIPE, errno.EIO)  # EIO: the terminal hung up
     if not closed:
         print(f"llama-worker: {error}", file=sys.stderr)
-    screen.give_up_output()
+    screen.discard_output()
     return exits.OUTPUT_CLOSED if closed else exits.FAILED
 
 
@@ -115,17 +115,17 @@ def run_command(
         str, typer.Option("--system", metavar="TEXT", help="The system prompt.", show_default=False)
     ] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens of the answer, at most [4096].")
+        int | None, typer.Option(min=1, metavar="N", help="Longest answer, in tokens [4096].")
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0, max=100, metavar="X", help="Of the sampling; 0: always the likeliest token."
+            min=0, max=100, metavar="X", help="Sampling temperature; 0: always the likeliest token."
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of the sampling: the same answer again, at the same load."),
+        typer.Option(metavar="N", help="Sampling seed: the same answer again, at the same load."),
     ] = None,
     exit_tools: Annotated[
         bool,
@@ -145,7 +145,7 @@ def run_command(
     server_arg: ServerArgOption = None,
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, metavar="N", help="Where the server listens [a free port]."),
+        typer.Option(min=1, max=65535, metavar="N", help="Port of the server [a free port]."),
     ] = None,
     timeouts: TimeoutsOption = "slow",
     as_json: JsonOption = False,
@@ -161,7 +161,7 @@ def run_command(
     everything at once.
     """
     if chat and as_json:
-        raise UsageProblem("--chat and --json exclude each other: --json tells of one answer")
+        raise UsageProblem("--chat and --json exclude each other: --json reports one answer")
     from llama_worker.cli.run import Talk, run
     from llama_worker.cli.servers import find_server, worker_config
 
@@ -237,8 +237,8 @@ def top_command(
 ) -> int:
     """Watch workers in a live table; q or Ctrl-C ends.
 
-    A metrics endpoint tells everything. A fleet file's servers are asked directly and tell only how
-    they are: their workers live in another process. In a pipe one table is printed.
+    A metrics endpoint knows everything. The servers of a fleet file are asked directly and know
+    only their own state: their workers live in another process. In a pipe one table is printed.
     """
     if (fleet is None) == (metrics is None):
         raise UsageProblem("give either a fleet file or --metrics URL")
@@ -263,7 +263,7 @@ def responses_proxy_command(
             envvar="PROXY_PORT",
             min=0,
             max=65535,
-            help="Where to listen; 0: a free port.",
+            help="Port to listen on; 0: a free port.",
         ),
     ] = 9998,
     api_key_env: Annotated[
@@ -306,8 +306,8 @@ def responses_proxy_command(
 ) -> int:
     """Serve OpenAI's Responses API.
 
-    It makes a llama-server usable by clients that speak nothing else, in front of a server that
-    runs (--upstream), or of one that this command starts and watches over (--model, --server-cmd).
+    For clients that know no other API, in front of a llama-server that runs (--upstream), or of
+    one that this command starts and supervises (--model, --server-cmd).
     """
     from llama_worker.cli.proxy import ServerChoice, serve
 
@@ -325,7 +325,7 @@ def responses_proxy_command(
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """Those that were given; the server decides on the others."""
+    """The options that were given; the server has defaults for the others."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -353,5 +353,5 @@ def _prompt(given: str | None) -> str:
 
 
 def _decoded(word: str) -> str:
-    """The word with bytes that are not UTF-8 replaced, as in what is piped in."""
+    """The word with bytes that are not UTF-8 replaced, as on stdin."""
     return word.encode(errors="surrogateescape").decode(errors="replace")

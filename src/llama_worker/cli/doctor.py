@@ -31,8 +31,8 @@ T = TypeVar("T")
 def examine(
     named: str | None, server_named: str | None, server_args: Sequence[str], *, as_json: bool
 ) -> int:
-    """Look, judge, tell; the exit code. `named` is a model, or a fleet file. For the main
-    thread."""
+    """Collect the facts, print the findings; returns the exit code. `named` is a model or a fleet
+    file. For the main thread."""
     with Interrupts() as interrupts:
         try:
             if named is not None and named.endswith(".toml"):
@@ -46,7 +46,7 @@ def examine(
         listed = [asdict(finding) for finding in findings]
         print(json.dumps({"ok": is_well, "findings": listed, **facts}))
     else:
-        _tell(findings)
+        _print_findings(findings)
     return exits.DONE if is_well else exits.FAILED
 
 
@@ -57,7 +57,7 @@ def _examine(
     interrupts: Interrupts,
 ) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
-    with interrupts.raising():  # a program that does not end is ended, too
+    with interrupts.raising():  # also ends a program that hangs
         server = _found(findings, "llama-server", doctor_facts.look_at_server, server_named)
         machine = doctor_facts.look_at_machine()
     if server is not None:
@@ -96,7 +96,7 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
     """Every worker's program, command and model; no server is started."""
     findings: list[Finding] = []
     with warnings.catch_warnings(), interrupts.raising():
-        warnings.simplefilter("ignore")  # of the caches: said below
+        warnings.simplefilter("ignore")  # of the prompt caches: a finding says it
         try:
             fleet = load_config(path)
         except (ConfigError, OSError) as error:
@@ -139,7 +139,7 @@ def _program(config: WorkerConfig) -> str:
     return program_of((first, *config.server_cmd[1:]))
 
 
-def _tell(findings: list[Finding]) -> None:
+def _print_findings(findings: list[Finding]) -> None:
     console = console_for(sys.stdout)
     for line in doctor_findings.lines(findings, width_of(sys.stdout)):
         text = Text(line)

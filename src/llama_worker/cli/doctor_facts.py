@@ -1,5 +1,5 @@
-"""What `llama-worker doctor` looks at. Nothing here judges; what cannot be seen is None, and raises
-nothing."""
+"""What `llama-worker doctor` looks at: facts without judgement. What cannot be seen is None, and
+raises nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _ASK_S = 20.0  # a first look at a GPU's driver may take seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """The program. `version` is None where it could not be run; `said` and `returncode` tell how
-    that ended."""
+    """The program. `version` is None if it could not be run; `said` and `returncode` are those of
+    `--version`."""
 
     path: str
     how: str
@@ -81,8 +81,7 @@ class Trial:
 
 
 def look_at_server(named: str | None) -> ServerFacts:
-    """Runs the program twice, for its version and its devices. Raises Problem where there is
-    none."""
+    """Run the program for its version and its devices. Raises Problem if there is none."""
     found = find_server(named)
     code, said = _run(found.path, "--version")
     found_versions = re.findall("^version:(.*)", said, re.MULTILINE) if code == 0 else []
@@ -104,19 +103,19 @@ def _devices(program: str) -> tuple[str, ...] | None:
 
 
 def build_of(program: str) -> int | None:
-    """The number of the program's build; None where it does not tell, or cannot be run."""
+    """The program's build number; None if it does not say, or cannot be run."""
     code, said = _run(program, "--version")
     return build_number(said) if code == 0 else None
 
 
 def known_flags(program: str) -> KnownFlags | None:
-    """The flags that the program's --help lists; None where it lists none, or cannot be run."""
+    """The flags that the program's --help lists; None if it lists none, or cannot be run."""
     _, said = _run(program, "--help")
     return read_help(said)
 
 
 def look_at_machine() -> MachineFacts:
-    """Reads limits and /proc, and runs nvidia-smi."""
+    """Read limits and /proc, run nvidia-smi."""
     try:
         port = free_port()
     except OSError:
@@ -178,7 +177,7 @@ def _props(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _run(*command: str) -> tuple[int | None, str]:
-    """(return code, what it wrote); the code is None where it did not end, or could not be run."""
+    """(return code, output); the code is None if it did not end, or could not be run."""
     try:
         done = subprocess.run(
             command,
@@ -206,8 +205,7 @@ def _gpus() -> tuple[str, ...] | None:
 
 
 def _gpu(line: str) -> str:
-    """`NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)`; a line of another form as it
-    is."""
+    """`NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)`; any other line unchanged."""
     match [field.strip() for field in line.rsplit(",", 3)]:
         case [name, total, free, driver]:
             return f"{name} ({total}, {free} free, driver {driver})"
@@ -234,7 +232,7 @@ def _hidepid() -> str | None:
 
 
 def _available_bytes() -> int:
-    """Of the machine, and of the container where that has less."""
+    """Of the machine, or of the container if that has less."""
     machine = psutil.virtual_memory().available
     limit, used = read_number(CGROUP / "memory.max"), read_number(CGROUP / "memory.current")
     if limit is None or used is None:
@@ -243,8 +241,8 @@ def _available_bytes() -> int:
 
 
 def _page_cache_bytes() -> int:
-    """What the container's use holds of files, a model that was read before among them: the kernel
-    gives it up."""
+    """How much of the container's memory caches files, such as a model: the kernel frees it on
+    demand."""
     lines = (line.split() for line in _read(CGROUP / "memory.stat").splitlines())
     return sum(int(words[1]) for words in lines if words[0] in ("active_file", "inactive_file"))
 
@@ -290,7 +288,7 @@ def _has_pidfd() -> bool:
 
 
 def _read(path: str | Path) -> str:
-    """ "" where it cannot be read."""
+    """ "" if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

@@ -27,8 +27,8 @@ Level = Literal["ok", "note", "problem"]
 
 MIN_OPEN_FILES = 256  # a worker needs some 30, each request a few, and the host its own
 MIN_THREADS = 128  # a server starts one per core several times over, a worker ten
-_CONTEXT_SHARE = 0.15  # what context and buffers take beside the model, at the least
-# of addresses, not of memory: what the stacks and heaps of threads reserve
+_CONTEXT_SHARE = 0.15  # the least that context and buffers take, as a share of the model
+# addresses that the stacks and heaps of threads reserve
 _THREADS_BYTES = 2 << 30
 _TOKENS_STEP = 256  # the server rounds the context up to a multiple of this
 _FREE_MIB = re.compile(r"(\d+) MiB free")
@@ -50,8 +50,8 @@ _TOO_BIG: dict[str, tuple[Level, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the answer. Every problem has something `todo`; notes may. `more`: lines that may
-    help."""
+    """One line of the answer. Every problem has a `todo`, what to do; notes may. `more`: further
+    lines, such as the server's last ones."""
 
     level: Level
     subject: str
@@ -63,14 +63,14 @@ class Finding:
 def _checked(
     subject: str, is_well: bool, *, text: str, problem: str | None = None, todo: str
 ) -> Finding:
-    """`text` where it is well, else `problem` (None: the same words) and what to do."""
+    """`text` if it is well, else `problem` (None: the same text) and what to do."""
     if is_well:
         return Finding("ok", subject, text)
     return Finding("problem", subject, problem or text, todo)
 
 
 def of_problem(subject: str, problem: Problem) -> Finding:
-    """What another part of the command would stop at."""
+    """What would end another command."""
     return Finding("problem", subject, harmless(problem.what), problem.todo, problem.more)
 
 
@@ -98,7 +98,7 @@ def of_server(server: ServerFacts) -> Iterator[Finding]:
 
 
 def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
-    """NVIDIA GPUs: are they used, and is their work seen?"""
+    """NVIDIA GPUs: can the server use them, can the library see them work?"""
     if not machine.gpus:
         yield Finding("note", "GPUs", "no NVIDIA GPU is seen (nvidia-smi is absent, or finds none)")
         return
@@ -156,8 +156,8 @@ def _needs(model: Model) -> str:
 
 
 def _full_bytes(model: Model) -> int:
-    """The model with the longest context that it was made for; where the file does not say, with a
-    short one."""
+    """The model with the longest context that it was trained for, or a short one if the file does
+    not say."""
     if model.context is None:
         return int(model.size_bytes * (1 + _CONTEXT_SHARE))
     return model.size_bytes + model.context.trained_tokens * model.context.bytes_per_token
@@ -203,9 +203,7 @@ def of_trial(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
     if trial.gpus:
         yield Finding("ok", "GPUs", f"the server is seen on {', '.join(trial.gpus)}")
     elif trial.gpus is not None and uses_cuda:
-        text = (
-            "the server is seen on none of them: its work and errors there would not be seen either"
-        )
+        text = "the server is not seen on any of them, so its work and errors there cannot be seen"
         todo = (
             "start a container with --pid=host; outside of one, see whether the server computes on "
             "a GPU at all"
@@ -284,12 +282,12 @@ def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> 
 
 
 def of_build(subject: str, build: int | None, command: Sequence[str]) -> Iterator[Finding]:
-    """What is known to be wrong with the build that the command runs."""
+    """Known vulnerabilities of the build that the command runs."""
     return (_of_warning(subject, line) for line in known_flaws(build, command))
 
 
 def of_batch(subject: str, config: WorkerConfig) -> Iterator[Finding]:
-    """How long everything waits for a batch."""
+    """Batches that everything else waits for too long."""
     if line := batch_warning(config.server_cmd, config.env):
         yield _of_warning(subject, line)
 
@@ -303,13 +301,13 @@ def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterato
 
 
 def _of_warning(subject: str, line: str) -> Finding:
-    """A warning of the library's: what to do stands behind its last semicolon."""
+    """A warning of the library: what to do is behind its last semicolon."""
     what, _, todo = line.rpartition("; ")
     return Finding("note", subject, what, todo)
 
 
 def lines(findings: Sequence[Finding], columns: int | None = None) -> list[str]:
-    """The table; with `columns`, what is longer goes on below its own column."""
+    """The table; with `columns`, longer text is wrapped within its column."""
     width = max(len(finding.subject) for finding in findings)
     shown = []
     for finding in findings:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 DONE = 0
 FAILED = 1
 USAGE = 2
-BY_SIGNAL = 128  # and its number: of a command that a signal ended, as shells have it
+BY_SIGNAL = 128  # plus the signal's number, as shells report a command that a signal ended
 CANCELED = BY_SIGNAL + 2  # SIGINT
 OUTPUT_CLOSED = 141  # 128 + SIGPIPE
 
@@ -18,8 +18,8 @@ HELP = (
 
 
 class Problem(Exception):
-    """The command cannot go on. `reason` is a word for programs; `todo` tells a person what to do,
-    `more` all else."""
+    """The command cannot go on. `reason` is a code for programs; `todo` tells a person what to do,
+    `more` holds further lines, such as the server's last ones."""
 
     def __init__(self, reason: str, what: str, todo: str, more: Sequence[str] = ()) -> None:
         super().__init__("\n  ".join((what, f"what to do: {todo}", *more)))
@@ -30,4 +30,4 @@ class Problem(Exception):
 
 
 class UsageProblem(Exception):
-    """The command line makes no sense; exit code 2."""
+    """Wrong usage; exit code 2."""

@@ -1,5 +1,5 @@
-"""The model that the command was given: whether the file is one, and what its head says of the
-memory that its context takes."""
+"""The model file that a command was given: is it a GGUF file, and how much memory does its context
+take according to the file's header?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llama_worker.cli.text import one_line
 MAGIC = b"GGUF"
 _HEAD_BYTES = 64
 _SHOWN_MODELS = 3
-_SHOWN_CHARS = 80  # of what is no path: a prompt without a model before it
+_SHOWN_CHARS = 80  # of a MODEL that is no path, such as a prompt
 _PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)")
 _DOWNLOAD_AGAIN = "download the model again, the file itself, in the GGUF format"
 _CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py"
@@ -68,7 +68,7 @@ def find_model(named: str) -> Model:
     try:
         return _model_at(path, named)
     except FileNotFoundError:
-        raise Problem("no_model", f"there is no file {named}", _name_one(path.parent)) from None
+        raise Problem("no_model", f"there is no file {named}", _models_in(path.parent)) from None
     except OSError as error:
         todo = (
             f"chmod u+r {path}, or run as its owner"
@@ -82,14 +82,14 @@ def find_model(named: str) -> Model:
 def _model_at(path: Path, named: str) -> Model:
     """Raises OSError, too."""
     if path.is_dir():
-        raise Problem("no_model", f"{named} is a folder, not a model file", _name_one(path))
+        raise Problem("no_model", f"{named} is a folder, not a model file", _models_in(path))
     if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe might take for ever
         todo = "give the path of the file itself, which the server opens on its own"
         raise Problem("no_model", f"{named} is a pipe or a device, not a model file", todo)
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    if misfit := not_a_gguf(head):
-        raise Problem("not_a_gguf", f"{named} is not a GGUF model: {misfit[0]}", misfit[1])
+    if mismatch := not_a_gguf(head):
+        raise Problem("not_a_gguf", f"{named} is not a GGUF model: {mismatch[0]}", mismatch[1])
     names = part_names(path.name)
     if names and path.name != names[0]:
         what = f"{named} is a later part of a model"
@@ -121,7 +121,7 @@ def part_names(name: str) -> list[str]:
     return [f"{stem}{number:05d}{of}{count}{suffix}" for number in range(1, int(count) + 1)]
 
 
-def _name_one(folder: Path) -> str:
+def _models_in(folder: Path) -> str:
     there = sorted(str(path) for path in folder.glob("*.gguf")) if folder.is_dir() else []
     if not there:
         return "give the path of a model in the GGUF format"
@@ -133,7 +133,7 @@ def _name_one(folder: Path) -> str:
 
 
 def read_context_needs(path: Path) -> ContextNeeds | None:
-    """None where the file does not say it in a form that is known here. Raises OSError."""
+    """None if the file does not say it, or in an unknown form. Raises OSError."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return context_needs(HeadReader(data).entries())
@@ -142,12 +142,12 @@ def read_context_needs(path: Path) -> ContextNeeds | None:
 
 
 def context_needs(entries: Mapping[str, Any]) -> ContextNeeds | None:
-    """From the entries of the head. Pure; raises KeyError or ValueError where one is missing or
-    odd."""
+    """From the entries of the header. Pure. Raises KeyError or ValueError if one is missing or
+    invalid."""
     kind = entries["general.architecture"]
     layers_count = _count(entries[f"{kind}.block_count"])
-    heads = _of_layers(entries[f"{kind}.attention.head_count"], layers_count)
-    kv_heads = _of_layers(entries.get(f"{kind}.attention.head_count_kv", heads), layers_count)
+    heads = _per_layer(entries[f"{kind}.attention.head_count"], layers_count)
+    kv_heads = _per_layer(entries.get(f"{kind}.attention.head_count_kv", heads), layers_count)
     per_head = _count(entries[f"{kind}.embedding_length"]) // max(1, *heads)
     values_per_head = sum(
         _count(entries.get(f"{kind}.attention.{part}_length", per_head))
@@ -159,8 +159,8 @@ def context_needs(entries: Mapping[str, Any]) -> ContextNeeds | None:
     )
 
 
-def _of_layers(value: object, layers_count: int) -> list[int]:
-    """One number for each layer; most models write one for all."""
+def _per_layer(value: object, layers_count: int) -> list[int]:
+    """One number for each layer; most models have one for all."""
     if not 0 < layers_count <= _MAX_LAYERS:
         raise ValueError(layers_count)
     values = value if isinstance(value, list) else [value] * layers_count
@@ -174,8 +174,8 @@ def _count(value: object) -> int:
 
 
 class HeadReader:
-    """Reads forward; `at`: the next byte. A corrupt file makes it a struct.error, an IndexError or
-    a ValueError."""
+    """Reads forward from `at`. Raises struct.error, IndexError or ValueError if the file is
+    corrupt."""
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data

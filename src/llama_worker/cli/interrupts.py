@@ -19,15 +19,15 @@ _ONCE_S = 1.0
 
 
 class Interrupts:
-    """Counts signals while it is entered. They interrupt only what runs in `raising`; all else asks
-    for `asked`.
+    """Records SIGINT, SIGTERM and SIGHUP while it is entered. A signal raises KeyboardInterrupt
+    within `raising`; everything else polls `asked`.
 
     A second Ctrl-C, or any signal after SIGTERM, ends the process at once: the guard process then
-    ends the server. The same SIGTERM or SIGHUP again within `_ONCE_S` is not a second one.
+    ends the server. The same SIGTERM or SIGHUP again within `_ONCE_S` does not count.
     """
 
     def __init__(self) -> None:
-        self.presses = 0  # of Ctrl-C, since they had an effect
+        self.presses = 0  # of Ctrl-C; the owner resets it once they had their effect
         self.ended_by: int | None = None  # SIGTERM or SIGHUP
         self._ended_at = 0.0
         self._raises = False
@@ -41,7 +41,7 @@ class Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # nohup
-            self._before[number] = signal.signal(number, self._heard)
+            self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,17 +53,17 @@ class Interrupts:
 
     @property
     def asked(self) -> bool:
-        """Somebody wants it to end."""
+        """Whether a signal asked the command to end."""
         return self.presses > 0 or self.ended_by is not None
 
     @property
     def exit_code(self) -> int:
-        """Of a command that ends because it was asked to."""
+        """For a command that ends because it was asked to."""
         return exits.CANCELED if self.ended_by is None else exits.BY_SIGNAL + self.ended_by
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """A signal raises KeyboardInterrupt: for what waits for a person."""
+        """Within it a signal raises KeyboardInterrupt: for waits on a person or a program."""
         self._raises = True
         try:
             if self.asked:
@@ -73,17 +73,16 @@ class Interrupts:
             self._raises = False
 
     def wait(self) -> None:
-        """Block until somebody wants it to end."""
+        """Block until a signal comes."""
         while not self.asked:
             os.read(self._signalled, 4096)
 
     def wait_readable(self, fd: int) -> None:
-        """Block until there is something to read; a signal is heard also in the instant before it
-        blocks."""
+        """Block until there is something to read; a signal just before it blocks is not missed."""
         while fd not in select.select([fd, self._signalled], [], [])[0]:
             os.read(self._signalled, 4096)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == self.ended_by and now < self._ended_at + _ONCE_S:
             return

@@ -25,7 +25,7 @@ _LOCALHOST = "127.0.0.1"
 
 
 class ServerChoice(Struct, frozen=True, kw_only=True):
-    """Which server: the one at `url`, or one that is started, with a `model` or by a `command`."""
+    """The server at `url`, or one to start: with a `model`, or by a `command`."""
 
     url: str | None
     model: str | None
@@ -35,7 +35,7 @@ class ServerChoice(Struct, frozen=True, kw_only=True):
 
 
 def serve(upstream: ServerChoice, *, api_key_env: str | None, **config: Any) -> int:
-    """Serve until a signal comes; the exit code. For the main thread.
+    """Serve until a signal comes; returns the exit code. For the main thread.
 
     `config`: the other fields of ResponsesProxyConfig.
     """
@@ -76,10 +76,9 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
 def _server(
     upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile, interrupts: Interrupts
 ) -> Iterator[tuple[str | None, LlamaWorker | None]]:
-    """The URL of the server that is there, or the worker of one that is started and, at the end,
-    stopped.
+    """The URL of a running server, or the worker of one that is started, and stopped at the end.
 
-    Raises KeyboardInterrupt where a signal comes before it is ready.
+    Raises KeyboardInterrupt if a signal comes before it is READY.
     """
     starts = [given for given in (upstream.model, upstream.command) if given]
     if len(starts) + bool(upstream.url) > 1:
@@ -131,7 +130,7 @@ def _api_key(variable: str | None) -> str | None:
 
 
 def _check_ca_file(path: str | None) -> None:
-    """Now, not with each client's request."""
+    """At the start, not at a client's request."""
     if path is None:
         return
     try:

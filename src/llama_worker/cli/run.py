@@ -25,7 +25,7 @@ _JOB = "run"
 
 
 class Talk(Struct, frozen=True, kw_only=True):
-    """What is to be said to the model."""
+    """What to ask the model, and how to show the answer."""
 
     prompt: str | None
     system: str = ""
@@ -36,8 +36,8 @@ class Talk(Struct, frozen=True, kw_only=True):
 
 
 def run(config: WorkerConfig, talk: Talk) -> int:
-    """Start the server, ask, end the server; the exit code. For the main thread."""
-    # what it says is shown here already
+    """Start the server, ask, end the server; returns the exit code. For the main thread."""
+    # the screen shows it already
     logging.getLogger("llama_worker").addHandler(logging.NullHandler())
     screen = Screen(quiet=talk.quiet, shows_text=not talk.as_json)
     with Interrupts() as interrupts, contextlib.closing(LlamaWorker(config)) as worker:
@@ -59,41 +59,41 @@ class _ChatSession:
         self._interrupts = interrupts
         self._talk = talk
         self._warned: set[str] = set()
-        self._tokens: int | None = None  # of the last answer, as far as it came
+        self._tokens: int | None = None  # received of the last answer
 
     def ask_once(self) -> int:
         try:
             self._make_ready()
         except KeyboardInterrupt:
-            return self._stopped_before("cancelled while the server was starting")
+            return self._stopped("cancelled while the server was starting")
         result = self._ask(self._talk.prompt or "", ())
         if self._talk.as_json:
             self._screen.activity_over()
             warnings = self._worker.get_worker_status().get()["warnings"]
             print(json.dumps(run_report.json_report(result, warnings)), flush=True)
-        self._end_of(result)
+        self._show_end(result)
         interrupts = self._interrupts
         return interrupts.exit_code if interrupts.asked else run_report.exit_code(result)
 
     def chat(self) -> int:
-        """A conversation, until the end of the input; what was said is kept for the next turn."""
+        """A conversation until the end of the input; each turn gets what was said before."""
         history: list[ChatMessage] = []
         try:
             self._make_ready()
             for prompt in self._prompts():
                 self._make_ready()
                 result = self._ask(prompt, history)
-                self._end_of(result)
+                self._show_end(result)
                 if result["text"]:  # templates want turns to alternate
                     history += result["conversation"]
                 if self._interrupts.ended_by is not None:
                     break
                 self._interrupts.presses = 0
         except KeyboardInterrupt:
-            return self._stopped_before("ended")
+            return self._stopped("ended")
         return exits.DONE if self._interrupts.ended_by is None else self._interrupts.exit_code
 
-    def _stopped_before(self, how: str) -> int:
+    def _stopped(self, how: str) -> int:
         self._screen.complain(how)
         if self._talk.as_json:
             report = run_report.json_without_answer("canceled", "canceled", how)
@@ -101,7 +101,7 @@ class _ChatSession:
         return self._interrupts.exit_code
 
     def _make_ready(self) -> None:
-        """Start the server unless it is there, and pass on its warnings once. Raises Problem,
+        """Start the server unless it is READY; show each of its warnings once. Raises Problem,
         KeyboardInterrupt."""
         make_ready(self._worker, self._screen, self._interrupts)
         for line in self._worker.get_worker_status().get()["warnings"]:
@@ -139,14 +139,14 @@ class _ChatSession:
         if status["ok"]:
             self._screen.activity(run_report.working(status))
 
-    def _end_of(self, result: RequestResult) -> None:
+    def _show_end(self, result: RequestResult) -> None:
         is_well = run_report.exit_code(result) == exits.DONE
         tell = self._screen.say if is_well else self._screen.complain
         for line in run_report.ending(result, log_tail(self._worker, _LOG_LINES), self._tokens):
             tell(line)
 
     def _prompts(self) -> Iterator[str]:
-        """What the person says: lines of stdin that are not empty. Raises KeyboardInterrupt."""
+        """The given prompt, then the non-empty lines of stdin. Raises KeyboardInterrupt."""
         if sys.stdin.isatty():
             self._screen.say("Ctrl-D ends the conversation; Ctrl-C cancels an answer.")
         if self._talk.prompt:
@@ -162,10 +162,9 @@ class _ChatSession:
 
 
 def _read_line(interrupts: Interrupts) -> str:
-    """A line of stdin, edited as the terminal does it. Raises EOFError at the end.
+    """A line of stdin, with the terminal's own editing. Raises EOFError at the end.
 
-    Not by `input()` with readline, which misses a Ctrl-C in the instant in which it shows its
-    prompt.
+    Not by `input()`, whose readline misses a Ctrl-C in the moment in which it shows its prompt.
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:

@@ -30,15 +30,15 @@ from llama_worker.types.worker import StartFailReason
 _LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")
 _LOG_LINES = 12  # of a server that did not start: a model that cannot be loaded takes ten to say so
 _LABEL_CHARS = 200  # a terminal shows what it has room for
-_SLOWER = "for slow hardware: --timeouts slow_prefill"
+_SLOW_HARDWARE = "for slow hardware: --timeouts slow_prefill"
 _LOOPS = "the model repeats itself: another --temperature, --seed or prompt"
-_HANGS = f"the server showed no sign of work; {_SLOWER}"
+_HANGS = f"the server showed no sign of work; {_SLOW_HARDWARE}"
 _BY_FAILURE = {
     RequestFailReason.SERVER_DIED: (
         "its last lines say why; `llama-worker doctor MODEL` looks for common causes"
     ),
     RequestFailReason.HEADERS_TIMEOUT: _HANGS,
-    RequestFailReason.TTFT_TIMEOUT: _SLOWER,
+    RequestFailReason.TTFT_TIMEOUT: _SLOW_HARDWARE,
     RequestFailReason.STALL_TIMEOUT: _HANGS,
     RequestFailReason.REPEATED_LINE_LOOP: _LOOPS,
     RequestFailReason.REPEATED_TEXT_LOOP: _LOOPS,
@@ -63,7 +63,7 @@ _BY_START_FAILURE = {
         "give --server (or --server-cmd) the path of a llama-server that can be executed here"
     ),
     StartFailReason.STARTUP_TIMEOUT: (
-        f"it hangs, or the disk is slower than the limit allows; {_SLOWER}"
+        f"it hangs, or the disk is slower than the limit allows; {_SLOW_HARDWARE}"
     ),
     StartFailReason.CANARY_FAILED: (
         "try the model by hand: it does not answer as the canary's check wants"
@@ -76,26 +76,26 @@ _BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")
 
 
 class Activity(Struct, frozen=True):
-    """What is being waited for; `done` of `total` tokens where that is known."""
+    """What is being waited for; `done` of `total` tokens, if that is known."""
 
     label: str
     done: int = 0
     total: int | None = None
 
     def line(self, elapsed_s: float) -> str:
-        """For where no bar can be drawn."""
+        """As text, if no bar can be drawn."""
         counted = f": {self.done} of {self.total} tokens" if self.total is not None else ""
         return f"{self.label}{counted} ({seconds(elapsed_s)})"
 
 
 def starting(log_tail: Sequence[str]) -> Activity:
-    """A server that is not ready yet: the last thing that it said."""
+    """Of a server that is not READY yet: its last line."""
     said = _LOG_PREFIX.sub("", log_tail[-1]) if log_tail else ""
     return Activity(one_line(f"starting: {said}" if said else "starting", _LABEL_CHARS))
 
 
 def working(status: RequestStatus) -> Activity:
-    """A request whose output is not shown, or that has put out nothing yet."""
+    """Of a request that has no output yet, or whose output is not shown."""
     match status["phase"]:
         case RequestPhase.WAITING:
             return Activity("waiting for the server")
@@ -110,7 +110,7 @@ def working(status: RequestStatus) -> Activity:
 
 def summary(result: RequestResult, tokens: int | None = None) -> list[str]:
     """`12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached`, and `first token after 0.4
-    s, 0.7 s in all`. `tokens`: how many came, where the server did not come to say it."""
+    s, 0.7 s in all`. `tokens`: how many came, if the server did not report its usage."""
     timings, usage = result.get("timings"), result.get("usage")
     speed = timings.get("tokens_per_second") if timings is not None else None
     fast = [f"{speed:.1f} tokens/s"] if speed is not None else []
@@ -131,8 +131,7 @@ def _tokens(count: int) -> str:
 
 
 def ending(result: RequestResult, log_tail: Sequence[str], tokens: int | None = None) -> list[str]:
-    """The lines after an answer: signals, how it ended where it did not end well, and the
-    numbers."""
+    """The lines after an answer: signals, why it failed and what to do, the numbers."""
     lines = [signal_line(signal) for signal in result["signals"]]
     if result["state"] is RequestState.CANCELED:
         lines.append(
@@ -178,13 +177,13 @@ def json_report(result: RequestResult, warnings: Sequence[str]) -> dict[str, Any
 
 
 def json_without_answer(outcome: str, reason: str, detail: str | None) -> dict[str, Any]:
-    """The same, for a request that never was; `outcome`: `not_started` or `canceled`."""
+    """The same keys without a request; `outcome`: `not_started` or `canceled`."""
     facts = {"outcome": outcome, "reason": reason, "detail": detail, "text": "", "reasoning": ""}
     return {**facts, "usage": None, "timings": None, "signals": [], "warnings": []}
 
 
 def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
-    """What to do about a request that failed; None for one that did not."""
+    """What to do about a failed request; None if it did not fail."""
     reason, detail = result["fail_reason"], result.get("fail_detail", "")
     if reason is None or reason is RequestFailReason.CANCELED:
         return None

@@ -16,13 +16,13 @@ from llama_worker.cli.text import harmless, one_line, wrapped
 
 Channel = Literal["text", "reasoning"]
 _BAR_CHARS = 16
-_AROUND_CHARS = 14  # a spinner, the time, and what parts them
+_AROUND_CHARS = 14  # the spinner, the time, and the spaces between
 _UNKNOWN_COLUMNS = 80
-_SAID_EVERY_S = 10.0  # where no bar can be drawn
+_SAID_EVERY_S = 10.0  # progress as lines, if no bar can be drawn
 
 
 class Screen:
-    """For one thread. `quiet` leaves problems and, if `shows_text`, the text. Writes raise
+    """For one thread. `quiet`: only problems and, if `shows_text`, the text. Writes raise
     BrokenPipeError."""
 
     def __init__(self, *, quiet: bool = False, shows_text: bool = True) -> None:
@@ -41,18 +41,18 @@ class Screen:
         self._line_open = False
 
     @property
-    def _is_drawn_upon(self) -> bool:
-        """The answer's text goes to the terminal that shows what goes on: one or the other."""
+    def _text_is_on_terminal(self) -> bool:
+        """The answer's text goes to the terminal that the bar is drawn on."""
         return self._shows_text and sys.stdout.isatty()
 
     @property
     def has_room(self) -> bool:
-        """What is being waited for would stand in the midst of no answer."""
-        to_elsewhere = self._channel == "text" and not self._is_drawn_upon
-        return self._channel is None or not self._shows_text or to_elsewhere
+        """An activity can be shown: it would not interrupt the answer."""
+        text_elsewhere = self._channel == "text" and not self._text_is_on_terminal
+        return self._channel is None or not self._shows_text or text_elsewhere
 
     def activity(self, activity: Activity) -> None:
-        """What is being waited for, until something else is written."""
+        """Show what is being waited for, until something else is written."""
         if self._quiet:
             return
         if self._is_live:
@@ -82,7 +82,7 @@ class Screen:
             self._show("text", piece)
 
     def end_answer(self) -> None:
-        """With the line end that its last line lacks; the next one begins anew."""
+        """Complete the last line; the next answer begins anew."""
         if self._channel is not None and self._line_open:
             self._show(self._channel, "\n")
         self._channel = None
@@ -94,12 +94,12 @@ class Screen:
         if not self._shows_text:
             return
         if before not in (None, channel):
-            self._aside("\n\n" if was_open else "\n")
+            self._write_aside("\n\n" if was_open else "\n")
         if channel == "reasoning":
             header = "[reasoning]\n" if before != channel and not self._styled else ""
-            self._aside(header + piece)
+            self._write_aside(header + piece)
             return
-        if self._is_drawn_upon:
+        if self._text_is_on_terminal:
             self.activity_over()
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -116,7 +116,7 @@ class Screen:
         self.activity_over()
         self._write_err(wrapped(line, width_of(sys.stderr)) + "\n", style)
 
-    def _aside(self, text: str) -> None:
+    def _write_aside(self, text: str) -> None:
         self.activity_over()
         if not self._quiet:
             self._write_err(text, style="dim")
@@ -130,7 +130,7 @@ class Screen:
 
 
 class _Bar:
-    """A line that shows what goes on, and vanishes."""
+    """A progress bar, erased at its end."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -165,8 +165,7 @@ class _Bar:
 
 
 def console_for(stream: TextIO) -> Console:
-    """Draws on a stream only if that is a terminal, whatever the environment says; model text is
-    never markup."""
+    """It draws only on a terminal, whatever the environment says; model text is never markup."""
     console = Console(
         file=stream, force_terminal=stream.isatty(), markup=False, emoji=False, highlight=False
     )
@@ -185,9 +184,9 @@ def is_styled(console: Console) -> bool:
     return console.is_terminal and not console.no_color and not console.is_dumb_terminal
 
 
-def give_up_output() -> None:
-    """Whoever read stdout or stderr went away: what is still buffered goes nowhere, and nobody
-    hears of it."""
+def discard_output() -> None:
+    """Whoever read stdout or stderr went away: what is still buffered is dropped without an
+    error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())

@@ -1,4 +1,4 @@
-"""The llama-server that a command starts: which program, with which config, and its start."""
+"""The llama-server that a command starts: its program, its config, its start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TICK_S = 0.05
 
 
 def find_server(named: str | None, *, option: str = "--server") -> FoundServer:
-    """`named`, by the option, else where the library looks. Raises Problem `no_server`."""
+    """`named`, the option's value, else where the library looks. Raises Problem `no_server`."""
     try:
         return server_program.find_server(named, option=option)
     except server_program.ServerNotFound as error:
@@ -40,7 +40,7 @@ def worker_config(
     timeouts: TimeoutProfile | None = None,
     **config: Any,
 ) -> WorkerConfig:
-    """One worker that is never restarted by itself: who sits at the terminal is told.
+    """A worker that is never restarted automatically: the person at the terminal is told.
 
     `server_args`: what --server-arg adds to its command, behind our own `words`. `timeouts`:
     `slow_prefill` if left out; `config`: further arguments of `WorkerConfig.for_model`. Raises
@@ -63,12 +63,12 @@ def worker_config(
 
 def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> None:
     """Start the server unless it is READY, and show what it says. Raises Problem, or
-    KeyboardInterrupt where somebody wants the command to end."""
+    KeyboardInterrupt if a signal comes meanwhile."""
     state = worker.get_worker_status().get()["state"]
     if state is WorkerState.READY:
         return
     if state is not WorkerState.STOPPED:
-        # a server that died: what is left of it goes first, or a start would share its failure
+        # after a failure, stop first: a start would share that failure
         worker.stop().get()
     starting = worker.start()
     try:

@@ -1,16 +1,16 @@
-"""Text as it may stand on a terminal. Pure."""
+"""Text made safe and short enough for a terminal. Pure."""
 
 from __future__ import annotations
 
 import textwrap
 
-# ESC becomes a visible sign
+# control characters as visible signs: ESC is shown as ␛
 _PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
 _KEPT = {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 _LOST = dict.fromkeys(
     (
         *range(0x80, 0xA0),  # C1: an 8-bit ESC [ among them
-        *range(0x202A, 0x202F),  # what turns the reading direction of all that follows
+        *range(0x202A, 0x202F),  # changes of the reading direction
         *range(0x2066, 0x206A),
         *range(0xD800, 0xE000),  # halves of surrogate pairs: no encoding takes them
     ),
@@ -20,10 +20,9 @@ _HARMLESS: dict[int, int | str] = {**_PICTURES, **_LOST, **_KEPT}
 
 
 def harmless(text: str) -> str:
-    """The text without anything that a terminal obeys: only newlines and tabs are left, carriage
-    returns are dropped.
+    """The text without control characters but newline and tab; carriage returns are dropped.
 
-    Character by character: text may be cut anywhere and shown piece by piece.
+    Each character is replaced on its own: text may be cut anywhere and shown piece by piece.
     """
     return text.translate(_HARMLESS)
 
@@ -35,7 +34,7 @@ def one_line(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int | None, hang: int = 2) -> str:
-    """Each line broken at spaces, further ones indented by `hang` more; None: as it is. Pure."""
+    """Lines broken at spaces, continued with `hang` more indent. `width` None: unchanged."""
     if width is None:
         return text
     lines = []

@@ -45,14 +45,14 @@ _STATE_STYLES = {
     "down": "red",
 }
 _ANSWER_S = 2.0  # a server answers within 10 ms, also in the midst of a long batch (b11434)
-_METRICS_S = 10.0  # a host asks its workers first
+_METRICS_S = 10.0  # the host asks its workers for each answer
 _MAX_ASKED = 16  # side by side
 _QUIT = (b"q", b"Q")
 _ENDS = "q or Ctrl-C ends"
 
 
 def watch(source: MetricsSource | FleetSource, *, once: bool, interval_s: float) -> int:
-    """Show the workers until somebody has seen enough; the exit code. For the main thread."""
+    """Show the workers until q, Ctrl-C or a signal; returns the exit code. For the main thread."""
     console = console_for(sys.stdout)
     with Interrupts() as interrupts, contextlib.suppress(KeyboardInterrupt), interrupts.raising():
         rows = source.rows()
@@ -77,12 +77,12 @@ def _live(
                 return
             try:
                 rows, problem = source.rows(), None
-            except Problem as trouble:  # the host may come back
-                problem = trouble
+            except Problem as new_problem:  # the host may come back
+                problem = new_problem
 
 
 def _quits(wait_s: float) -> bool:
-    """Whether somebody presses q, or closes the terminal, within so long."""
+    """Whether q is pressed, or the terminal closed, within so long."""
     deadline = time.monotonic() + wait_s
     keys = [sys.stdin] if sys.stdin.isatty() else []
     while (left_s := deadline - time.monotonic()) > 0:
@@ -96,7 +96,7 @@ def _quits(wait_s: float) -> bool:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[None]:
-    """Keys are heard without Enter, and not echoed."""
+    """Keys are read without Enter, and not echoed."""
     if not sys.stdin.isatty():
         yield
         return
@@ -135,7 +135,7 @@ def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
     return table
 
 
-# ---------------------------------------------------------------- whom it asks
+# ---------------------------------------------------------------- sources
 
 
 class MetricsSource:
@@ -146,7 +146,7 @@ class MetricsSource:
         self._history = MetricsHistory()
 
     def rows(self) -> list[Row]:
-        """Ask once more. Blocks for seconds at most; raises Problem where nobody answers."""
+        """Ask once more. Blocks for seconds at most. Raises Problem if there is no answer."""
         todo = "give the URL of the host's metrics, such as http://127.0.0.1:8090/metrics"
         url = urlsplit(self._url)
         target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
@@ -165,7 +165,7 @@ class MetricsSource:
             todo = (
                 "the host has to register a WorkerCollector (docs/metrics.md), and to have a worker"
             )
-            raise Problem("no_metrics", f"{self._url} tells of no worker", todo)
+            raise Problem("no_metrics", f"{self._url} has no worker", todo)
         return rows
 
 
@@ -202,7 +202,8 @@ class FleetSource:
         self._history = ServersHistory()
 
     def rows(self) -> list[Row]:
-        """Ask once more. Blocks for seconds at most; a server without an answer is a row, too."""
+        """Ask once more. Blocks for seconds at most. A server that does not answer has a row,
+        too."""
         with ThreadPoolExecutor(min(_MAX_ASKED, len(self._fleet))) as pool:
             answers = list(pool.map(_ask, self._fleet.values()))
         return self._history.rows(answers, time.monotonic())
@@ -229,7 +230,7 @@ def _ask(config: WorkerConfig) -> Answers:
 
 
 def _body(endpoint: Endpoint, target: str) -> bytes:
-    """Empty where the server has none to give."""
+    """Empty unless the server answers 200."""
     status, body = ask(endpoint, "GET", target, timeout_s=_ANSWER_S)
     return body if status == 200 else b""
 

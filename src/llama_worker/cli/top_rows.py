@@ -23,7 +23,7 @@ _SERVER_METRIC = re.compile(
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """One worker; None where the source does not tell."""
+    """One worker; None if the source does not know."""
 
     worker: str
     state: str
@@ -38,8 +38,8 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Column(Struct, frozen=True):
-    """What stands in the table. `is_text`: aligned at the left; `is_optional`: left out of a live
-    table where no row has a value."""
+    """A column of the table. `is_text`: aligned left; `is_optional`: left out of a live table if no
+    row has a value."""
 
     heading: str
     cell: Callable[[Row], str]
@@ -74,8 +74,8 @@ def _number(value: float | None, form: str = "") -> str:
 # ---------------------------------------------------------------- a host's metrics endpoint
 
 
-class _Counted(Struct):
-    """One worker's samples of one scrape."""
+class _Scrape(Struct):
+    """One worker's samples in one scrape."""
 
     state: str = UNKNOWN
     slots: int | None = None
@@ -85,7 +85,7 @@ class _Counted(Struct):
     restarts: Counter[str] = field(default_factory=Counter)
 
     def reasons(self) -> Counter[str]:
-        """Why requests failed and servers were restarted, and how often."""
+        """How often requests failed and servers were restarted, by reason."""
         why = Counter({f"restart: {reason}": count for reason, count in self.restarts.items()})
         for (outcome, reason), count in self.requests.items():
             why[reason] += count * (outcome == "failed")
@@ -97,19 +97,19 @@ Sample = tuple[str, Mapping[str, str], float]
 
 
 class MetricsHistory:
-    """Scrapes of one endpoint, in their order."""
+    """One endpoint over time, scrape by scrape."""
 
     def __init__(self) -> None:
-        self._before: dict[str, _Counted] = {}
+        self._before: dict[str, _Scrape] = {}
         self._last_reason: dict[str, str] = {}
         self._rates: dict[str, _Rate] = {}
 
     def rows(self, samples: Iterable[Sample], at: float) -> list[Row]:
         """The workers after this scrape; `at` is monotonic seconds."""
-        counted = _counted(samples)
+        counted = _by_worker(samples)
         rows = []
         for name, now in sorted(counted.items()):
-            reason = _grown(now, self._before.get(name))
+            reason = _new_reason(now, self._before.get(name))
             if reason:
                 self._last_reason[name] = reason
             outcomes = Counter[str]()
@@ -134,14 +134,14 @@ class MetricsHistory:
 
 
 class _Rate:
-    """Of a counter, over the last minute."""
+    """The speed of a counter over the last minute."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, value: float, at: float) -> float | None:
         if self._points and value < self._points[-1][1]:
-            self._points.clear()  # another program: it counts from zero
+            self._points.clear()  # the host was restarted: it counts from zero
         self._points.append((at, value))
         while at - self._points[0][0] > _RATE_WINDOW_S:
             self._points.popleft()
@@ -149,13 +149,13 @@ class _Rate:
         return (value - first) / (at - began_at) if at > began_at else None
 
 
-def _counted(samples: Iterable[Sample]) -> dict[str, _Counted]:
-    found: dict[str, _Counted] = {}
+def _by_worker(samples: Iterable[Sample]) -> dict[str, _Scrape]:
+    found: dict[str, _Scrape] = {}
     for name, labels, value in samples:
         is_ours = name.startswith("llama_worker_") and "worker" in labels
         if not is_ours or not math.isfinite(value):
             continue
-        worker = found.setdefault(labels["worker"], _Counted())
+        worker = found.setdefault(labels["worker"], _Scrape())
         match name.removeprefix("llama_worker_"):
             case "state" if value:
                 worker.state = labels.get("state", UNKNOWN)
@@ -172,9 +172,9 @@ def _counted(samples: Iterable[Sample]) -> dict[str, _Counted]:
     return found
 
 
-def _grown(now: _Counted, before: _Counted | None) -> str:
-    """Why something failed or restarted since the look before; at the first look, what can only be
-    it."""
+def _new_reason(now: _Scrape, before: _Scrape | None) -> str:
+    """Why something failed or restarted since the scrape before; of the first scrape, the only
+    reason there is."""
     if before is None:
         reasons = now.reasons()
         return next(iter(reasons)) if len(reasons) == 1 else ""
@@ -186,7 +186,7 @@ def _grown(now: _Counted, before: _Counted | None) -> str:
 
 
 class Answers(Struct, frozen=True, kw_only=True):
-    """What a server said. `health`: the status of /health, or a word for why there was none."""
+    """What a server said. `health`: the status of /health, or why there was none."""
 
     worker: str
     slots_configured: int
@@ -196,7 +196,7 @@ class Answers(Struct, frozen=True, kw_only=True):
 
 
 class ServersHistory:
-    """Answers of the same servers, in their order."""
+    """The same servers over time, round by round."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, dict[tuple[str, str], float]]] = {}
@@ -240,14 +240,14 @@ class ServersHistory:
 
 
 def _health(health: int | str) -> tuple[str, str]:
-    """(state, what there is to say about it)."""
+    """(state, last reason)."""
     match health:
         case 200:
             return "ready", ""
         case 503:
             return "loading", ""
         case int():
-            return "ill", f"/health: {health}"
+            return "unhealthy", f"/health: {health}"
         case _:
             return "down", health
 
