@@ -113,13 +113,14 @@ def summary(result: RequestResult, tokens: int | None = None) -> list[str]:
     s, 0.7 s in all`. `tokens`: how many came, if the server did not report its usage."""
     timings, usage = result.get("timings"), result.get("usage")
     speed = timings.get("tokens_per_second") if timings is not None else None
-    fast = [f"{speed:.1f} tokens/s"] if speed is not None else []
-    counted = [_tokens(tokens)] if tokens else []
-    lines = [", ".join((*counted, *fast))] if counted or fast else []
+    count = usage["completion_tokens"] if usage is not None else tokens or None
+    answer = [_tokens(count)] if count is not None else []
+    if speed is not None:
+        answer.append(f"{speed:.1f} tokens/s")
+    lines = [", ".join(answer)] if answer else []
     if usage is not None:
         cached = f", {usage['cached_tokens']} of them cached" if usage["cached_tokens"] else ""
-        answer = ", ".join((_tokens(usage["completion_tokens"]), *fast))
-        lines = [f"{answer}; prompt: {_tokens(usage['prompt_tokens'])}{cached}"]
+        lines[0] += f"; prompt: {_tokens(usage['prompt_tokens'])}{cached}"
     if timings is not None:
         first = f"first token after {seconds(timings['ttft_s'])}, " if "ttft_s" in timings else ""
         lines.append(f"{first}{seconds(timings['total_s'])} in all")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Literal, TextIO
 
 from rich.console import Console
@@ -18,7 +19,7 @@ Channel = Literal["text", "reasoning"]
 _BAR_CHARS = 16
 _AROUND_CHARS = 14  # the spinner, the time, and the spaces between
 _UNKNOWN_COLUMNS = 80
-_SAID_EVERY_S = 10.0  # progress as lines, if no bar can be drawn
+_LINE_EVERY_S = 10.0  # if no bar can be drawn
 
 
 class Screen:
@@ -31,11 +32,7 @@ class Screen:
         self._shows_text = shows_text
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._styled = is_styled(self._console)
-        self._bar: _Bar | None = None
-        self._began_at = 0.0
-        # the activity's kind, and whether its tokens were counted
-        self._said: tuple[str, bool] | None = None
-        self._said_at = 0.0
+        self._shown: _Bar | _Lines | None = None  # what is being waited for
         # of the answer that is being shown
         self._channel: Channel | None = None  # None: nothing has come
         self._line_open = False
@@ -55,24 +52,14 @@ class Screen:
         """Show what is being waited for, until something else is written."""
         if self._quiet:
             return
-        if self._is_live:
-            self._bar = self._bar or _Bar(self._console)
-            self._bar.show(activity)
-            return
-        now = time.monotonic()
-        shown = activity.label.partition(":")[0], activity.total is not None
-        if self._said is None:
-            self._began_at = now
-        elif shown == self._said and now - self._said_at < _SAID_EVERY_S:
-            return
-        self._said, self._said_at = shown, now
-        self._write_err(activity.line(now - self._began_at) + "\n")
+        if self._shown is None:
+            self._shown = _Bar(self._console) if self._is_live else _Lines(self._write_err)
+        self._shown.show(activity)
 
     def activity_over(self) -> None:
-        self._said = None
-        if self._bar is not None:
-            self._bar.end()
-            self._bar = None
+        if self._shown is not None:
+            self._shown.end()
+            self._shown = None
 
     def show(self, reasoning: str, text: str) -> None:
         """What has come of the answer since the last time."""
@@ -162,6 +149,26 @@ class _Bar:
 
     def end(self) -> None:
         self._progress.stop()
+
+
+class _Lines:
+    """Progress as text: a line when something new begins, and every 10 s."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._began_at = time.monotonic()
+        self._last: tuple[str, bool] | None = None  # the activity's kind, and are tokens counted
+        self._written_at = 0.0
+
+    def show(self, activity: Activity) -> None:
+        now = time.monotonic()
+        kind = activity.label.partition(":")[0], activity.total is not None
+        if kind != self._last or now - self._written_at >= _LINE_EVERY_S:
+            self._last, self._written_at = kind, now
+            self._write(activity.line(now - self._began_at) + "\n")
+
+    def end(self) -> None:
+        """Nothing has to be erased."""
 
 
 def console_for(stream: TextIO) -> Console:
