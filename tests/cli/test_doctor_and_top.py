@@ -54,7 +54,7 @@ TOO_NEW = "llama_model_load: error loading model: unknown model architecture: 'n
         ("--server /no/such/server", "llama-server .*does not exist.*what to do: .*pidfd"),
         (
             f"MODEL --server SERVER {MISSPELT}",
-            "command .*does not know --ctx-sise: did you mean --ctx-size",
+            "command .*does not know --ctx-sise: did you mean '--ctx-size'",
         ),
         (
             "MODEL --server SERVER",

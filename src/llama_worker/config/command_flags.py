@@ -5,7 +5,6 @@ Pure.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from llama_worker.config.command import (
     flag_values,
 )
 from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.config.validation import did_you_mean
 
 PROGRAM = "llama-server"
 DEFAULT_CACHE_RAM_MIB = 8192  # of every server since October 2025
@@ -223,9 +223,10 @@ def _unknown(words: Sequence[str], known: KnownFlags) -> Iterator[str]:
         if flag.partition("=")[0] in known:
             yield f"{word}: the value must be a word of its own"
             continue
-        near = difflib.get_close_matches(flag, known, n=1) if flag.startswith("-") else []
-        yield f"{word}: did you mean {near[0]}?" if near else word
-        if flag.startswith("-") and at < len(words) and not words[at].startswith("-"):
+        is_flag = flag.startswith("-")
+        meant = did_you_mean(flag, known) if is_flag else None
+        yield f"{word}: {meant}" if meant else word
+        if is_flag and at < len(words) and not words[at].startswith("-"):
             at += 1  # its value
 
 

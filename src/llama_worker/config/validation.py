@@ -51,7 +51,12 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
 
 def checked_number(
-    name: str, value: object, *, above: float | None = None, at_least: float | None = None
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
 ) -> None:
     """A finite int or float within the bounds, which a double can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -64,16 +69,11 @@ def checked_number(
         raise ConfigError(f"{name} must be above {above:g}, not {shown(value)}")
     if at_least is not None and value < at_least:
         raise ConfigError(f"{name} must be {at_least:g} or more, not {shown(value)}")
+    if at_most is not None and value > at_most:
+        raise ConfigError(f"{name} must be {at_most:g} or less, not {shown(value)}")
 
 
-def checked_seconds(
-    name: str, value: object, *, above: float | None = None, at_least: float | None = None
-) -> None:
-    """A duration that the platform can wait for."""
-    checked_number(name, value, above=above, at_least=at_least)
-    assert isinstance(value, (int, float))
-    if value > MAX_SECONDS:
-        raise ConfigError(f"{name} must be {MAX_SECONDS:g} seconds or less, not {shown(value)}")
+checked_seconds = functools.partial(checked_number, at_most=MAX_SECONDS)
 
 
 def checked_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:

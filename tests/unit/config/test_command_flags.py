@@ -238,7 +238,7 @@ def test_the_help_is_read_where_it_lists_flags(text: str, known: KnownFlags | No
         (("-m", "--model", "--port", "80"), ()),  # a value may look like a flag
         (("--control-vector-layer-range", "1", "2", "-kvu"), ()),
         (("--flash_attn", "on"), ()),
-        (("--flash-atn", "on", "--port", "80"), ("--flash-atn: did you mean --flash-attn?",)),
+        (("--flash-atn", "on", "--port", "80"), ("--flash-atn: did you mean '--flash-attn'?",)),
         (("--port=80",), ("--port=80: the value must be a word of its own",)),
         (("80",), ("80",)),
         (("--zzz", "--port", "80", "--qqqqq"), ("--zzz", "--qqqqq")),
