@@ -18,7 +18,7 @@ from llama_worker.cli.text import one_line
 
 MAGIC = b"GGUF"
 _HEAD_BYTES = 64
-_SHOWN_MODELS = 3
+_SHOWN_NAMES = 3  # of files
 _SHOWN_CHARS = 80  # of a MODEL that is no path, such as a prompt
 _PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)")
 _DOWNLOAD_AGAIN = "download the model again, the file itself, in the GGUF format"
@@ -96,7 +96,7 @@ def _model_at(path: Path, named: str) -> Model:
         raise Problem("no_model", what, f"give the first part: {names[0]}")
     parts = [path.with_name(name) for name in names] or [path]
     if missing := [part.name for part in parts if not part.is_file()]:
-        what = f"parts of the model are missing: {', '.join(missing)}"
+        what = f"parts of the model are missing: {_first_of(missing)}"
         raise Problem("no_model", what, "put them beside the first")
     return Model(str(path), sum(part.stat().st_size for part in parts), read_context_needs(path))
 
@@ -125,8 +125,13 @@ def _models_in(folder: Path) -> str:
     there = sorted(str(path) for path in folder.glob("*.gguf")) if folder.is_dir() else []
     if not there:
         return "give the path of a model in the GGUF format"
-    more = f" and {len(there) - _SHOWN_MODELS} more" if len(there) > _SHOWN_MODELS else ""
-    return f"give the path of a GGUF file; there are {', '.join(there[:_SHOWN_MODELS])}{more}"
+    return f"give the path of a GGUF file; there are {_first_of(there)}"
+
+
+def _first_of(names: list[str]) -> str:
+    """`a, b, c and 2 more`."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 # ---------------------------------------------------------------- the head of the file
