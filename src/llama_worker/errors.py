@@ -35,8 +35,8 @@ def described_error(error: BaseException | None) -> str:
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether the error, or one that it was raised from, is a lack of the host's: it says nothing
-    about the server. Pure."""
+    """Whether the error, or one that it was raised from, is a shortage of this machine's: it says
+    nothing about the server. Pure."""
     while error is not None:
         if isinstance(error, MemoryError) or (
             isinstance(error, OSError) and error.errno in _SHORTAGES
@@ -50,7 +50,7 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def masked(text: str, api_key: str | None) -> str:
-    """The text as it may be shown, the server's own words among them: the key is masked. Pure."""
+    """The text, such as a line of the server's log, with the key masked. Pure."""
     return text.replace(api_key, MASK) if api_key else text
 
 

@@ -27,8 +27,8 @@ OUT_OF_MEMORY = re.compile(
     r"|bad_alloc|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit|mem_buffer != NULL",
     re.IGNORECASE,
 )
-# What the system refuses, to the server or to us.
-_LACKS: tuple[tuple[str, str], ...] = (
+# What the system refuses, to the server or to this program.
+_SHORTAGES: tuple[tuple[str, str], ...] = (
     (
         "can't start new thread|resource temporarily unavailable",
         "no more threads can be started: raise `ulimit -u`, `ulimit -v` or the container's "
@@ -79,7 +79,7 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
         "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
         "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
     ),
-    *_LACKS,
+    *_SHORTAGES,
     ("permission denied", "the server may not read a file: make it readable (chmod u+r)"),
     (
         "couldn't bind|address already in use",
@@ -136,7 +136,7 @@ def advice_for(
         case StartFailReason.EXITED:
             return _why_it_ended(detail, returncode, log_tail)
         case StartFailReason.SPAWN_FAILED:
-            return _advice_by(detail, _LACKS)
+            return _advice_by(detail, _SHORTAGES)
         case StartFailReason.STARTUP_TIMEOUT:
             listens = _LISTENS.findall("\n".join(log_tail))
             if not listens:

@@ -47,7 +47,7 @@ from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
 _LEAST_LEASE_S = 10.0  # several times what it takes to call a replica silent
 _RESERVED_OPTIONS = ("max_restarts", "max_task_retries")
-# For answers, each a copy: its host may change it.
+# Each host gets a copy, which it may change.
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 P = ParamSpec("P")
@@ -58,8 +58,8 @@ F = TypeVar("F", bound=WorkerFuture[Any])
 def _in_loop(
     method: Callable[Concatenate[Fleet, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Fleet, P], WorkerFuture[T]]:
-    """For a method that any thread may call: it runs in the fleet's event loop, and answers a
-    future."""
+    """For a coroutine method: any thread may call it, it runs in the fleet's event loop, and returns
+    a future."""
 
     @wraps(method)
     def call(self: Fleet, /, *args: P.args, **named: P.kwargs) -> WorkerFuture[T]:
@@ -142,7 +142,7 @@ class Fleet(Startable):
             target=self._loop.run_forever, name=f"llama_worker-{name}", daemon=True
         )
         self._thread.start()
-        # before Ray's own, which would leave the replicas without a fleet
+        # runs before Ray's own exit handler, which would leave the replicas without a fleet
         atexit.register(self.close)
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class Fleet(Startable):
         """Stop every server and end every actor. Blocks; idempotent; after `timeout_s` the rest is
         killed."""
         if os.getpid() != self._pid:
-            return  # a forked child has not the loop's thread, and the replicas are its parent's
+            return  # a forked child has no loop thread, and the replicas are its parent's
         self._is_closing = True
         with self._closing:
             self._ending = self._ending or asyncio.run_coroutine_threadsafe(
@@ -192,7 +192,7 @@ class Fleet(Startable):
 
     @_in_loop
     async def get_fleet_status(self) -> FleetStatus:
-        """How the fleet and each of its replicas is."""
+        """The state of the fleet and of each replica."""
         ready = [each for each in self._replicas if each.state is ReplicaState.READY]
         return {
             "name": self._name,
@@ -203,7 +203,7 @@ class Fleet(Startable):
 
     @_in_loop
     async def get_worker_status(self, replica: int) -> WorkerStatus:
-        """How the worker of replica 0, 1, ... is. Its request ids are its own. Raises
+        """The status of the worker of replica 0, 1, ..., with the worker's own request ids. Raises
         ReplicaLost."""
         return await self._replica(replica).ask(RayWorker.get_worker_status)
 
@@ -240,7 +240,7 @@ class Fleet(Startable):
 
     @_in_loop
     async def get_status(self, request_id: int) -> RequestStatus | NotFound:
-        """How far the request is, as far as its replica has told."""
+        """How far the request is, as its replica reported last."""
         request = self._find(request_id)
         return request.status() if request is not None else _NOT_FOUND.copy()
 

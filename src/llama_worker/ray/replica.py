@@ -38,8 +38,7 @@ _logger = logging.getLogger("llama_worker.ray")
 
 
 class Replica:
-    """Belongs to the fleet's event loop. One actor after the other stands for it, each on the node
-    that Ray chooses.
+    """One actor after the other, each on the node that Ray chooses. For the fleet's event loop.
 
     | state | what happens | next |
     | --- | --- | --- |

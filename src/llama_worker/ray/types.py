@@ -1,5 +1,5 @@
-"""What a Ray actor tells a fleet, and a fleet its host, or raises. Pure; data that serialises as it
-is."""
+"""What a Ray actor reports to a fleet, and a fleet to its host, and their errors. Pure; data that
+serialises as it is."""
 
 # No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`.
 
@@ -25,7 +25,7 @@ class Place(TypedDict):
 
 
 class RequestUpdate(TypedDict):
-    """What became of a request since the `RequestUpdate` before it."""
+    """What is new of a request since the `RequestUpdate` before it."""
 
     status: RequestStatus
     output: OutputChunk
@@ -34,7 +34,7 @@ class RequestUpdate(TypedDict):
 
 
 class ReplicaState(StrEnum):
-    """Where a replica is."""
+    """The stages in the life of a replica."""
 
     STARTING = "starting"
     """Ray looks for a place, or the server starts there."""
@@ -49,8 +49,7 @@ class ReplicaState(StrEnum):
 
 
 class ReplicaStatus(TypedDict):
-    """How one replica of a fleet is. The number stays with the replica when it moves to another
-    node."""
+    """The state of one replica of a fleet, which keeps its number when it moves to another node."""
 
     replica: int
     state: ReplicaState
@@ -66,7 +65,7 @@ class ReplicaStatus(TypedDict):
 
 
 class FleetStatus(TypedDict):
-    """How a fleet is; slots are those of READY replicas."""
+    """The state of a fleet; slots are those of READY replicas."""
 
     name: str
     slots_total: int

@@ -125,10 +125,11 @@ class RayWorker:
         self._publish(_CLOSED)
 
     async def renew(self, lease_s: float) -> None:
-        """Keep this process for so many seconds more.
+        """Extend the lease of this process: it ends, and its server with it, in `lease_s` seconds
+        unless this is called again.
 
-        Once this was called, it has to be called again in time: otherwise the process ends, and its
-        server with it. So nothing is left on a machine that its fleet does not reach any more.
+        So nothing is left on a machine that its fleet does not reach any more. Before the first
+        call there is no lease.
         """
         checked_seconds("lease_s", lease_s, above=0)
         is_first, self._lease_s = self._lease_s is None, lease_s

@@ -34,7 +34,7 @@ class StartFailReason(StrEnum):
 
 
 class WorkerStatus(TypedDict):
-    """How the worker is; `warnings` are lines for a person.
+    """The state of a worker.
 
     Attributes:
         name: as configured.
