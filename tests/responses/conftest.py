@@ -62,9 +62,9 @@ def open_responses_faults() -> Iterator[list[str]]:
             check(check_event, event)
         return sent(batch)
 
-    def reply(self: ProxyClient, request: Any, status: int, value: Any, *headers: Any) -> None:
+    def reply(self: ProxyClient, status: int, value: Any, *headers: Any) -> None:
         check(check_reply, status, value)
-        replied(self, request, status, value, *headers)
+        replied(self, status, value, *headers)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(app, "sse", sse)

@@ -215,7 +215,7 @@ def test_a_reused_descriptor_is_a_new_client() -> None:
 
     def serve(request: HttpRequest, client: ProxyClient) -> None:
         client.when_left(lambda: has_left.append(True))
-        client.reply(request, 200, {})
+        client.reply(200, {})
 
     listener = SocketListener(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0), serve)
     listener._max_clients = 1
@@ -239,7 +239,7 @@ def test_a_connection_that_cannot_be_watched_is_closed(monkeypatch: pytest.Monke
     """As where `max_user_watches` is reached."""
 
     def serve(request: HttpRequest, client: ProxyClient) -> None:
-        client.reply(request, 200, {})
+        client.reply(200, {})
 
     class FullEpoll:
         def __getattr__(self, name: str) -> object:

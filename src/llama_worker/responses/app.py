@@ -77,15 +77,14 @@ class ResponsesApp:
             self._route(exchange, request, client)
         except ApiError as refused:
             exchange.leave()
-            client.reply(request, refused.status, refused.body(), refused.headers())
+            client.refuse(refused)
         except OSError:  # the client's connection
             raise
         except Exception as error:
             _logger.error("a request failed: %s", type(error).__name__)
             if client.http.reply.has_begun:
                 raise
-            failed = ApiError(500, f"the proxy failed: {type(error).__name__}")
-            client.reply(request, failed.status, failed.body())
+            client.refuse(ApiError(500, f"the proxy failed: {type(error).__name__}"))
         finally:
             exchange.leave()
 
@@ -102,7 +101,7 @@ class ResponsesApp:
             and client.origin is not None
             and request.header("access-control-request-method")
         ):
-            client.begin(request, 204, [])  # what an allowed page's browser asks first
+            client.begin(204, [])  # what an allowed page's browser asks first
             client.end()
         elif method == "POST" and _CREATE.fullmatch(path):
             self._create(exchange, request, client)
@@ -115,11 +114,11 @@ class ResponsesApp:
         elif method == "POST" and _COMPACT.fullmatch(path):
             self._compact(exchange, request, client)
         elif stored is not None and method == "DELETE" and not stored["input"]:
-            client.reply(request, 200, self._deleted(stored["id"]))
+            client.reply(200, self._deleted(stored["id"]))
         elif stored is not None and method == "GET":
             found = self._found(stored["id"])
             listed = stored["input"] and input_list(found.input_items())
-            client.reply(request, 200, listed or found.response())
+            client.reply(200, listed or found.response())
         else:
             pass_through(exchange, request, client)
 
@@ -130,14 +129,14 @@ class ResponsesApp:
         build = partial(normalise, body, self._recall(references(body)))
 
         def output(chat_request: ChatRequest) -> EventSink | None:
-            return _sse_output(request, client, chat_request) if chat_request.stream else None
+            return _sse_output(client, chat_request) if chat_request.stream else None
 
         chat_request, events = self._generator.generate(exchange, request, build, output)
         if chat_request.stream:
             client.end()
         else:
             check_generated(events)
-            client.reply(request, 200, events.response, _warning_headers(chat_request.warnings))
+            client.reply(200, events.response, _warning_headers(chat_request.warnings))
 
     def _compact(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
@@ -148,7 +147,7 @@ class ResponsesApp:
         if events.response["status"] == "incomplete":
             warnings.append("the summary was cut by the token limit")
         reply = compacted(events.response, f"cmp_{uuid.uuid4().hex}")
-        client.reply(request, 200, reply, _warning_headers(warnings))
+        client.reply(200, reply, _warning_headers(warnings))
 
     def _serve_socket(self, request: HttpRequest, client: Client) -> None:
         """One response after the other, for as long as the connection lasts."""
@@ -257,7 +256,7 @@ def _json_body(request: HttpRequest) -> dict[str, Any]:
     return parse_body(request.body)
 
 
-def _sse_output(request: HttpRequest, client: Client, chat_request: ChatRequest) -> EventSink:
+def _sse_output(client: Client, chat_request: ChatRequest) -> EventSink:
     headers = [
         ("Content-Type", "text/event-stream"),
         ("Cache-Control", "no-cache"),
@@ -268,7 +267,7 @@ def _sse_output(request: HttpRequest, client: Client, chat_request: ChatRequest)
         if client.http.reply.has_begun:
             client.write(data)
         else:
-            client.begin(request, 200, headers, data=data)
+            client.begin(200, headers, data=data)
 
     return EventSink(send=send, encode=sse)
 

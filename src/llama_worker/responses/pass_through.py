@@ -92,22 +92,12 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     with contextlib.closing(reply):
         if leased.request_id and reply.status == HTTPStatus.OK:
             leased.opened(time.monotonic())
-        _pass_back(reply, exchange, request, client)
+        _pass_back(reply, exchange, client)
 
 
-def _pass_back(
-    reply: HttpReply,
-    exchange: Exchange,
-    request: HttpRequest,
-    client: Client,
-) -> None:
+def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
     try:
-        client.begin(
-            request,
-            reply.status,
-            passed_back(reply.headers),
-            reason=reply.reason,
-        )
+        client.begin(reply.status, passed_back(reply.headers), reason=reply.reason)
     except MalformedReply:
         raise ApiError(
             502, "the upstream server: its reply is malformed", code="upstream_failed"

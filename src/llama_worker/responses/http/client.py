@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import page_headers
-from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
+from llama_worker.responses.http.request_reader import Phase, RequestReader
 
 Headers = Iterable[tuple[str, str]]
 C = TypeVar("C")
@@ -50,28 +50,21 @@ class Client:
 
     # ------------------------------------------------------------ the request's own thread
 
-    def reply(
-        self, request: HttpRequest, status: int, value: Mapping[str, Any], headers: Headers = ()
-    ) -> None:
+    def reply(self, status: int, value: Mapping[str, Any], headers: Headers = ()) -> None:
         """A whole reply in JSON."""
         body = json.dumps(value).encode()
-        self.begin(request, status, [*_json_headers(body), *headers], data=body)
+        self.begin(status, [*_json_headers(body), *headers], data=body)
         self.end()
 
-    def begin(
-        self,
-        request: HttpRequest,
-        status: int,
-        headers: Headers,
-        *,
-        reason: str = "",
-        data: bytes = b"",
-    ) -> None:
+    def refuse(self, refused: ApiError) -> None:
+        self.reply(refused.status, refused.body(), refused.headers())
+
+    def begin(self, status: int, headers: Headers, *, reason: str = "", data: bytes = b"") -> None:
         """The reply's head, and the first of its body if that is here.
 
         Raises OSError where the client has left or takes nothing, as `write` and `end` do.
         """
-        head = self.http.reply.begin(status, [*headers, *self._page_headers(request)], reason)
+        head = self.http.reply.begin(status, [*headers, *self._page_headers()], reason)
         self._send(head + self.http.reply.data(data) if data else head)
 
     def write(self, data: bytes) -> None:
@@ -120,8 +113,9 @@ class Client:
             finally:
                 self.socket.setblocking(False)
 
-    def _page_headers(self, request: HttpRequest | None) -> Headers:
-        return page_headers(request, self.origin) if request and self.origin is not None else ()
+    def _page_headers(self) -> Headers:
+        head = self.http.head  # of the request that is answered
+        return page_headers(head, self.origin) if head and self.origin is not None else ()
 
     # ------------------------------------------------------------ the listener's thread
 
@@ -129,7 +123,7 @@ class Client:
         """The whole reply to a request that could not be read, or was not to be."""
         reply, body = self.http.reply, json.dumps(refused.body()).encode()
         headers = [*_json_headers(body), ("Connection", "close"), *refused.headers()]
-        begins = reply.begin(refused.status, [*headers, *self._page_headers(self.http.head)])
+        begins = reply.begin(refused.status, [*headers, *self._page_headers()])
         return begins + reply.data(body) + reply.end()
 
     # ------------------------------------------------------------ any thread
