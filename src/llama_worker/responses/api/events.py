@@ -116,15 +116,14 @@ class ResponseEvents:
 
     def begin(self) -> list[Event]:
         """`response.created` and `response.in_progress`."""
-        self._emit("response.created", response=dict(self.response))
-        self._emit("response.in_progress", response=dict(self.response))
-        return self._take()
+        self._emit_response("created")
+        return self.heartbeat()
 
     def heartbeat(self) -> list[Event]:
         """`response.in_progress` again: clients that give up on a silent stream count events, not
         comments."""
         if not self.over:
-            self._emit("response.in_progress", response=dict(self.response))
+            self._emit_response("in_progress")
         return self._take()
 
     def feed(self, event: chat.StreamEvent, now: float) -> list[Event]:
@@ -141,7 +140,7 @@ class ResponseEvents:
                 )
             case chat.ToolCallDelta():
                 self._finish_splitter()  # no text that came before may come after the call
-                self._take_delta(Delta("call", call=event, index=event.index))
+                self._take_delta(event)
             case chat.Finish() | chat.ServerError() | chat.Done():
                 return self._conclude(self._turn_end.feed(event, now))
             case chat.UsageReport():
@@ -213,9 +212,9 @@ class ResponseEvents:
 
     def _piece(self, piece: SplitText) -> None:
         if piece.reasoning:
-            self._take_delta(Delta("reasoning", text=piece.reasoning))
+            self._take_delta(chat.ReasoningDelta(piece.reasoning))
         if piece.text:
-            self._take_delta(Delta("text", text=piece.text))
+            self._take_delta(chat.TextDelta(piece.text))
 
     def _finish_splitter(self) -> None:
         splitter, self._splitter = self._splitter, None
@@ -223,12 +222,11 @@ class ResponseEvents:
             self._piece(splitter.finish())
 
     def _take_delta(self, delta: Delta) -> None:
-        if delta.call is not None and delta.index in self._closed_calls:
-            if not (delta.call.name and delta.call.call_id):
+        if isinstance(delta, chat.ToolCallDelta) and delta.index in self._closed_calls:
+            if not (delta.name and delta.call_id):
                 return  # nothing can follow a whole object of arguments
             self._closed_calls.remove(delta.index)  # a server that numbers every call alike
-        if self._for_open_item(delta):  # nearly always; what waits is for other items
-            self._append(delta)
+        if self._append(delta):  # nearly always; what waits is for other items
             if self._waiting:
                 self._work_off()
             return
@@ -239,36 +237,31 @@ class ResponseEvents:
     def _work_off(self) -> None:
         """Pass on what waits, as far as it may be."""
         while self._waiting:
-            delta = self._waiting[0]
-            if not self._for_open_item(delta):
-                if isinstance(self._open, Call) and not self._open.is_whole():
-                    return
-                self._close("completed")
-                if not self._begin_item_for(delta):
-                    return
-                if isinstance(self._open, Call):
-                    self._append_all_that_wait()
-                    continue
-            self._append(self._waiting.popleft())
+            if self._append(self._waiting[0]):
+                self._waiting.popleft()
+                continue
+            if isinstance(self._open, Call) and not self._open.is_whole():
+                return
+            self._close("completed")
+            if not self._begin_item_for(self._waiting[0]):
+                return
+            if isinstance(self._open, Call):  # other items may wait between its pieces
+                self._waiting = deque(delta for delta in self._waiting if not self._append(delta))
 
-    def _append_all_that_wait(self) -> None:
-        """For the call that was opened: other items may wait in between."""
-        waiting, self._waiting = self._waiting, deque()
-        for delta in waiting:
-            if self._for_open_item(delta):
-                self._append(delta)
-            else:
-                self._waiting.append(delta)
-
-    def _for_open_item(self, delta: Delta) -> bool:
+    def _append(self, delta: Delta) -> bool:
+        """Whether it belongs to the open item."""
         item = self._open
-        return item is not None and item.kind == delta.kind and item.index == delta.index
+        piece = item.piece_of(delta) if item is not None else None
+        if item is None or piece is None:
+            return False
+        self._emit_of(item, item.append(piece))
+        return True
 
     def _begin_item_for(self, delta: Delta) -> bool:
         """Open the item that the delta begins; False where it cannot be opened yet."""
-        if delta.kind == "reasoning":
+        if isinstance(delta, chat.ReasoningDelta):
             self._begin_item(Reasoning(self._new_id("rs"), seal=self._seal))
-        elif delta.kind == "text":
+        elif isinstance(delta, chat.TextDelta):
             self._begin_item(Message(self._new_id("msg")))
         else:
             name, call_id = self._name_and_id(delta.index)
@@ -293,8 +286,8 @@ class ResponseEvents:
     def _name_and_id(self, index: int) -> tuple[str, str | None]:
         assembler = ToolCallAssembler()
         for delta in self._waiting:
-            if delta.call is not None and delta.index == index:
-                assembler.feed(delta.call)
+            if isinstance(delta, chat.ToolCallDelta) and delta.index == index:
+                assembler.feed(delta)
         (call,) = assembler.calls()
         return call.name, call.call_id
 
@@ -302,11 +295,6 @@ class ResponseEvents:
         self._open = item
         self._emit("response.output_item.added", output_index=self._index, item=item.begun())
         self._emit_of(item, item.opening())
-
-    def _append(self, delta: Delta) -> None:
-        item = self._open
-        assert item is not None
-        self._emit_of(item, item.append(delta))
 
     def _close(self, status: ItemStatus) -> None:
         item, self._open = self._open, None
@@ -325,17 +313,18 @@ class ResponseEvents:
         A call that the limit cut stays open: clients run what is done.
         """
         self._finish_splitter()
-        while self._waiting:
-            self._work_off()
-            if not self._waiting or (status == "incomplete" and isinstance(self._open, Call)):
-                break
-            if self._open is None:  # a call without a name is dropped
-                nameless = self._waiting[0].index
-                self._waiting = deque(delta for delta in self._waiting if delta.index != nameless)
-            else:
+        self._work_off()
+        while self._open is not None or self._waiting:
+            if status == "incomplete" and isinstance(self._open, Call):
+                return
+            if self._open is not None:
                 self._close(status)
-        if not (status == "incomplete" and isinstance(self._open, Call)):
-            self._close(status)
+            else:  # a call without a name is dropped
+                nameless = _call_index(self._waiting[0])
+                self._waiting = deque(
+                    delta for delta in self._waiting if _call_index(delta) != nameless
+                )
+            self._work_off()
 
     @property
     def _index(self) -> int:
@@ -349,7 +338,7 @@ class ResponseEvents:
         if status == "completed":
             self.response["completed_at"] = int(self._clock())
         self.response["usage"] = self._usage_object()
-        self._emit(f"response.{status}", response=dict(self.response))
+        self._emit_response(status)
         return self._take()
 
     def _usage_object(self) -> dict[str, Any]:
@@ -370,9 +359,12 @@ class ResponseEvents:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 
+    def _emit_response(self, kind: str) -> None:
+        """With a snapshot: the list of its items goes on growing."""
+        snapshot = {**self.response, "output": [*self.response["output"]]}
+        self._emit(f"response.{kind}", response=snapshot)
+
     def _emit(self, kind: str, **fields: Any) -> None:
-        if "response" in fields:  # a snapshot: the list goes on growing
-            fields["response"]["output"] = list(fields["response"]["output"])
         self._out.append({"type": kind, "sequence_number": self._sequence_number, **fields})
         self._sequence_number += 1
 
@@ -392,3 +384,7 @@ class ResponseEvents:
     def _take(self) -> list[Event]:
         out, self._out = self._out, []
         return out
+
+
+def _call_index(delta: Delta) -> int | None:
+    return delta.index if isinstance(delta, chat.ToolCallDelta) else None

@@ -9,29 +9,23 @@ from msgspec import Struct, field
 
 from llama_worker.responses.api.conversation import seal
 from llama_worker.responses.api.tools import Tool, ToolKind, custom_input
-from llama_worker.stream.calls import ToolCallAssembler, parse_arguments
-from llama_worker.stream.events import ToolCallDelta
+from llama_worker.stream.calls import parse_arguments
+from llama_worker.stream.events import ReasoningDelta, TextDelta, ToolCallDelta, encodable
 
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
 ItemStatus = Literal["completed", "incomplete"]
 Emitted = list[tuple[str, dict[str, Any]]]  # kinds of events, and the fields that are the item's
-
-
-class Delta(Struct, frozen=True):
-    """A piece of the item of this kind and index, which only calls have."""
-
-    kind: Literal["reasoning", "text", "call"]
-    text: str = ""
-    call: ToolCallDelta | None = None
-    index: int = -1
 
 
 class Message(Struct):
     """Text."""
 
     id: str
-    kind: Literal["text"] = "text"
-    index: int = -1
     _pieces: list[str] = field(default_factory=list)
+
+    def piece_of(self, delta: Delta) -> str | None:
+        """What the delta adds to this item; None: it belongs to another."""
+        return delta.text if isinstance(delta, TextDelta) else None
 
     def begun(self) -> dict[str, Any]:
         return {
@@ -45,14 +39,10 @@ class Message(Struct):
     def opening(self) -> Emitted:
         return [("response.content_part.added", {"content_index": 0, "part": self._part("")})]
 
-    def append(self, delta: Delta) -> Emitted:
-        self._pieces.append(delta.text)
-        return [
-            (
-                "response.output_text.delta",
-                {"content_index": 0, "delta": delta.text, "logprobs": []},
-            )
-        ]
+    def append(self, piece: str) -> Emitted:
+        self._pieces.append(piece)
+        fields = {"content_index": 0, "delta": piece, "logprobs": []}
+        return [("response.output_text.delta", fields)]
 
     def closing(self, status: ItemStatus) -> Emitted:
         text = "".join(self._pieces)
@@ -73,9 +63,10 @@ class Reasoning(Struct):
 
     id: str
     seal: bool
-    kind: Literal["reasoning"] = "reasoning"
-    index: int = -1
     _pieces: list[str] = field(default_factory=list)
+
+    def piece_of(self, delta: Delta) -> str | None:
+        return delta.text if isinstance(delta, ReasoningDelta) else None
 
     def begun(self) -> dict[str, Any]:
         return {
@@ -87,31 +78,29 @@ class Reasoning(Struct):
         }
 
     def opening(self) -> Emitted:
+        summary = {"summary_index": 0, "part": self._summary("")}
+        content = {"content_index": 0, "part": self._content("")}
         return [
-            (
-                "response.reasoning_summary_part.added",
-                {"summary_index": 0, "part": self._summary("")},
-            ),
-            ("response.content_part.added", {"content_index": 0, "part": self._content("")}),
+            ("response.reasoning_summary_part.added", summary),
+            ("response.content_part.added", content),
         ]
 
-    def append(self, delta: Delta) -> Emitted:
-        self._pieces.append(delta.text)
+    def append(self, piece: str) -> Emitted:
+        self._pieces.append(piece)
         return [
-            ("response.reasoning_summary_text.delta", {"summary_index": 0, "delta": delta.text}),
-            ("response.reasoning_text.delta", {"content_index": 0, "delta": delta.text}),
+            ("response.reasoning_summary_text.delta", {"summary_index": 0, "delta": piece}),
+            ("response.reasoning_text.delta", {"content_index": 0, "delta": piece}),
         ]
 
     def closing(self, status: ItemStatus) -> Emitted:
         text = "".join(self._pieces)
+        summary = {"summary_index": 0, "part": self._summary(text)}
+        content = {"content_index": 0, "part": self._content(text)}
         return [
             ("response.reasoning_summary_text.done", {"summary_index": 0, "text": text}),
-            (
-                "response.reasoning_summary_part.done",
-                {"summary_index": 0, "part": self._summary(text)},
-            ),
+            ("response.reasoning_summary_part.done", summary),
             ("response.reasoning_text.done", {"content_index": 0, "text": text}),
-            ("response.content_part.done", {"content_index": 0, "part": self._content(text)}),
+            ("response.content_part.done", content),
         ]
 
     def done(self, status: ItemStatus) -> dict[str, Any]:
@@ -141,9 +130,13 @@ class Call(Struct):
     call_id: str
     model_name: str
     tool: Tool | None = None
-    kind: Literal["call"] = "call"
-    _assembler: ToolCallAssembler = field(default_factory=ToolCallAssembler)
+    _pieces: list[str] = field(default_factory=list)  # of its arguments
     _may_be_whole: bool = False  # asked after every piece: mostly the last one's end tells
+
+    def piece_of(self, delta: Delta) -> str | None:
+        if isinstance(delta, ToolCallDelta) and delta.index == self.index:
+            return delta.arguments or ""
+        return None
 
     def begun(self) -> dict[str, Any]:
         return self._item("in_progress", "")
@@ -151,26 +144,18 @@ class Call(Struct):
     def opening(self) -> Emitted:
         return []
 
-    def append(self, delta: Delta) -> Emitted:
-        assert delta.call is not None
-        self._assembler.feed(delta.call)
-        if piece := (delta.call.arguments or "").rstrip():
-            self._may_be_whole = piece.endswith("}")
+    def append(self, piece: str) -> Emitted:
+        self._pieces.append(piece)
+        if stripped := piece.rstrip():
+            self._may_be_whole = stripped.endswith("}")
         # free text is known once its JSON string is whole
-        if self._kind != "function" or not delta.call.arguments:
+        if self._kind != "function" or not piece:
             return []
-        return [("response.function_call_arguments.delta", {"delta": delta.call.arguments})]
+        return [("response.function_call_arguments.delta", {"delta": piece})]
 
     def is_whole(self) -> bool:
         """Whether nothing can follow."""
-        if not self._may_be_whole:
-            return False
-        try:
-            return (
-                bool(self._arguments().strip()) and parse_arguments(self._arguments()) is not None
-            )
-        except ValueError:
-            return False
+        return self._may_be_whole and _object(self._arguments()) is not None
 
     def closing(self, status: ItemStatus) -> Emitted:
         if self._kind == "tool_search":
@@ -184,7 +169,7 @@ class Call(Struct):
         emitted: Emitted = []
         # so do some servers write a call without any
         if status == "completed" and not self._arguments().strip():
-            emitted = self.append(Delta("call", call=ToolCallDelta(self.index, None, None, "{}")))
+            emitted = self.append("{}")
         arguments = {"name": self._name, "arguments": self._arguments()}
         return [*emitted, ("response.function_call_arguments.done", arguments)]
 
@@ -208,7 +193,7 @@ class Call(Struct):
         }
         match self._kind:
             case "tool_search":
-                return {**item, "execution": "client", "arguments": _object(arguments)}
+                return {**item, "execution": "client", "arguments": _object(arguments) or {}}
             case "custom":
                 given = {"type": "custom_tool_call", "input": custom_input(arguments)}
             case "function":
@@ -218,12 +203,11 @@ class Call(Struct):
         return {**item, "name": self._name, **given}
 
     def _arguments(self) -> str:
-        calls = self._assembler.calls()
-        return calls[0].arguments if calls else ""
+        return encodable("".join(self._pieces))
 
 
-def _object(arguments: str) -> dict[str, Any]:
+def _object(arguments: str) -> dict[str, Any] | None:
     try:
         return parse_arguments(arguments)
     except ValueError:
-        return {}
+        return None
