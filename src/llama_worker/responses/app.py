@@ -9,7 +9,6 @@ import re
 import threading
 import uuid
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -34,7 +33,7 @@ from llama_worker.responses.api.store import Found, StoredResponse, stored_respo
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange, Upstream, ask
-from llama_worker.responses.generation import EventSink, ResponseGenerator, check_generated
+from llama_worker.responses.generation import EventSink, ResponseGenerator
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
@@ -126,23 +125,19 @@ class ResponsesApp:
 
     def _create(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
-        build = partial(normalise, body, self._recall(references(body)))
-
-        def output(chat_request: ChatRequest) -> EventSink | None:
-            return _sse_output(client, chat_request) if chat_request.stream else None
-
-        chat_request, events = self._generator.generate(exchange, request, build, output)
+        chat_request = normalise(body, self._recall(references(body)))
+        warnings = _warning_headers(chat_request.warnings)
         if chat_request.stream:
+            self._generator.generate(exchange, request, chat_request, _sse_sink(client, warnings))
             client.end()
         else:
-            check_generated(events)
-            client.reply(200, events.response, _warning_headers(chat_request.warnings))
+            events = self._generator.generate(exchange, request, chat_request, None)
+            client.reply(200, events.response, warnings)
 
     def _compact(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
-        build = partial(compaction_request, body, self._recall(references(body)))
-        chat_request, events = self._generator.generate(exchange, request, build, lambda _: None)
-        check_generated(events)
+        chat_request = compaction_request(body, self._recall(references(body)))
+        events = self._generator.generate(exchange, request, chat_request, None)
         warnings = list(chat_request.warnings)
         if events.response["status"] == "incomplete":
             warnings.append("the summary was cut by the token limit")
@@ -176,7 +171,7 @@ class ResponsesApp:
         message = socket.next_message()
         size_bytes = len(message)
         exchange = self._exchange(client)
-        output = EventSink(send=client.send_raw, encode=socket.encode, before_reading=socket.read)
+        sink = EventSink(send=client.send_raw, encode=socket.encode, before_reading=socket.read)
         kept = latest
         try:
             body = parse_create(message)
@@ -187,10 +182,8 @@ class ResponsesApp:
                 size_bytes += latest.size_bytes
             else:
                 recalled = self._recall(references(body))
-            build = partial(normalise, body, recalled)
-            chat_request, events = self._generator.generate(
-                exchange, request, build, lambda _: output
-            )
+            chat_request = normalise(body, recalled)
+            events = self._generator.generate(exchange, request, chat_request, sink)
         except ApiError as refused:
             exchange.leave()
             socket.refuse(refused)
@@ -256,12 +249,8 @@ def _json_body(request: HttpRequest) -> dict[str, Any]:
     return parse_body(request.body)
 
 
-def _sse_output(client: Client, chat_request: ChatRequest) -> EventSink:
-    headers = [
-        ("Content-Type", "text/event-stream"),
-        ("Cache-Control", "no-cache"),
-        *_warning_headers(chat_request.warnings),
-    ]
+def _sse_sink(client: Client, warnings: list[tuple[str, str]]) -> EventSink:
+    headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), *warnings]
 
     def send(data: bytes) -> None:
         if client.http.reply.has_begun:

@@ -15,7 +15,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.responses.api.conversation import TEMPLATE_PROBE, LateRole, late_role_of
+from llama_worker.responses.api.conversation import (
+    TEMPLATE_PROBE,
+    Message,
+    has_late_instructions,
+    keeps_late_instructions,
+    late_instructions_as_user,
+)
 from llama_worker.responses.api.echo import sampling_echo, sampling_of
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest, item_id_of, response_id_of
@@ -276,7 +282,7 @@ class ResponseGenerator:
         self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _LISTEN_S)
         self._remember = remember
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
-        self._known_late_role: LateRole = "user"  # which every template takes
+        self._keeps_late_instructions = False  # the server's template, as far as is known
         self._sampling: Mapping[str, float] = {}  # of the server, and until when that counts
         self._sampling_until = -math.inf
 
@@ -284,20 +290,16 @@ class ResponseGenerator:
         self,
         exchange: Exchange,
         request: HttpRequest,
-        build: Callable[..., ChatRequest],
-        sink: Callable[[ChatRequest], EventSink | None],
-    ) -> tuple[ChatRequest, ResponseEvents]:
-        """Make a response, to its end. Raises ApiError where none was begun.
-
-        `build`: of the late role. `sink`: of where the events go as they come; None: nowhere.
-        """
+        chat_request: ChatRequest,
+        sink: EventSink | None,
+    ) -> ResponseEvents:
+        """Make a response, to its end. Raises ApiError where none was begun, and for a failure
+        where no `sink` takes the events as they come."""
         unique, numbers = uuid.uuid4().hex, itertools.count(1)
-        chat_request = build()
         exchange.enter_response(response_id_of(unique), is_stored=chat_request.store)
         if chat_request.generates:
             exchange.lease(f"responses:{response_id_of(unique)}", chat_request.body)
-        if chat_request.has_late_instructions and self._late_role(exchange, request) == "system":
-            chat_request = build(late_role="system")
+        messages = self._as_template_takes(chat_request.body["messages"], exchange, request)
         sampling = self._server_sampling(exchange, request)
         events = ResponseEvents(
             response_id=response_id_of(unique),
@@ -315,7 +317,7 @@ class ResponseGenerator:
         run = ResponseRun(
             events,
             exchange.abort,
-            sink=sink(chat_request),
+            sink=sink,
             heartbeat_s=self._heartbeat_s,
             over=over,
         )
@@ -323,7 +325,7 @@ class ResponseGenerator:
         if not chat_request.generates:
             exchange.announce()
             run.finish_empty()
-            return chat_request, events
+            return events
 
         def before_reading() -> None:
             exchange.announce()
@@ -338,7 +340,7 @@ class ResponseGenerator:
             silence_s=self._silence_s if chat_request.stream else None,
         )
         # with progress reports, a prompt that stands still is found sooner
-        body = {**chat_request.body, "return_progress": True}
+        body = {**chat_request.body, "messages": messages, "return_progress": True}
         try:
             is_open = chat.open(body, forwarded(request, exclude=self._not_for_chat))
         except OSError:
@@ -352,14 +354,21 @@ class ResponseGenerator:
             if not run.has_begun:
                 raise refused
             run.fail(refused)
-        return chat_request, events
+        if sink is None and events.failure is not None:
+            # What was generated is lost: a retry costs it all again, and is the client's to decide.
+            raise ApiError(502, events.failure, code=error_code(events.failure), should_retry=False)
+        return events
 
-    def _late_role(self, exchange: Exchange, request: HttpRequest) -> LateRole:
-        """As the server's template has it now, or had it where a busy server does not answer."""
+    def _as_template_takes(
+        self, messages: list[Message], exchange: Exchange, request: HttpRequest
+    ) -> list[Message]:
+        """As the server's template is now, or was where a busy server does not answer."""
+        if not has_late_instructions(messages):
+            return messages
         answer = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
         if isinstance(answer, Mapping):
-            self._known_late_role = late_role_of(answer.get("prompt"))
-        return self._known_late_role
+            self._keeps_late_instructions = keeps_late_instructions(answer.get("prompt"))
+        return messages if self._keeps_late_instructions else late_instructions_as_user(messages)
 
     def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
         """What the server samples with where a request does not say."""
@@ -391,10 +400,3 @@ class ResponseGenerator:
         except (OSError, ValueError):
             return None
         return session.json_of(answer)
-
-
-def check_generated(events: ResponseEvents) -> None:
-    """Raises ApiError where a response in one piece failed."""
-    if events.failure is not None:
-        # What was generated is lost: a retry costs it all again, and is the client's to decide.
-        raise ApiError(502, events.failure, code=error_code(events.failure), should_retry=False)

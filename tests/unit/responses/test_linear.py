@@ -35,7 +35,7 @@ def allocated_bytes(items: list[Json]) -> int:
 
     tracemalloc.start()
     try:
-        ChatMessages("", cast("list[Item]", watched()), NO_TOOLS, "user")
+        ChatMessages("", cast("list[Item]", watched()), NO_TOOLS)
     finally:
         tracemalloc.stop()
     return total

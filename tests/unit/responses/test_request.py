@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.api import conversation
-from llama_worker.responses.api.conversation import LateRole, late_role_of, seal, unseal
+from llama_worker.responses.api.conversation import (
+    has_late_instructions,
+    keeps_late_instructions,
+    late_instructions_as_user,
+    seal,
+    unseal,
+)
 from llama_worker.responses.api.request import (
     ENCRYPTED_REASONING,
     ChatRequest,
@@ -41,10 +47,8 @@ FILE = {"type": "input_file", "file_id": "f"}
 ANSWER = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
 
 
-def messages(
-    *items: dict[str, Any], instructions: str = "", late_role: LateRole = "user"
-) -> list[dict[str, Any]]:
-    return conversation.ChatMessages(instructions, items, NO_TOOLS, late_role).messages
+def messages(*items: dict[str, Any], instructions: str = "") -> list[dict[str, Any]]:
+    return conversation.ChatMessages(instructions, items, NO_TOOLS).messages
 
 
 def call(call_id: str, arguments: str = "{}") -> dict[str, Any]:
@@ -95,16 +99,19 @@ def test_leading_system_and_developer_messages_become_one() -> None:
     assert found == [{"role": "system", "content": "A\n\nB\n\nC"}, USER]
 
 
-@pytest.mark.parametrize("late_role", ["user", "system"])
-def test_a_late_developer_message_stays_in_its_place(late_role: LateRole) -> None:
-    found = messages(USER, SAID, POLICY, USER, instructions="A", late_role=late_role)
-    late = {**POLICY, "role": late_role}
-    assert found == [{"role": "system", "content": "A"}, USER, SAID, late, USER]
+@pytest.mark.parametrize("instructions", ["A", ""])
+def test_a_late_developer_message_stays_in_its_place(instructions: str) -> None:
+    head = messages(USER, SAID, instructions=instructions)
+    assert not has_late_instructions(head)
+    found = messages(USER, SAID, POLICY, USER, instructions=instructions)
+    assert has_late_instructions(found)
+    assert found == [*head, {**POLICY, "role": "system"}, USER]
+    assert late_instructions_as_user(found) == [*head, {**POLICY, "role": "user"}, USER]
 
 
 def test_instructions_never_split_a_call_and_its_result() -> None:
     found = messages(USER, call("x"), call("y"), POLICY, output("x"), output("y"), SAID)
-    roles = "user assistant tool tool user assistant"
+    roles = "user assistant tool tool system assistant"
     assert [message["role"] for message in found] == roles.split()
 
 
@@ -112,17 +119,19 @@ PROBED = [message["content"] for message in conversation.TEMPLATE_PROBE["message
 
 
 @pytest.mark.parametrize(
-    ("said", "role"),
+    ("said", "are_kept"),
     [
-        ([0, 1, 2, 3, 4], "system"),
-        ([0, 3, 1, 2, 4], "user"),  # moved to the head
-        ([0, 1, 2, 4], "user"),  # dropped
-        ([1, 2, 3, 4], "user"),  # the first one dropped
+        ([0, 1, 2, 3, 4], True),
+        ([0, 3, 1, 2, 4], False),  # moved to the head
+        ([0, 1, 2, 4], False),  # dropped
+        ([1, 2, 3, 4], False),  # the first one dropped
     ],
 )
-def test_the_template_decides_how_late_instructions_are_sent(said: list[int], role: str) -> None:
-    assert late_role_of(" ".join(PROBED[number] for number in said)) == role
-    assert late_role_of(None) == late_role_of(3) == "user"
+def test_the_template_decides_how_late_instructions_are_sent(
+    said: list[int], are_kept: bool
+) -> None:
+    assert keeps_late_instructions(" ".join(PROBED[number] for number in said)) is are_kept
+    assert keeps_late_instructions(None) is keeps_late_instructions(3) is False
 
 
 THOUGHT = reasoning(content=[{"type": "reasoning_text", "text": "hm"}])

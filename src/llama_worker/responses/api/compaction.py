@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker.responses.api.conversation import LateRole, plain_text, seal
+from llama_worker.responses.api.conversation import plain_text, seal
 from llama_worker.responses.api.request import ChatRequest, Recalled, input_items, normalise
 from llama_worker.responses.errors import ApiError
 
@@ -18,9 +18,7 @@ _ORDER = (
 )
 
 
-def compaction_request(
-    body: Mapping[str, Any], recalled: Recalled, *, late_role: LateRole = "user"
-) -> ChatRequest:
+def compaction_request(body: Mapping[str, Any], recalled: Recalled) -> ChatRequest:
     """The chat completion that sums the conversation up. Raises ApiError."""
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise ApiError(400, "Missing required parameter: 'model'.", param="model")
@@ -30,7 +28,7 @@ def compaction_request(
     order = {"type": "message", "role": "user", "content": _ORDER}
     asked = {**body, "input": [*items, order], "store": False, "stream": False}
     asked |= {"tool_choice": "none", "text": None}
-    return normalise(asked, recalled, late_role=late_role)
+    return normalise(asked, recalled)
 
 
 def compacted(response: Mapping[str, Any], item_id: str) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from llama_worker.responses.api.tools import TOOL_SEARCH, ToolSet, custom_arguments, tool_set
 from llama_worker.responses.errors import ApiError
@@ -21,7 +21,6 @@ from llama_worker.stream.calls import parse_arguments, tool_call_id
 
 Item = Mapping[str, Any]
 Message = dict[str, Any]
-LateRole = Literal["system", "user"]
 
 _SEALED_PREFIX = "llama-worker-1:"
 _SUMMARY_HEAD = "Summary of the conversation so far, which it stands for:"
@@ -57,18 +56,27 @@ TEMPLATE_PROBE: Message = {
         )
     ]
 }
-"""For `/apply-template`, whose answer `late_role_of` reads."""
+"""For `/apply-template`, whose answer `keeps_late_instructions` reads."""
 
 
-def late_role_of(prompt: object) -> LateRole:
-    """How a system message reaches the model in the middle of a conversation: templates drop, move
-    or refuse one."""
-    places = (
-        [prompt.find(message["content"]) for message in TEMPLATE_PROBE["messages"]]
-        if isinstance(prompt, str)
-        else [-1]
-    )
-    return "system" if -1 not in places and places == sorted(places) else "user"
+def keeps_late_instructions(prompt: object) -> bool:
+    """Whether a system message in the middle of a conversation reaches the model in its place:
+    templates drop, move or refuse one."""
+    if not isinstance(prompt, str):
+        return False
+    places = [prompt.find(message["content"]) for message in TEMPLATE_PROBE["messages"]]
+    return -1 not in places and places == sorted(places)
+
+
+def has_late_instructions(messages: Sequence[Message]) -> bool:
+    """Whether some came after the conversation had begun."""
+    return any(message["role"] == "system" for message in messages[1:])
+
+
+def late_instructions_as_user(messages: Sequence[Message]) -> list[Message]:
+    """For templates that do not keep them as system messages."""
+    late = [{**one, "role": "user"} if one["role"] == "system" else one for one in messages[1:]]
+    return [*messages[:1], *late]
 
 
 def item_type(item: Item) -> str:
@@ -100,17 +108,12 @@ class _Turn:
 
 
 class ChatMessages:
-    """The `messages` that the items become. `warnings`: about items that were left out. `has_late`:
-    instructions came after the conversation had begun."""
+    """The `messages` that the items become. `warnings`: about items that were left out."""
 
-    def __init__(
-        self, instructions: str, items: Iterable[Item], tools: ToolSet, late_role: LateRole
-    ) -> None:
+    def __init__(self, instructions: str, items: Iterable[Item], tools: ToolSet) -> None:
         """Raises ApiError for what is malformed."""
         self.warnings: list[str] = []
-        self.has_late = False
         self._tools = tools
-        self._late_role = late_role
         self._unanswered: set[str] = set()  # call ids
         # late system messages: none may come between a call and its result
         self._held: list[Message] = []
@@ -201,8 +204,7 @@ class ChatMessages:
         if not self._messages and self._turn is None:
             self._system.append(text)
             return
-        self.has_late = True
-        self._held.append({"role": self._late_role, "content": text})
+        self._held.append({"role": "system", "content": text})
         if not self._unanswered:
             self._end_turn()
             self._release_held()

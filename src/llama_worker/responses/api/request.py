@@ -14,13 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.responses.api.conversation import (
-    ChatMessages,
-    Item,
-    LateRole,
-    item_type,
-    plain_text,
-)
+from llama_worker.responses.api.conversation import ChatMessages, Item, item_type, plain_text
 from llama_worker.responses.api.echo import echo_of
 from llama_worker.responses.api.tools import (
     Choice,
@@ -90,7 +84,6 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     echo: dict[str, Any]
     input_items: tuple[Item, ...]  # this request's own, references resolved
     previous_response_id: str | None
-    has_late_instructions: bool
     stream: bool
     store: bool
     seal_reasoning: bool
@@ -111,23 +104,12 @@ def references(body: Mapping[str, Any]) -> References:
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
 
-def normalise(
-    body: Mapping[str, Any],
-    recalled: Recalled = NOTHING_RECALLED,
-    *,
-    late_role: LateRole = "user",
-) -> ChatRequest:
-    """The chat completion that the request asks for. Raises ApiError; mutates nothing.
-
-    `late_role`: of system messages after the first turn has begun, as the model's template takes
-    them.
-    """
+def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) -> ChatRequest:
+    """The chat completion that the request asks for. Raises ApiError; mutates nothing."""
     wanted = references(body)
     own_items = tuple(_resolved(item, recalled) for item in input_items(body))
     history = recalled.history
-    if wanted.previous_response_id is None:
-        history = ()
-    elif history is None:
+    if history is None:
         raise _not_found(f"Previous response with id {wanted.previous_response_id!r} not found.")
     if body.get("input") is None and not history:
         raise ApiError(400, "Missing required parameter: 'input'.", param="input")
@@ -142,7 +124,7 @@ def normalise(
     text_format = _text_format(body.get("text"))
     conflict = _settle_conflict(choice, text_format)
     instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
-    chat_input = ChatMessages(instructions, items, tools, late_role)
+    chat_input = ChatMessages(instructions, items, tools)
     prewarm = as_object(body.get("prompt_cache_options")).get("prewarm")
     generates = body.get("generate") is not False and prewarm is not True
     if generates and not chat_input.messages:
@@ -182,7 +164,6 @@ def normalise(
         input_items=own_items,
         previous_response_id=wanted.previous_response_id,
         stream=body.get("stream") is True,
-        has_late_instructions=chat_input.has_late,
         store=store,
         seal_reasoning=not store
         or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
