@@ -3,8 +3,8 @@ requests.
 
 Receives orders from its handle (StartListening, StopListening), facts from the listener's thread
 (Listening, ListenerEnded), and questions from the threads that serve clients (Enter, Leave, Recall,
-Remember, Fetch, Forget). It sends nothing but answers. Owns the listener, the count of what runs,
-and the store of responses.
+Fetch, Forget). It sends nothing but answers. Owns the listener, the count of what runs, and the
+store of responses.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
                 self._ended(error)
             case messages.Enter():
                 self._enter(message)
-            case messages.Leave(exchange_id=exchange_id):
+            case messages.Leave(exchange_id=exchange_id, stored=stored):
                 self._running.pop(exchange_id, None)
+                if stored is not None:
+                    self._store.put(stored)
                 self._recall_what_waits()
             case messages.Recall():
                 self._recalls.append(message)
                 self._recall_what_waits()
-            case messages.Remember(stored=stored):
-                self._store.put(stored)
             case messages.Fetch(response_id=response_id, reply=fetched):
                 fetched.answer(self._store.get(response_id))
             case messages.Forget(response_id=response_id, reply=forgotten):

@@ -18,10 +18,9 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.responses.api.compaction import compacted, compaction_request
 from llama_worker.responses.api.conversation import Item
 from llama_worker.responses.api.echo import input_list
-from llama_worker.responses.api.events import ResponseEvents, sse
+from llama_worker.responses.api.events import sse
 from llama_worker.responses.api.request import (
     NOTHING_RECALLED,
-    ChatRequest,
     Recalled,
     References,
     normalise,
@@ -29,14 +28,14 @@ from llama_worker.responses.api.request import (
     parse_create,
     references,
 )
-from llama_worker.responses.api.store import Found, StoredResponse, stored_response
+from llama_worker.responses.api.store import Found, StoredResponse
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange, Upstream, ask
 from llama_worker.responses.generation import EventSink, ResponseGenerator
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.request_reader import HttpRequest
-from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall, Remember
+from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall
 from llama_worker.responses.pass_through import pass_through
 from llama_worker.runtime.host.futures import WorkerFuture
 
@@ -63,9 +62,7 @@ class ResponsesApp:
         self._config = config
         self._proxy = proxy
         self._upstream = upstream
-        self._generator = ResponseGenerator(
-            upstream, heartbeat_s=config.heartbeat_s, remember=self._remember
-        )
+        self._generator = ResponseGenerator(upstream, heartbeat_s=config.heartbeat_s)
         self._numbers = itertools.count(1)
         self._sockets = threading.BoundedSemaphore(_MAX_SOCKETS)
 
@@ -200,16 +197,6 @@ class ResponsesApp:
             return NOTHING_RECALLED
         reply: WorkerFuture[Found] = WorkerFuture()
         return ask(self._proxy, Recall(wanted=wanted, reply=reply), reply).recalled()
-
-    def _remember(self, request: ChatRequest, events: ResponseEvents) -> None:
-        if request.store:
-            self._proxy.tell(
-                Remember(
-                    stored=stored_response(
-                        events.stored, request.input_items, request.previous_response_id
-                    )
-                )
-            )
 
     def _deleted(self, response_id: str) -> Mapping[str, Any]:
         reply: WorkerFuture[bool] = WorkerFuture()

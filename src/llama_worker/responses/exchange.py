@@ -12,6 +12,7 @@ from msgspec import Struct
 from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.leased import LeasedRequest
+from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
@@ -141,15 +142,17 @@ class Exchange:
         self.leased.be_watched()  # else nobody could tell why the connection broke
         return self._watch.tell(EndLease(exchange=self.leased))
 
-    def leave(self) -> None:
-        """Idempotent; a stream that has not ended is ended."""
+    def leave(self, stored: StoredResponse | None = None) -> None:
+        """Idempotent; a stream that has not ended is ended. `stored`: the response, to be kept."""
         self.abort.abort()
+        if stored is not None:
+            self.announce()
         if self._wants_lease and self.leased.is_watched:
             self._wants_lease = False
             self._end_lease()
         if self._is_counted and self._entering is None:
             self._is_counted = False
-            self._proxy.tell(Leave(exchange_id=self._number))
+            self._proxy.tell(Leave(exchange_id=self._number, stored=stored))
 
 
 def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:

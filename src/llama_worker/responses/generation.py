@@ -25,6 +25,7 @@ from llama_worker.responses.api.conversation import (
 from llama_worker.responses.api.echo import sampling_echo, sampling_of
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest, item_id_of, response_id_of
+from llama_worker.responses.api.store import stored_response
 from llama_worker.responses.errors import ApiError, error_code
 from llama_worker.responses.exchange import Exchange, Upstream, no_stream
 from llama_worker.responses.http.request_reader import HttpRequest
@@ -266,21 +267,13 @@ class ResponseRun:
 
 
 class ResponseGenerator:
-    """In front of one server, for any number of threads. `remember` is called with each
-    response that is over."""
+    """In front of one server, for any number of threads."""
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        *,
-        heartbeat_s: float,
-        remember: Callable[[ChatRequest, ResponseEvents], object],
-    ) -> None:
+    def __init__(self, upstream: Upstream, *, heartbeat_s: float) -> None:
         self._endpoint = upstream.endpoint
         self._heartbeat_s = heartbeat_s
         # the last of these waits ends when a heartbeat is due
         self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _LISTEN_S)
-        self._remember = remember
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._keeps_late_instructions = False  # the server's template, as far as is known
         self._sampling: Mapping[str, float] = {}  # of the server, and until when that counts
@@ -311,8 +304,10 @@ class ResponseGenerator:
         )
 
         def over() -> None:
-            self._remember(chat_request, events)
-            exchange.leave()
+            own, previous_id = chat_request.input_items, chat_request.previous_response_id
+            exchange.leave(
+                stored_response(events.stored, own, previous_id) if chat_request.store else None
+            )
 
         run = ResponseRun(
             events,
@@ -323,7 +318,6 @@ class ResponseGenerator:
         )
 
         if not chat_request.generates:
-            exchange.announce()
             run.finish_empty()
             return events
 

@@ -47,9 +47,10 @@ class Enter(Struct, frozen=True, kw_only=True):
 
 
 class Leave(Struct, frozen=True, kw_only=True):
-    """The exchange is over; `Remember` came before it, if anything is to be stored."""
+    """The exchange is over. `stored`: the response to keep, None for none."""
 
     exchange_id: int
+    stored: StoredResponse | None = None
 
 
 class Recall(Struct, frozen=True, kw_only=True):
@@ -60,12 +61,6 @@ class Recall(Struct, frozen=True, kw_only=True):
 
     wanted: References
     reply: Reply[Found]
-
-
-class Remember(Struct, frozen=True, kw_only=True):
-    """Store it."""
-
-    stored: StoredResponse
 
 
 class Fetch(Struct, frozen=True, kw_only=True):
@@ -90,7 +85,6 @@ ProxyMessage = (
     | Enter
     | Leave
     | Recall
-    | Remember
     | Fetch
     | Forget
 )
