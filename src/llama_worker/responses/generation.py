@@ -115,18 +115,14 @@ class ChatExchange:
             self._leased.heard(self._events, time.monotonic())
         return True
 
-    @property
-    def can_read(self) -> bool:
-        """Whether `read` has something that came along with the headers."""
-        return bool(self._events)
-
-    def read(self) -> list[StreamEvent] | None:
+    def read(self, before_waiting: Callable[[], object] = lambda: None) -> list[StreamEvent] | None:
         """What comes next, [] for a keepalive and for nothing within `silence_s`; None at the end:
-        `failure` says whether a good one."""
+        `failure` says whether a good one. `before_waiting` is called unless that is here."""
         body = self._body
         assert body is not None
         events, self._events = self._events, []
         if not events and not body.over:
+            before_waiting()
             self._leased.waits()
             try:
                 data = self._connection.receive(_READ_BYTES)
@@ -203,39 +199,34 @@ class ResponseRun:
             if self._sink.before_reading is not None:
                 self._sink.before_reading()
             if time.monotonic() >= self._sent_at + self._heartbeat_s:
-                self.begin()
                 self._send(self._events.heartbeat())
-
-    def begin(self) -> None:
-        self._write([])
 
     def to_the_end(self, chat: ChatExchange) -> None:
         """Drive it. Raises OSError where the client has left; the response is over in any case."""
         self.prepare()
-        deadline: float | None = None  # what may follow a finish is not awaited for ever
         try:
             while not self._events.over:
-                if not chat.can_read:
-                    if self._first and not self._abort.wait_readable(_TOGETHER_S):
-                        self.begin()
-                    self.before_reading()
-                    if deadline is not None and not self._abort.wait_readable(
-                        max(deadline - time.monotonic(), 0.0)
-                    ):
-                        self._abort.abort()
-                read = chat.read()
-                now = time.monotonic()
-                if read is None:
-                    self._send(self._events.closed(chat.failure))
-                else:
-                    events = [event for each in read for event in self._events.feed(each, now)]
-                    deadline = self._events.deadline
-                    if deadline is not None:
-                        events += self._events.tick(now)
-                    self._send(events)
+                read = chat.read(self._wait)
+                self._send(
+                    self._events.closed(chat.failure)
+                    if read is None
+                    else self._events.feed(read, time.monotonic())
+                )
         finally:
             chat.close()
             self.abandon()
+
+    def _wait(self) -> None:
+        """Before each wait for more of the stream. What may follow a finish is not awaited for
+        ever."""
+        if self._first and not self._abort.wait_readable(_TOGETHER_S):
+            self._write([])
+        self.before_reading()
+        deadline = self._events.deadline
+        if deadline is not None and not self._abort.wait_readable(
+            max(deadline - time.monotonic(), 0.0)
+        ):
+            self._abort.abort()
 
     def abandon(self) -> None:
         """The client has left, and may go on from what it has got; idempotent."""

@@ -80,12 +80,12 @@ def run(
     events = new_events(body, seal=seal)
     out = events.begin()
     for one in said:
-        out += events.heartbeat() if one is HEARTBEAT else events.feed(one, NOW)  # type: ignore[arg-type]
+        out += events.heartbeat() if one is HEARTBEAT else events.feed([one], NOW)  # type: ignore[list-item]
     out += events.closed()
     assert events.over
     for late in (events.closed(), events.fail("late"), events.heartbeat()):
         assert late == []
-    assert events.feed(TextDelta("late"), NOW) == []
+    assert events.feed([TextDelta("late")], NOW) == []
     assert out[-1]["response"] == events.response
     return read_sse(sse(out))
 
@@ -93,8 +93,7 @@ def run(
 def fed(*said: StreamEvent) -> ResponseEvents:
     events = new_events()
     events.begin()
-    for one in said:
-        events.feed(one, NOW)
+    events.feed(said, NOW)
     return events
 
 
@@ -234,12 +233,12 @@ def test_deltas_and_calls_come_at_once() -> None:
     events = fed()
     for text in ("a", "b"):
         assert [
-            event["delta"] for event in events.feed(TextDelta(text), NOW) if "delta" in event
+            event["delta"] for event in events.feed([TextDelta(text)], NOW) if "delta" in event
         ] == [text]
-    events.feed(call(0, None, "f", "c1"), NOW)
+    events.feed([call(0, None, "f", "c1")], NOW)
     for text in ("{", "}"):
-        assert [event["delta"] for event in events.feed(call(0, text), NOW)] == [text]
-    assert [event["type"] for event in events.feed(call(1, "{", "g", "c2"), NOW)] == [
+        assert [event["delta"] for event in events.feed([call(0, text)], NOW)] == [text]
+    assert [event["type"] for event in events.feed([call(1, "{", "g", "c2")], NOW)] == [
         "response.function_call_arguments.done",
         "response.output_item.done",
         "response.output_item.added",
@@ -335,7 +334,7 @@ def test_two_seconds_are_left_after_a_finish_reason(now: float, over: bool) -> N
     assert fed(TextDelta("a")).deadline is None
     events = fed(TextDelta("a"), Finish("stop"))
     assert events.deadline == NOW + 2.0
-    assert [event["type"] for event in events.tick(now)][-1:] == (
+    assert [event["type"] for event in events.feed([], now)][-1:] == (
         ["response.completed"] if over else []
     )
     assert events.over is over

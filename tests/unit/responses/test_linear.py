@@ -106,10 +106,10 @@ def interleaved(count: int) -> None:
         response_id="resp_1", clock=lambda: 0.0, echo={}, new_id=lambda prefix: f"{prefix}_1"
     )
     for index in (0, 1):
-        events.feed(ToolCallDelta(index, f"c{index}", "add", '{"a": "'), 0.0)
+        events.feed([ToolCallDelta(index, f"c{index}", "add", '{"a": "')], 0.0)
     for _ in range(count):
         for index in (0, 1):
-            events.feed(ToolCallDelta(index, None, None, "x"), 0.0)
+            events.feed([ToolCallDelta(index, None, None, "x")], 0.0)
 
 
 def test_waiting_calls_cost_linear_time() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, assert_never
 
 import msgspec
@@ -36,10 +36,10 @@ _encode = msgspec.json.Encoder().encode
 
 def sse(events: list[Event]) -> bytes:
     """The events as a Responses stream has them; it has no end mark of its own."""
-    pieces: list[bytes] = []
+    records: list[bytes] = []
     for event in events:
-        pieces += b"event: ", event["type"].encode(), b"\ndata: ", to_json(event), b"\n\n"
-    return b"".join(pieces)
+        records.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)))
+    return b"".join(records)
 
 
 def to_json(event: Event) -> bytes:
@@ -50,12 +50,11 @@ def to_json(event: Event) -> bytes:
 
 
 class ResponseEvents:
-    """`begin` once, `feed` for every stream event, `closed` at the stream's end; each returns the
+    """`begin` once, `feed` for what is read of the stream, `closed` at its end; each returns the
     events to send.
 
     `new_id` makes an id of a prefix. `clock` tells seconds since 1970; other instants are monotonic
-    seconds. After the terminal event
-    everything returns [], and `response` is final.
+    seconds. After the terminal event everything returns [], and `response` is final.
 
     An item that is still open when the stream fails, or a call when the token limit is met, is
     never reported done: clients act on what is done, and make it part of their history.
@@ -103,8 +102,8 @@ class ResponseEvents:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` is due: the model has finished, and what may still follow is not waited for
-        any longer."""
+        """When `feed` is due, with whatever has come: the model has finished, and what may still
+        follow is not waited for any longer."""
         return None if self.over else self._turn_end.settled_at
 
     @property
@@ -126,9 +125,16 @@ class ResponseEvents:
             self._emit_response("in_progress")
         return self._take()
 
-    def feed(self, event: chat.StreamEvent, now: float) -> list[Event]:
-        if self.over:
-            return []
+    def feed(self, said: Iterable[chat.StreamEvent], now: float) -> list[Event]:
+        for event in said:
+            if self.over:
+                break
+            self._hear(event, now)
+        if self._turn_end.settled_at is not None:
+            self._conclude(self._turn_end.tick(now))
+        return self._take()
+
+    def _hear(self, event: chat.StreamEvent, now: float) -> None:
         match event:
             case chat.TextDelta(text=text):
                 self._piece(
@@ -142,7 +148,7 @@ class ResponseEvents:
                 self._finish_splitter()  # no text that came before may come after the call
                 self._take_delta(event)
             case chat.Finish() | chat.ServerError() | chat.Done():
-                return self._conclude(self._turn_end.feed(event, now))
+                self._conclude(self._turn_end.feed(event, now))
             case chat.UsageReport():
                 self._usage = event
             case chat.TimingsReport():
@@ -151,23 +157,23 @@ class ResponseEvents:
                 pass
             case _:
                 assert_never(event)
-        return self._take()
 
     def closed(self, failure: StreamFailure | None = None) -> list[Event]:
         """The connection is over; `failure`: how it broke, None for a regular end."""
-        return self._conclude(self._turn_end.closed(failure))
-
-    def tick(self, now: float) -> list[Event]:
-        """`deadline` may have come."""
-        return self._conclude(self._turn_end.tick(now))
+        self._conclude(self._turn_end.closed(failure))
+        return self._take()
 
     def finish_empty(self) -> list[Event]:
         """Nothing was to be generated."""
-        return self._emit_terminal("completed")
+        self._emit_terminal("completed")
+        return self._take()
 
     def fail(self, message: str, *, code: str | None = None) -> list[Event]:
-        if self.over:
-            return []
+        if not self.over:
+            self._fail(message, code)
+        return self._take()
+
+    def _fail(self, message: str, code: str | None = None) -> None:
         self._finish_splitter()
         self.failure = message
         error = {
@@ -179,34 +185,30 @@ class ResponseEvents:
         flat = {key: value for key, value in error.items() if key != "type"}
         self._emit("error", **flat, error=error)  # old clients look outside, new ones inside
         self.response["error"] = {"code": "server_error", "message": message}
-        return self._emit_terminal("failed")
+        self._emit_terminal("failed")
 
-    def _conclude(self, ended: TurnOutcome | None) -> list[Event]:
+    def _conclude(self, ended: TurnOutcome | None) -> None:
         if self.over:
-            return []
+            return
         match ended:
-            case None:
-                return self._take()
             case chat.ServerError(message=message, type=kind):
-                return self.fail(message, code=error_code(f"{kind} {message}"))
+                self._fail(message, error_code(f"{kind} {message}"))
             case StreamFailure(detail=detail):
-                return self.fail(detail)
-            case Finished(reason=reason):
-                return (
-                    self.fail(NO_FINISH_REASON)
-                    if reason is None
-                    else self._finish(_INCOMPLETE_REASONS.get(reason))
-                )
+                self._fail(detail)
+            case Finished(reason=str(reason)):
+                self._finish(_INCOMPLETE_REASONS.get(reason))
+            case Finished():
+                self._fail(NO_FINISH_REASON)
 
-    def _finish(self, incomplete: str | None) -> list[Event]:
-        self._close_all("incomplete" if incomplete else "completed")
+    def _finish(self, incomplete: str | None) -> None:
+        status: ItemStatus = "incomplete" if incomplete else "completed"
+        self._close_all(status)
         if incomplete:
             self.response["incomplete_details"] = {"reason": incomplete}
-            return self._emit_terminal("incomplete")
-        if all(item["type"] == "reasoning" for item in self.response["output"]):
+        elif all(item["type"] == "reasoning" for item in self.response["output"]):
             self._begin_item(Message(self._new_id("msg")))  # clients expect an answer, be it empty
             self._close("completed")
-        return self._emit_terminal("completed")
+        self._emit_terminal(status)
 
     # ------------------------------------------------------------ items
 
@@ -332,14 +334,13 @@ class ResponseEvents:
 
     # ------------------------------------------------------------ events
 
-    def _emit_terminal(self, status: Literal["completed", "incomplete", "failed"]) -> list[Event]:
+    def _emit_terminal(self, status: Literal["completed", "incomplete", "failed"]) -> None:
         self.over = True
         self.response["status"] = status
         if status == "completed":
             self.response["completed_at"] = int(self._clock())
         self.response["usage"] = self._usage_object()
         self._emit_response(status)
-        return self._take()
 
     def _usage_object(self) -> dict[str, Any]:
         """As the server counts; from its timings where it sent no usage, as when it failed."""
