@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import queue
 import socket
@@ -59,13 +58,7 @@ class Stream:
         self.leased = LeasedExchange(abort)
         admitted = Admitted(1, 0, "responses:r", 0.0, is_leased=True)
         self.leased.begin(admitted, api_key=None, unix_offset=0.0)
-        numbers = itertools.count(1)
-        self.events = ResponseEvents(
-            response_id="resp_1",
-            clock=lambda: 0.0,
-            echo={},
-            new_id=lambda prefix: f"{prefix}_{next(numbers)}",
-        )
+        self.events = ResponseEvents(unique="1", clock=lambda: 0.0, echo={})
         ours, self.reader = socket.socketpair()
         ours.setblocking(False)
         http = RequestReader(max_body_bytes=1, check_head=lambda _: None)

@@ -6,7 +6,6 @@ the upstream.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import uuid
@@ -24,7 +23,7 @@ from llama_worker.responses.api.conversation import (
 )
 from llama_worker.responses.api.echo import sampling_echo, sampling_of
 from llama_worker.responses.api.events import Event, ResponseEvents
-from llama_worker.responses.api.request import ChatRequest, item_id_of, response_id_of
+from llama_worker.responses.api.request import ChatRequest, response_id_of
 from llama_worker.responses.api.store import stored_response
 from llama_worker.responses.errors import ApiError, error_code
 from llama_worker.responses.exchange import Exchange, Upstream, no_stream
@@ -279,17 +278,17 @@ class ResponseGenerator:
     ) -> ResponseEvents:
         """Make a response, to its end. Raises ApiError where none was begun, and for a failure
         where no `sink` takes the events as they come."""
-        unique, numbers = uuid.uuid4().hex, itertools.count(1)
-        exchange.enter_response(response_id_of(unique), is_stored=chat_request.store)
+        unique = uuid.uuid4().hex
+        response_id = response_id_of(unique)
+        exchange.enter_response(response_id, is_stored=chat_request.store)
         if chat_request.generates:
-            exchange.lease(f"responses:{response_id_of(unique)}", chat_request.body)
+            exchange.lease(f"responses:{response_id}", chat_request.body)
         messages = self._as_template_takes(chat_request.body["messages"], exchange, request)
         sampling = self._server_sampling(exchange, request)
         events = ResponseEvents(
-            response_id=response_id_of(unique),
+            unique=unique,
             clock=time.time,
             echo={**chat_request.echo, **sampling_echo(chat_request.body, sampling)},
-            new_id=lambda prefix: item_id_of(unique, prefix, next(numbers)),
             tools=chat_request.tools,
             seal=chat_request.seal_reasoning,
         )

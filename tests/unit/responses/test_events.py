@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,14 +60,12 @@ BODIES: list[dict[str, Any]] = [
 
 
 def new_events(body: dict[str, Any] | None = None, *, seal: bool = False) -> ResponseEvents:
-    numbers = itertools.count()
     request = normalise(body or {"input": "a"})
     return ResponseEvents(
-        response_id="resp_1",
+        unique="1",
         clock=lambda: 1700000000.5,
         echo=request.echo,
         tools=request.tools,
-        new_id=lambda prefix: f"{prefix}_{next(numbers)}",
         seal=seal,
     )
 

@@ -102,9 +102,7 @@ def test_no_tool_is_looked_for_among_all(body: Callable[[int], Json]) -> None:
 
 def interleaved(count: int) -> None:
     """Two calls whose arguments come in turns."""
-    events = ResponseEvents(
-        response_id="resp_1", clock=lambda: 0.0, echo={}, new_id=lambda prefix: f"{prefix}_1"
-    )
+    events = ResponseEvents(unique="1", clock=lambda: 0.0, echo={})
     for index in (0, 1):
         events.feed([ToolCallDelta(index, f"c{index}", "add", '{"a": "')], 0.0)
     for _ in range(count):

@@ -16,6 +16,7 @@ from typing import Any, Literal, assert_never
 import msgspec
 
 from llama_worker.responses.api.items import Call, Delta, Emitted, ItemStatus, Message, Reasoning
+from llama_worker.responses.api.request import item_id_of, response_id_of
 from llama_worker.responses.api.tools import NO_TOOLS, ToolSet
 from llama_worker.responses.errors import error_code
 from llama_worker.stream import events as chat
@@ -53,8 +54,8 @@ class ResponseEvents:
     """`begin` once, `feed` for what is read of the stream, `closed` at its end; each returns the
     events to send.
 
-    `new_id` makes an id of a prefix. `clock` tells seconds since 1970; other instants are monotonic
-    seconds. After the terminal event everything returns [], and `response` is final.
+    `unique`: what its ids are made of. `clock` tells seconds since 1970; other instants are
+    monotonic seconds. After the terminal event everything returns [], and `response` is final.
 
     An item that is still open when the stream fails, or a call when the token limit is met, is
     never reported done: clients act on what is done, and make it part of their history.
@@ -63,17 +64,16 @@ class ResponseEvents:
     def __init__(
         self,
         *,
-        response_id: str,
+        unique: str,
         clock: Callable[[], float],
         echo: Mapping[str, Any],
-        new_id: Callable[[str], str],
         tools: ToolSet = NO_TOOLS,
         seal: bool = False,
     ) -> None:
         self.over = False
         self.failure: str | None = None  # why, after `response.failed`
         self.response: dict[str, Any] = {
-            "id": response_id,
+            "id": response_id_of(unique),
             "object": "response",
             "created_at": int(clock()),
             "completed_at": None,
@@ -86,7 +86,8 @@ class ResponseEvents:
             "usage": None,
         }
         self._clock = clock
-        self._new_id = new_id
+        self._unique = unique
+        self._ids_count = 0
         self._tools = tools
         self._seal = seal
         self._turn_end = TurnEnd()
@@ -327,6 +328,10 @@ class ResponseEvents:
                     delta for delta in self._waiting if _call_index(delta) != nameless
                 )
             self._work_off()
+
+    def _new_id(self, prefix: str) -> str:
+        self._ids_count += 1
+        return item_id_of(self._unique, prefix, self._ids_count)
 
     @property
     def _index(self) -> int:
