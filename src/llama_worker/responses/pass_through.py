@@ -20,6 +20,7 @@ from llama_worker.responses.http.reply import MalformedReply
 from llama_worker.responses.http.request_reader import HttpRequest, header_words
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import HttpReply
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.events import Done
 from llama_worker.stream.failure import describe_http_error, disconnected
@@ -83,14 +84,14 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
             request.target,
             headers=forwarded(request),
             body=request.body if has_body else None,
-            waiter=_Waiter(exchange),
+            waiter=_Waiter(leased),
         )
     except (OSError, ValueError) as error:
         failure = session.no_reply(error, exchange.abort, endpoint)
         failure = leased.closed(failure) or failure
         raise no_stream(failure, exchange) from error
     with contextlib.closing(reply):
-        if leased.request_id and reply.status == HTTPStatus.OK:
+        if reply.status == HTTPStatus.OK:
             leased.opened(time.monotonic())
         _pass_back(reply, exchange, client)
 
@@ -123,7 +124,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
         if is_refused and len(said) < _MAX_REFUSAL_BYTES:
             said += piece
         events = decoder.feed(piece) if decoder is not None else ()
-        if leased.request_id and piece:
+        if piece:
             leased.heard(events, time.monotonic())
         is_over = not piece or reply.is_complete
         if is_over:
@@ -139,14 +140,13 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
 
 
 class _Waiter(Struct):
-    """The actors are to know that the server is waited for."""
+    """Whoever watches is to know that the server is waited for."""
 
-    exchange: Exchange
+    leased: LeasedExchange
     silence_s: float | None = None
 
     def before_reading(self) -> None:
-        self.exchange.announce()
-        self.exchange.leased.waits()
+        self.leased.waits()
 
 
 def _next_piece(reply: HttpReply, settled_at: float | None) -> bytes:
