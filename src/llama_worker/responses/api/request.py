@@ -14,10 +14,17 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.responses.api.conversation import ChatMessages, Item, item_type, plain_text
+from llama_worker.responses.api.conversation import (
+    ChatMessages,
+    Item,
+    Message,
+    item_type,
+    plain_text,
+)
 from llama_worker.responses.api.echo import echo_of
 from llama_worker.responses.api.tools import (
     Choice,
+    Tool,
     ToolSet,
     as_object,
     inner,
@@ -122,43 +129,26 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
     )
     choice = tool_choice(body.get("tool_choice"), tools)
     text_format = _text_format(body.get("text"))
-    conflict = _settle_conflict(choice, text_format)
-    instructions = "\n\n".join(text for text in (instructions, conflict.instruction) if text)
+    wish = _format_wish(choice, text_format)
+    instructions = "\n\n".join(text for text in (instructions, wish) if text)
     chat_input = ChatMessages(instructions, items, tools)
     prewarm = as_object(body.get("prompt_cache_options")).get("prewarm")
     generates = body.get("generate") is not False and prewarm is not True
     if generates and not chat_input.messages:
         raise ApiError(400, "the input is empty", param="input")
-
-    chat: dict[str, Any] = {
-        key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None
-    }
-    parallel = chat.pop("parallel_tool_calls", None)
-    chat["messages"] = chat_input.messages
-    chat["stream"] = True
-    chat["stream_options"] = {"include_usage": True}
-    chat.setdefault("reasoning_format", "deepseek")
-    if choice.offered and conflict.with_tools:
-        chat["tools"] = [tool.offer() for tool in choice.offered]
-        chat["tool_choice"] = choice.mode
-        if isinstance(parallel, bool):
-            chat["parallel_tool_calls"] = parallel
-    if body.get("max_output_tokens") is not None:
-        chat["max_tokens"] = body["max_output_tokens"]
-    if text_format is not None and conflict.with_format:
-        chat["response_format"] = _response_format(text_format)
-    _set_effort(chat, body.get("reasoning"))
     store = body.get("store") is not False
     include = body.get("include")
     include = include if isinstance(include, list) else []
-    warnings = [*chat_input.warnings, *tools.warnings, *choice.warnings, *conflict.warnings]
+    warnings = [*chat_input.warnings, *tools.warnings, *choice.warnings]
+    if wish:
+        warnings.append("beside tools, text.format is only asked for in the prompt")
     warnings += [f"{key} is ignored" for key in _IGNORED_WITH_A_WARNING if body.get(key)]
     if body.get("top_logprobs"):
         warnings.append("log probabilities are not available")
     if body.get("truncation") == "auto":
         warnings.append("truncation is ignored")
     return ChatRequest(
-        body=chat,
+        body=_chat_body(body, chat_input.messages, choice, text_format),
         tools=tools,
         echo=echo_of(body, tools, choice, text_format),
         input_items=own_items,
@@ -170,6 +160,30 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
         generates=generates,
         warnings=tuple(dict.fromkeys(warnings)),
     )
+
+
+def _chat_body(
+    body: Mapping[str, Any],
+    messages: list[Message],
+    choice: Choice,
+    text_format: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    chat = {key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None}
+    parallel = chat.pop("parallel_tool_calls", None)
+    chat |= {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    chat.setdefault("reasoning_format", "deepseek")
+    offered, text_format = _without_conflict(choice, text_format)
+    if offered:
+        chat["tools"] = [tool.offer() for tool in offered]
+        chat["tool_choice"] = choice.mode
+        if isinstance(parallel, bool):
+            chat["parallel_tool_calls"] = parallel
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
+    if text_format is not None:
+        chat["response_format"] = _response_format(text_format)
+    _set_effort(chat, body.get("reasoning"))
+    return chat
 
 
 # --- ids: an item's says whose it is --------------------------------------------------------------
@@ -332,28 +346,23 @@ def _text_format(text: object) -> dict[str, Any] | None:
     }
 
 
-class _Conflict(Struct, frozen=True, kw_only=True):
-    with_tools: bool = True
-    with_format: bool = True
-    instruction: str = ""
-    warnings: tuple[str, ...] = ()
+def _without_conflict(
+    choice: Choice, text_format: Mapping[str, Any] | None
+) -> tuple[Sequence[Tool], Mapping[str, Any] | None]:
+    """The tools and the format to send, not both: llama-server drops the tools, silently, from a
+    request that has a format as well (b11434)."""
+    if choice.mode == "none" and text_format is not None:
+        return (), text_format
+    return choice.offered, None if choice.offered else text_format
 
 
-def _settle_conflict(choice: Choice, text_format: Mapping[str, Any] | None) -> _Conflict:
-    """llama-server drops the tools, silently, from a request that has a format as well (b11434)."""
-    if text_format is None or not choice.offered:
-        return _Conflict()
-    if choice.mode == "none":
-        return _Conflict(with_tools=False)
-    if choice.mode == "required":
-        return _Conflict(with_format=False)
+def _format_wish(choice: Choice, text_format: Mapping[str, Any] | None) -> str:
+    """Asks for the format in the prompt, where the model may call a tool or answer; else ""."""
+    if text_format is None or not choice.offered or choice.mode != "auto":
+        return ""
     schema = text_format.get("schema")
     fits = f" that fits this schema: {json.dumps(schema, ensure_ascii=False)}" if schema else ""
-    return _Conflict(
-        with_format=False,
-        instruction=f"When you do not call a tool, answer with nothing but one JSON object{fits}",
-        warnings=("beside tools, text.format is only asked for in the prompt",),
-    )
+    return f"When you do not call a tool, answer with nothing but one JSON object{fits}"
 
 
 def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:

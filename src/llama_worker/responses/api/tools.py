@@ -267,13 +267,12 @@ class Choice(Struct, frozen=True, kw_only=True):
 def tool_choice(given: object, tools: ToolSet) -> Choice:
     """llama-server takes an object for "auto": a choice is forced by offering only what is
     chosen."""
-    if given is None:
-        return Choice(mode="auto", offered=tools.tools, echo="auto")
-    if given in ("auto", "none", "required"):
-        if given == "required" and not tools.tools:
-            warning = "tool_choice 'required' is ignored: there is no tool that the model can call"
-            return Choice(mode="auto", offered=(), echo="auto", warnings=(warning,))
-        return Choice(mode=str(given), offered=tools.tools, echo=given)
+    if given == "required" and not tools.tools:
+        warning = "tool_choice 'required' is ignored: there is no tool that the model can call"
+        return Choice(mode="auto", offered=(), echo="auto", warnings=(warning,))
+    if given in (None, "auto", "none", "required"):
+        mode = str(given or "auto")
+        return Choice(mode=mode, offered=tools.tools, echo=mode)
     if not isinstance(given, Mapping):
         raise ApiError(400, f"unknown tool_choice {given!r}", param="tool_choice")
     kind = given.get("type")
