@@ -17,7 +17,7 @@ import msgspec
 
 from llama_worker.responses.api.items import Call, Delta, Emitted, ItemStatus, Message, Reasoning
 from llama_worker.responses.api.request import item_id_of, response_id_of
-from llama_worker.responses.api.tools import NO_TOOLS, ToolSet
+from llama_worker.responses.api.tools import NO_TOOLS, Tool, ToolSet
 from llama_worker.responses.errors import error_code
 from llama_worker.stream import events as chat
 from llama_worker.stream.calls import ToolCallAssembler
@@ -273,16 +273,10 @@ class ResponseEvents:
             if not call_id or call_id in self._call_ids:
                 call_id = self._new_id("call")
             self._call_ids.add(call_id)
-            tool = self._tools.called(name)
-            prefix = _CALL_PREFIXES[tool.kind] if tool is not None else "fc"
+            unknown = Tool(kind="function", name=name, model_name=name)
+            tool = self._tools.called(name) or unknown
             self._begin_item(
-                Call(
-                    self._new_id(prefix),
-                    index=delta.index,
-                    call_id=call_id,
-                    model_name=name,
-                    tool=tool,
-                )
+                Call(self._new_id(_CALL_PREFIXES[tool.kind]), delta.index, call_id, tool)
             )
         return True
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from llama_worker.responses.api.conversation import seal
-from llama_worker.responses.api.tools import Tool, ToolKind, custom_input
+from llama_worker.responses.api.tools import Tool, custom_input
 from llama_worker.stream.calls import parse_arguments
 from llama_worker.stream.events import ReasoningDelta, TextDelta, ToolCallDelta, encodable
 
@@ -122,14 +122,12 @@ class Reasoning(Struct):
 
 
 class Call(Struct):
-    """A call of a tool; `index`: the server's number for it. `tool`: None for one that was not
-    offered."""
+    """A call of a tool; `index`: the server's number for it."""
 
     id: str
     index: int
     call_id: str
-    model_name: str
-    tool: Tool | None = None
+    tool: Tool
     _pieces: list[str] = field(default_factory=list)  # of its arguments
     _may_be_whole: bool = False  # asked after every piece: mostly the last one's end tells
 
@@ -149,7 +147,7 @@ class Call(Struct):
         if stripped := piece.rstrip():
             self._may_be_whole = stripped.endswith("}")
         # free text is known once its JSON string is whole
-        if self._kind != "function" or not piece:
+        if self.tool.kind != "function" or not piece:
             return []
         return [("response.function_call_arguments.delta", {"delta": piece})]
 
@@ -158,49 +156,35 @@ class Call(Struct):
         return self._may_be_whole and _object(self._arguments()) is not None
 
     def closing(self, status: ItemStatus) -> Emitted:
-        if self._kind == "tool_search":
+        if self.tool.kind == "tool_search":
             return []
-        if self._kind == "custom":
+        if self.tool.kind == "custom":
             text = custom_input(self._arguments())
-            delta: Emitted = (
-                [("response.custom_tool_call_input.delta", {"delta": text})] if text else []
-            )
-            return [*delta, ("response.custom_tool_call_input.done", {"input": text})]
+            delta = ("response.custom_tool_call_input.delta", {"delta": text})
+            done = ("response.custom_tool_call_input.done", {"input": text})
+            return [delta, done] if text else [done]
         emitted: Emitted = []
         # so do some servers write a call without any
         if status == "completed" and not self._arguments().strip():
             emitted = self.append("{}")
-        arguments = {"name": self._name, "arguments": self._arguments()}
+        arguments = {"name": self.tool.name, "arguments": self._arguments()}
         return [*emitted, ("response.function_call_arguments.done", arguments)]
 
     def done(self, status: ItemStatus) -> dict[str, Any]:
         return self._item(status, self._arguments())
 
-    @property
-    def _kind(self) -> ToolKind:
-        return self.tool.kind if self.tool is not None else "function"
-
-    @property
-    def _name(self) -> str:
-        return self.tool.name if self.tool is not None else self.model_name
-
     def _item(self, status: str, arguments: str) -> dict[str, Any]:
-        item = {
-            "id": self.id,
-            "type": f"{self._kind}_call",
-            "status": status,
-            "call_id": self.call_id,
-        }
-        match self._kind:
-            case "tool_search":
-                return {**item, "execution": "client", "arguments": _object(arguments) or {}}
-            case "custom":
-                given = {"type": "custom_tool_call", "input": custom_input(arguments)}
-            case "function":
-                given = {"arguments": arguments}
-        if self.tool is not None and self.tool.namespace is not None:
-            item["namespace"] = self.tool.namespace
-        return {**item, "name": self._name, **given}
+        tool = self.tool
+        item = {"id": self.id, "status": status, "call_id": self.call_id}
+        if tool.kind == "tool_search":
+            found = _object(arguments) or {}
+            return {**item, "type": "tool_search_call", "execution": "client", "arguments": found}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        item["name"] = tool.name
+        if tool.kind == "custom":
+            return {**item, "type": "custom_tool_call", "input": custom_input(arguments)}
+        return {**item, "type": "function_call", "arguments": arguments}
 
     def _arguments(self) -> str:
         return encodable("".join(self._pieces))

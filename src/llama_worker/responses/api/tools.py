@@ -35,10 +35,10 @@ class Tool(Struct, frozen=True, kw_only=True):
 
     kind: ToolKind
     name: str
-    namespace: str | None
+    namespace: str | None = None
     model_name: str  # in the chat completion; unique
-    description: str | None
-    parameters: Json
+    description: str | None = None
+    parameters: Json = {}
 
     def offer(self) -> dict[str, Any]:
         """The tool as a chat completion has it."""
@@ -90,8 +90,8 @@ NO_TOOLS = ToolSet()
 
 def tool_set(*lists: object) -> ToolSet:
     """The tools of all lists. A tool that comes again replaces the first."""
-    found: dict[tuple[str | None, str], Tool] = {}
-    model_names: set[str] = set()
+    by_name: dict[tuple[str | None, str], Tool] = {}
+    by_model_name: dict[str, Tool] = {}
     echo: list[Json] = []
     warnings: list[str] = []
     for given in lists:
@@ -102,15 +102,14 @@ def tool_set(*lists: object) -> ToolSet:
         for entry in given:
             kept = list(_flat(entry, warnings))
             for namespace, tool in kept:
-                before = found.get((namespace, tool["name"]))
+                before = by_name.get((namespace, tool["name"]))
                 name = before.model_name if before else _joined(namespace, tool["name"])
-                while not before and name in model_names:
+                while not before and name in by_model_name:
                     name += "_"
-                model_names.add(name)
-                found[namespace, tool["name"]] = _tool(tool, namespace, name)
+                latest = _tool(tool, namespace, name)
+                by_name[namespace, tool["name"]] = by_model_name[name] = latest
             echo += _echo(entry, [tool for _, tool in kept])
-    by_model_name = {tool.model_name: tool for tool in found.values()}
-    return ToolSet(found, by_model_name, tuple(echo), tuple(warnings))
+    return ToolSet(by_name, by_model_name, tuple(echo), tuple(warnings))
 
 
 def custom_input(arguments: str) -> str:
