@@ -56,7 +56,7 @@ class Upstream(Struct, frozen=True, kw_only=True):
 
 class Exchange:
     """One request of a client and what it has open, for the request's own thread. A client that has
-    left, or was cut by the listener, aborts what is open.
+    left, or was cut by the listener, takes that along.
 
     `is_bounded`: the proxy's actor may refuse its response.
     """
@@ -73,7 +73,6 @@ class Exchange:
         self.abort = Abort()
         self.leased = LeasedExchange(self.abort)  # without a lease, before `lease`
         self.upstream = upstream
-        self._watch = upstream.watch
         self._is_bounded = is_bounded
         self._wants_lease = False
         self._number = number
@@ -81,14 +80,10 @@ class Exchange:
         self._proxy = proxy
         self._is_counted = False  # by the proxy's actor
         self._entering: Enter | None = None  # what its actor is not told yet
+        client.when_left(self.abort.abort)
 
-    def enter(self) -> None:
-        """From now on a client that leaves takes the upstream's work along."""
-        self._client.when_left(self.abort.abort)
-
-    def enter_response(self, response_id: str, *, is_stored: bool) -> None:
-        """As `enter`, for a response: ask for its admission. Raises ApiError."""
-        self.enter()
+    def enter(self, response_id: str, *, is_stored: bool) -> None:
+        """Ask for a response's admission. Raises ApiError."""
         reply: WorkerFuture[bool] | None = WorkerFuture() if self._is_bounded else None
         entering = Enter(exchange_id=self._number, response_id=response_id, reply=reply)
         self._is_counted = is_stored or self._is_bounded  # nobody asks for others
@@ -102,7 +97,8 @@ class Exchange:
         """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
         where there is none. `chat`: the body that is sent, whatever is in it; `answers`: how many
         of them are looked at."""
-        grant, messages = self.upstream.grant, chat.get("messages")
+        watch, grant = self.upstream.watch, self.upstream.grant
+        messages = chat.get("messages")
 
         def order(reply: WorkerFuture[SubmitResult]) -> Lease:
             return Lease(job_name=job_name, exchange=self.leased, reply=reply)
@@ -110,7 +106,7 @@ class Exchange:
         self.leased = LeasedExchange(
             self.abort,
             lambda exchange: self._end_lease(),
-            tell_lease=None if grant is None else lambda: self._watch.tell(order(WorkerFuture())),
+            tell_lease=None if grant is None else lambda: watch.tell(order(WorkerFuture())),
             new=partial(
                 LeasedRequest,
                 has_media=_has_media(messages),
@@ -126,7 +122,7 @@ class Exchange:
             grant(self.leased, job_name)
             return
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
-        answer = ask(self._watch, order(reply), reply)
+        answer = ask(watch, order(reply), reply)
         if not answer["ok"]:
             why, retry_after_s = _NO_LEASE[answer["error"]]
             raise ApiError(503, why, code="overloaded", retry_after_s=retry_after_s)
@@ -140,7 +136,7 @@ class Exchange:
 
     def _end_lease(self) -> bool:
         self.leased.be_watched()  # else nobody could tell why the connection broke
-        return self._watch.tell(EndLease(exchange=self.leased))
+        return self.upstream.watch.tell(EndLease(exchange=self.leased))
 
     def leave(self, stored: StoredResponse | None = None) -> None:
         """Idempotent; a stream that has not ended is ended. `stored`: the response, to be kept."""

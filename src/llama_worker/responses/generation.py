@@ -280,7 +280,7 @@ class ResponseGenerator:
         where no `sink` takes the events as they come."""
         unique = uuid.uuid4().hex
         response_id = response_id_of(unique)
-        exchange.enter_response(response_id, is_stored=chat_request.store)
+        exchange.enter(response_id, is_stored=chat_request.store)
         if chat_request.generates:
             exchange.lease(f"responses:{response_id}", chat_request.body)
         messages = self._as_template_takes(chat_request.body["messages"], exchange, request)

@@ -64,7 +64,6 @@ def passed_back(headers: Headers) -> Headers:
 def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> None:
     """Send it on, and what comes back. Raises ApiError where nothing did, OSError where the
     client's connection is broken, or is to be."""
-    exchange.enter()
     is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
     if is_chat:
         chat = session.json_of(request.body)
