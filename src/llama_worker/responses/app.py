@@ -113,8 +113,8 @@ class ResponsesApp:
             client.reply(200, self._deleted(stored["id"]))
         elif stored is not None and method == "GET":
             found = self._found(stored["id"])
-            listed = stored["input"] and input_list(found.input_items())
-            client.reply(200, listed or found.response())
+            is_list = stored["input"] is not None
+            client.reply(200, input_list(found.input_items()) if is_list else found.response())
         else:
             pass_through(exchange, request, client)
 

@@ -40,7 +40,7 @@ from llama_worker.stream.response import ChatBody
 _QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
 _LISTEN_S = 1.0  # so soon a WebSocket's ping or goodbye is heard while the server is silent
 _SAMPLING_S = 60.0  # how long it is taken to go on with the same flags
-# the first text mostly comes right behind the headers: both to the client at once
+# the first text mostly comes right after the headers: both to the client at once
 _TOGETHER_S = 0.002
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
 # left (b11434).

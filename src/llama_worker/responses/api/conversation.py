@@ -176,7 +176,7 @@ class ChatMessages:
                 if text:
                     self._instruct(text)
             case "assistant":
-                self._said(self._text_of(content, joint=""))
+                self._said(self._text_of(content, separator=""))
             case "user" | "tool":
                 self._end_turn()
                 self._release_held()
@@ -184,12 +184,12 @@ class ChatMessages:
             case _:
                 raise ApiError(400, f"unknown role {role!r} of an input message", param="input")
 
-    def _text_of(self, content: object, *, joint: str = "\n") -> str:
+    def _text_of(self, content: object, *, separator: str = "\n") -> str:
         """Of a message that templates take as text only."""
         parts = _parts(content)
         if not _is_text(parts):
             self.warnings.append("images and audio are ignored in all but user messages")
-        return _joined(parts, joint)
+        return _joined(parts, separator)
 
     def _summary(self, item: Item) -> None:
         text = unseal(item.get("encrypted_content"))
@@ -216,7 +216,7 @@ class ChatMessages:
     def _said(self, text: str) -> None:
         if self._turn is not None and self._turn.said and not self._turn.calls:
             self._end_turn()
-        turn = self._begun_turn()
+        turn = self._current_turn()
         if text or turn.said:
             turn.said.append(text)
 
@@ -226,7 +226,7 @@ class ChatMessages:
             return
         if self._turn is not None and (self._turn.said or self._turn.calls):
             self._end_turn()
-        self._begun_turn().reasoning.append(text)
+        self._current_turn().reasoning.append(text)
 
     def _call(self, item: Item, arguments: str) -> None:
         name, namespace, call_id = item.get("name"), item.get("namespace"), item.get("call_id")
@@ -238,7 +238,7 @@ class ChatMessages:
             self._ids[call_id] = own_id
             self._unanswered.add(call_id)
         function = {"name": self._tools.model_name(namespace, name), "arguments": arguments}
-        self._begun_turn().calls.append({"id": own_id, "type": "function", "function": function})
+        self._current_turn().calls.append({"id": own_id, "type": "function", "function": function})
 
     def _output(self, item: Item) -> None:
         call_id, output = item.get("call_id"), item.get("output")
@@ -268,7 +268,7 @@ class ChatMessages:
             f"These tools can be called now: {', '.join(names)}" if names else "No tool was found."
         )
 
-    def _begun_turn(self) -> _Turn:
+    def _current_turn(self) -> _Turn:
         if self._turn is None:
             self._turn = _Turn()
         return self._turn
@@ -295,8 +295,8 @@ def _is_text(parts: list[Message]) -> bool:
     return all(part["type"] == "text" for part in parts)
 
 
-def _joined(parts: list[Message], joint: str = "\n") -> str:
-    return joint.join(part["text"] for part in parts if part["type"] == "text")
+def _joined(parts: list[Message], separator: str = "\n") -> str:
+    return separator.join(part["text"] for part in parts if part["type"] == "text")
 
 
 def _parts(content: object) -> list[Message]:

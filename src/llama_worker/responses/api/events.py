@@ -254,8 +254,7 @@ class ResponseEvents:
     def _append(self, delta: Delta) -> bool:
         """Whether it belongs to the open item."""
         item = self._open
-        piece = item.piece_of(delta) if item is not None else None
-        if item is None or piece is None:
+        if item is None or (piece := item.piece_of(delta)) is None:
             return False
         self._emit_of(item, item.append(piece))
         return True

@@ -129,7 +129,7 @@ class Call(Struct):
     call_id: str
     tool: Tool
     _pieces: list[str] = field(default_factory=list)  # of its arguments
-    _may_be_whole: bool = False  # asked after every piece: mostly the last one's end tells
+    _may_be_whole: bool = False  # mostly the end of the last piece tells, without parsing all
 
     def piece_of(self, delta: Delta) -> str | None:
         if isinstance(delta, ToolCallDelta) and delta.index == self.index:
@@ -164,7 +164,7 @@ class Call(Struct):
             done = ("response.custom_tool_call_input.done", {"input": text})
             return [delta, done] if text else [done]
         emitted: Emitted = []
-        # so do some servers write a call without any
+        # some servers send no text for a call without arguments
         if status == "completed" and not self._arguments().strip():
             emitted = self.append("{}")
         arguments = {"name": self.tool.name, "arguments": self._arguments()}

@@ -61,7 +61,7 @@ class SocketListener:
         self._waiting_clients: WaitingClients[Client] = WaitingClients()
         self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
         self._busy: set[Client] = set()
-        self._whole: list[tuple[Client, HttpRequest]] = []  # requests that are about to run
+        self._complete_requests: list[tuple[Client, HttpRequest]] = []  # about to run
         self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
         self._pending_bytes = 0
         self._stopped = False
@@ -116,7 +116,7 @@ class SocketListener:
         """Wait for something to happen, and see to it."""
         wait_s = self._wait_s()
         # last: the threads that it wakes want the interpreter, which the wait lets go
-        self._run_whole()
+        self._start_complete_requests()
         has_new = False
         for descriptor, _ in self._epoll.poll(wait_s):
             if descriptor == self._wake:
@@ -279,11 +279,11 @@ class SocketListener:
             raise ApiError(503, "too many requests run at once", retry_after_s=2)
         self._busy.add(client)
         self._epoll.modify(client.socket, select.EPOLLRDHUP | select.EPOLLONESHOT)
-        self._whole.append((client, request))
+        self._complete_requests.append((client, request))
 
-    def _run_whole(self) -> None:
-        whole, self._whole = self._whole, []
-        for client, request in whole:
+    def _start_complete_requests(self) -> None:
+        complete, self._complete_requests = self._complete_requests, []
+        for client, request in complete:
             try:
                 run_on_thread(REQUEST_THREAD, partial(self._run_request, client, request))
             except RuntimeError:
@@ -318,7 +318,7 @@ class SocketListener:
         self._socket.close()
         for client in tuple(self._waiting_clients):
             self._drop(client)
-        for client, _ in self._whole:
+        for client, _ in self._complete_requests:
             self._busy.discard(client)
             self._drop(client)
         for client in self._busy:

@@ -15,6 +15,7 @@ from enum import Enum, auto
 
 import httptools
 from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.reply import ReplyFramer
@@ -66,7 +67,7 @@ class RequestReader:
     def __init__(self, *, max_body_bytes: int, check_head: Callable[[HttpRequest], object]) -> None:
         self._max_body_bytes = max_body_bytes
         self._check_head = check_head
-        self._behind = b""  # what came behind a whole request
+        self._unread = b""  # what came after a whole request
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -94,23 +95,22 @@ class RequestReader:
         no further use.
         """
         if self.phase in (Phase.SILENT, Phase.HEAD):
-            behind = self._read_head(data)
-            if behind is None:
+            rest = self._read_head(data)
+            if rest is None:
                 return None
             self._begin()
-            data = behind
+            data = rest
         return self._complete() if self._read_body(data) else None
 
     def next_request(self) -> HttpRequest | None:
         """The reply is complete: the request that has come meanwhile, if it is whole."""
         self._begin_anew()
-        behind, self._behind = self._behind, b""
-        return self.receive(behind)
+        return self.receive(self.take_unread())
 
-    def take_behind(self) -> bytes:
-        """What came behind the request, for another protocol that its connection goes on with."""
-        behind, self._behind = self._behind, b""
-        return behind
+    def take_unread(self) -> bytes:
+        """What came after the request, for another protocol that its connection goes on with."""
+        unread, self._unread = self._unread, b""
+        return unread
 
     def wanted_continue(self) -> bytes:
         """What a client must be sent that waits for a "100 Continue" before it sends its body; b""
@@ -121,7 +121,7 @@ class RequestReader:
         return b""
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """What came behind its end; None: that has not come."""
+        """What came after its end; None: that has not come."""
         read = len(self._head_bytes)
         self._head_bytes += data[: MAX_HEAD_BYTES + 1 - read]
         found = _END_OF_HEAD.search(self._head_bytes, max(read - 2, 0))
@@ -182,20 +182,20 @@ class RequestReader:
         """Whether it is whole."""
         self._awaits_continue = self._awaits_continue and not data
         if self._chunks is not None:
-            behind = self._chunks.feed(data)
-            self._behind = behind or b""
-            return behind is not None
+            rest = self._chunks.feed(data)
+            self._unread = rest or b""
+            return rest is not None
         missing = self._length - len(self._body)
         self._body += data[:missing]
-        self._behind = data[missing:]
+        self._unread = data[missing:]
         return len(data) >= missing
 
     def _complete(self) -> HttpRequest:
         assert self.head is not None
         self.phase = Phase.BUSY
-        head, body = self.head, bytes(self._body)
+        body = bytes(self._body)
         self._body.clear()  # which the parser, too, would hold while the request runs
-        return HttpRequest(method=head.method, target=head.target, headers=head.headers, body=body)
+        return replace(self.head, body=body)
 
 
 class _Headers:
@@ -240,7 +240,7 @@ class ChunkedBody:
         self._framing_bytes = 0
 
     def feed(self, data: bytes) -> bytes | None:
-        """What came behind the body's end; None: that has not come.
+        """What came after the body's end; None: that has not come.
 
         Raises ApiError for what is malformed, and for a chunk that is too large as soon as it
         is announced.

@@ -59,7 +59,7 @@ class ClientSocket:
 
     def accept(self) -> None:
         self._send(AcceptConnection())
-        self._receive(self._client.http.take_behind())
+        self._receive(self._client.http.take_unread())
 
     def next_message(self) -> str:
         """Wait for it."""
