@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import requests
 
-from llama_worker import LlamaWorker, RequestFailReason, RequestState, TimeoutProfile, WorkerConfig
+from llama_worker import (
+    LlamaWorker,
+    RequestFailReason,
+    RequestState,
+    RequestStatus,
+    TimeoutProfile,
+    WorkerConfig,
+)
 from llama_worker.runtime import real
 from llama_worker.server.slots import LOOKS_COUNT
 from tests.conftest import release, trace, wait_traced
@@ -136,6 +143,27 @@ def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
         seen = wait_status(worker, neighbour, is_generating)["output_chars"]
         wait_status(worker, neighbour, lambda status: status["output_chars"] > seen)
         assert worker.cancel(neighbour).get(timeout=patience())
+
+
+@pytest.mark.parametrize("asks", [{"id_slot": 0}, {"n": 2}], ids=["for one slot", "for two slots"])
+def test_a_request_that_waits_for_its_slots_is_spared(
+    serve: Serve, looks: list[float], asks: dict[str, Any]
+) -> None:
+    config = serve(slots=2, slot_tokens=8192, whole=True, timeouts=suspicious())
+    with LlamaWorker(config) as worker:
+        streams = {"max_tokens": 100_000, "id_slot": 0, **ENDLESS}
+        neighbour = submitted(worker, "neighbour", "Count.", **streams)
+        wait_status(worker, neighbour, is_generating)
+        looks.clear()
+        waits = submitted(worker, "waits", "Hi.", max_tokens=4, **asks)
+
+        def looked_at(status: RequestStatus) -> bool:
+            return len(looks) > LOOKS_COUNT  # one more, so that a round was judged
+
+        wait_status(worker, waits, looked_at)
+        assert worker.cancel(neighbour).get(timeout=patience())
+        assert ended(worker, waits)["state"] is RequestState.COMPLETED
+        assert worker.get_worker_status().get(timeout=patience())["restart_count"] == 0
 
 
 def test_one_long_batch_is_spared(serve: Serve, looks: list[float]) -> None:

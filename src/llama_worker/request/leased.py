@@ -114,6 +114,7 @@ class LeasedRequest:
         api_key: str | None,
         unix_offset: float,
         has_media: bool = False,
+        picks_slots: bool = False,
         in_one_piece: bool = False,
         answers: int = 1,
         offers_tools: bool = False,
@@ -134,6 +135,7 @@ class LeasedRequest:
             output=Output(None),
             iterations_left=0,
             has_media=has_media,
+            picks_slots=picks_slots,
         )
         self._turn = TurnProgress(admitted.created_at)
         self._turn_end = TurnEnd()

@@ -46,6 +46,7 @@ class Progress:
     last_stream_byte_at: float | None = None  # any byte, keepalives too; for the status
     batches: tuple[Batch, ...] = ()  # of the prompt, the latest few
     has_media: bool = False  # images or sounds are no tokens until they are encoded
+    picks_slots: bool = False  # it may wait for its own beside an idle one
     tokens: int = 0  # generated, as far as they were told
     repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
     # finished or broken off: what may still follow has a short deadline of its own

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, tagged_call
 from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.validation import as_count
 from llama_worker.request.submission import Submission
 from llama_worker.request.tools import ToolBatch
 from llama_worker.request.turn import Turn
@@ -291,6 +292,13 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
     if not limits:
         return None
     return int(max(limits)) * 5 // 4 + _MORE_TOKENS  # in integers, which do not overflow
+
+
+def picks_slots(body: Mapping[str, Any]) -> bool:
+    """Whether it asks for one slot by its number, or for several, of several answers: it waits
+    for those, also beside an idle one (b11434)."""
+    counts = (as_count(body.get(key)) or 0 for key in ("n", "n_cmpl"))
+    return as_count(body.get("id_slot")) is not None or any(count > 1 for count in counts)
 
 
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:

@@ -40,6 +40,7 @@ class RequestTotals(Struct, kw_only=True):
     output: Output
     iterations_left: int
     has_media: bool = False
+    picks_slots: bool = False
     calls_count: int = 0
     signals: list[ExitSignal] = field(default_factory=list)
     trace: list[ToolTraceEntry] = field(default_factory=list)
@@ -93,6 +94,7 @@ def build_progress(
         last_stream_byte_at=turn.last_stream_byte_at,
         batches=turn.batches,
         has_media=totals.has_media,
+        picks_slots=totals.picks_slots,
         tokens=turn.tokens,
         repeated_at=turn.repeated_at,
         concluding=concluding,

@@ -34,7 +34,12 @@ from llama_worker.request.ending import (
 )
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress, last_progress_at
-from llama_worker.request.prompt import Prompts, keeps_prompt_end, runaway_tokens
+from llama_worker.request.prompt import (
+    Prompts,
+    keeps_prompt_end,
+    picks_slots,
+    runaway_tokens,
+)
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
 from llama_worker.request.states import State
 from llama_worker.request.tools import ToolBatch, ToolUse
@@ -86,6 +91,7 @@ class Request:
             output=Output(config.loop_detector),
             iterations_left=config.max_tool_iterations,
             has_media=bool(order.submission.part_kinds - {"text"}),
+            picks_slots=picks_slots({**config.default_params, **params}),
         )
         self._tools = ToolUse(config, self._totals, order.submission.messages)
         self._turns_count = 0

@@ -70,8 +70,10 @@ class SlotsRound:
 
         Without headers it may still be on its way to a slot of a server that serves nobody else
         (one that loads its model on demand), or its images and sounds are still being decoded; so
-        then others have to be served, and it has none.
+        then others have to be served, and it has none. One that picks its slots waits for them.
         """
+        if self._suspect.picks_slots and self._suspect.data_at is None:
+            return False
         one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
         explained = all(
             sum(slot.is_processing for slot in look.slots) <= len(self._served)

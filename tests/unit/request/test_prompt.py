@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, tagged_call
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.request.prompt import SYSTEM_PROMPT_DELIMITER, Conversation, Prompts
+from llama_worker.request.prompt import (
+    SYSTEM_PROMPT_DELIMITER,
+    Conversation,
+    Prompts,
+    picks_slots,
+)
 from llama_worker.request.submission import Submission
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.types.chat import ChatMessage
 from llama_worker.types.hooks import BiosText, SystemPromptMode
-from tests.unit.request.playbook import ADD, PLAIN, SIGNAL, WITH_TOOLS, config
+from tests.tables import cases
+from tests.unit.request.playbook import ADD, PLAIN, SIGNAL, WITH_TOOLS, Play, config
 
 CALLS = (
     ParsedCall("c00000001", "add", {"a": 1}, '{"a":1}'),
@@ -263,3 +269,20 @@ def test_what_the_worker_owns_is_replaced() -> None:
     assert body(WITH_TOOLS, owned)["tools"] == [ADD, SIGNAL]
     assert body(WITH_TOOLS, owned, prompted=True) == body()
     assert owned == before
+
+
+@cases(
+    "params, picks",
+    {
+        "none": ({}, False),
+        "any slot": ({"id_slot": -1, "n": 1, "n_cmpl": 1}, False),
+        "null": ({"id_slot": None, "n": None}, False),
+        "one by its number": ({"id_slot": 0}, True),
+        "two answers": ({"n": 2}, True),
+        "two answers, in the server's own word": ({"n_cmpl": 2}, True),
+    },
+)
+def test_who_picks_its_slots(params: dict[str, Any], picks: bool) -> None:
+    assert picks_slots(params) is picks
+    assert Play(params=params).request.progress().picks_slots is picks
+    assert Play(config(default_params=params)).request.progress().picks_slots is picks

@@ -191,6 +191,13 @@ def judge(
     {
         "swallowed before its prefill": ([IDLE], IN_PREFILL, [], LOST, True),
         "swallowed while it generated": ([IDLE], WRITES, [], LOST, True),
+        "lost by the slot that it picked": (
+            [IDLE],
+            replace(REPORTED, picks_slots=True),
+            [],
+            LOST,
+            True,
+        ),
         "lost beside a live one": ([IDLE, MOVES], IN_PREFILL, [SERVED], LOST, True),
         "queued although a slot is idle": ([IDLE, MOVES], WAITS, [SERVED], LOST, True),
         "livelock in decode": ([STUCK], WRITES, [], STALL, False),
@@ -274,6 +281,18 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         "no headers: its video is decoded": (
             [IDLE, MOVES],
             replace(WAITS, has_media=True),
+            [SERVED],
+            False,
+        ),
+        "no headers: it waits for a slot of its own": (
+            [IDLE, MOVES],
+            replace(WAITS, picks_slots=True),
+            [SERVED],
+            False,
+        ),
+        "headers at once, of an old build, and no slot": (
+            [IDLE, MOVES],
+            replace(IN_PREFILL, picks_slots=True),
             [SERVED],
             False,
         ),
