@@ -92,7 +92,7 @@ class RequestActor(Child[RequestMessage]):
             case messages.ReportProgress():
                 self._report(message)
             case _:
-                if isinstance(message, messages.StreamOpened):
+                if isinstance(message, messages.StreamOpened) and self._is_present(message):
                     self._stream, self._hurried_at = message.turn_id, -math.inf
                 self._step(message)
 
@@ -133,6 +133,10 @@ class RequestActor(Child[RequestMessage]):
             if order.exchange.has_ended:
                 self._forget_request()
             self._send([])
+
+    def _is_present(self, opened: messages.StreamOpened) -> bool:
+        """Whether it is the present request's; that of one which was cancelled may come late."""
+        return self._request is not None and self._request.request_id == opened.turn_id[0]
 
     def _step(self, message: messages.RequestInput) -> None:
         if self._request is not None:

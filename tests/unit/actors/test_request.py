@@ -1,0 +1,85 @@
+"""What a RequestActor asks of its stream, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pykka
+
+from llama_worker.actors.base import Line, LiveSet
+from llama_worker.actors.request import RequestActor
+from llama_worker.mailbox import Mailbox
+from llama_worker.request import messages
+from llama_worker.request.submission import Submission
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.host_code import write_bios
+from llama_worker.server.roll_call import Member
+from tests.unit.request.playbook import PLAIN
+
+
+class Box:
+    """A mailbox; what it was told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def tell(self, message: Any) -> bool:
+        self.told.append(message)
+        return True
+
+
+class Bench:
+    """The actor, without a thread, and its runtime, whose clock stands still."""
+
+    def __init__(self) -> None:
+        self.actor: RequestActor
+        self.transport, self.worker = Box(), Box()
+        runtime: Any = self
+        line = Line(self.worker, Member(1, "request", 0))
+        pykka.ActorRegistry.unregister(RequestActor.start(line, LiveSet(), runtime, PLAIN))
+
+    def run_actor(self, start_thread: Callable[[], None], actor: RequestActor) -> None:
+        self.actor = actor
+
+    def now(self) -> float:
+        return 0.0
+
+    def unix_offset(self) -> float:
+        return 0.0
+
+    def write_bios(self, order: messages.WriteBios, reply_to: Mailbox[Any]) -> None:
+        self.actor.handle(write_bios(order, PLAIN, 0.0))
+
+    def begin(self, request_id: int) -> None:
+        prompt = Submission(
+            job_name="j", system_prompt="", user_prompt="Hi", params={}, messages=()
+        )
+        order = messages.Begin(
+            request_id=request_id,
+            submission=prompt,
+            transport=self.transport,
+            tools=Box(),
+            process=Box(),
+            prompted=False,
+            opens_thinking=False,
+        )
+        self.actor.handle(order)
+
+    def cancel(self, request_id: int) -> None:
+        reply: WorkerFuture[bool] = WorkerFuture()
+        self.actor.handle(messages.CancelRequest(request_id=request_id, reply=reply))
+
+
+def test_a_late_stream_is_not_the_next_requests() -> None:
+    bench = Bench()
+    bench.begin(1)
+    bench.cancel(1)  # while its headers are on their way
+    bench.begin(2)
+    bench.actor.handle(messages.StreamOpened(turn_id=(2, 1), at=0.0))
+    bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))
+    closed = messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0, is_aborted=True)
+    bench.actor.handle(closed)
+    bench.cancel(2)
+    assert isinstance(bench.transport.told[-1], messages.FlushStream)
+    assert bench.transport.told[-1].turn_id == (2, 1)
