@@ -259,12 +259,13 @@ def test_behind_the_end_nothing_is_awaited_long(
     assert stage.ends[outcome[0]] == {outcome[1]: 1}
 
 
+@pytest.mark.parametrize("asks", [{"n": 2}, {"n": 2.0}, {"n": 1, "n_cmpl": 2}])  # b11434
 def test_of_several_answers_every_one_is_awaited(
-    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, asks: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(turn_end, "SETTLE_S", 0.0)
     stage, second = make_stage(slots=1), "data: the second, which is slower\n\n"
-    reply = stage.say(*FINISHED, fs.Sleep(0.2), fs.Raw(second), fs.DoneMarker(), n=2)
+    reply = stage.say(*FINISHED, fs.Sleep(0.2), fs.Raw(second), fs.DoneMarker(), **asks)
     assert reply.data.endswith(f"{second}data: [DONE]\n\n".encode())
 
 

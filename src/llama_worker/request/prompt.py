@@ -294,11 +294,20 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
     return int(max(limits)) * 5 // 4 + _MORE_TOKENS  # in integers, which do not overflow
 
 
+def answers_asked(body: Mapping[str, Any]) -> int:
+    """How many answers it asks for, by either of the server's names for that (b11434)."""
+    return max(_count(body.get(key)) or 1 for key in ("n", "n_cmpl"))
+
+
 def picks_slots(body: Mapping[str, Any]) -> bool:
     """Whether it asks for one slot by its number, or for several, of several answers: it waits
     for those, also beside an idle one (b11434)."""
-    counts = (as_count(body.get(key)) or 0 for key in ("n", "n_cmpl"))
-    return as_count(body.get("id_slot")) is not None or any(count > 1 for count in counts)
+    return _count(body.get("id_slot")) is not None or answers_asked(body) > 1
+
+
+def _count(value: object) -> int | None:
+    """As the server reads it: a count may be written as 2.0 (b11434)."""
+    return as_count(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:

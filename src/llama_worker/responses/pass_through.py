@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 from msgspec import Struct
 
-from llama_worker.config.validation import as_count
+from llama_worker.request.prompt import answers_asked
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange, no_stream
 from llama_worker.responses.http.client import Client
@@ -68,8 +68,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     if is_chat:
         chat = session.json_of(request.body)
         chat = chat if isinstance(chat, Mapping) else {}
-        answers = as_count(chat.get("n")) or 1
-        exchange.lease(f"responses:chat_{uuid.uuid4().hex}", chat, answers=answers)
+        exchange.lease(f"responses:chat_{uuid.uuid4().hex}", chat, answers=answers_asked(chat))
     leased, endpoint = exchange.leased, exchange.upstream.endpoint
     has_body = (
         request.body or request.header("content-length") or request.header("transfer-encoding")
