@@ -20,13 +20,20 @@ class _Text:
     def __init__(self, detector: LoopDetector | None) -> None:
         self.chars = 0
         self._parts: list[str] = []
-        self._watch = LoopWatch(detector) if detector is not None else None
+        self._detector = detector
+        self.begin_turn()
+
+    def begin_turn(self) -> None:
+        """No loop goes on in another turn: what a model says before each of its calls may be the
+        same."""
+        self._watch = LoopWatch(self._detector) if self._detector is not None else None
+        self._watched_from = self.chars
 
     def add(self, piece: str) -> LoopFound | TextLoopFound | None:
         """Append; where a loop is found, only up to its end."""
         loop = self._watch.feed(piece) if self._watch is not None else None
         if loop is not None:
-            piece = piece[: loop.end - self.chars]
+            piece = piece[: self._watched_from + loop.end - self.chars]
         self.append(piece)
         return loop
 
@@ -64,6 +71,11 @@ class Output:
     @property
     def reasoning_chars(self) -> int:
         return self._reasoning.chars
+
+    def begin_turn(self) -> None:
+        """What comes now is another turn's."""
+        self._text.begin_turn()
+        self._reasoning.begin_turn()
 
     def add_rest(self, reasoning: str, text: str) -> None:
         """Append what was held back when the request ends; it is not searched for loops."""

@@ -257,6 +257,7 @@ class Request:
         self._turns_count += 1
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
         self._turn = self._new_turn(runaway_tokens(body), now)
+        self._totals.output.begin_turn()
         self.state = states.Streaming()
         return [messages.PostChat(turn_id=self._turn_id, body=body, tell_s=self._prompts.tell_s)]
 

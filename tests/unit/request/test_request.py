@@ -43,6 +43,7 @@ from llama_worker.stream.lazy_reading import LOOK_S, TELL_S
 from llama_worker.stream.turn_end import NO_FINISH_REASON, TurnEnd
 from llama_worker.types.hooks import BiosContext, BiosText
 from llama_worker.types.request import RequestFailReason
+from tests.tables import cases
 from tests.unit.request.playbook import (
     ADD,
     BOOM,
@@ -867,6 +868,33 @@ def test_a_loop_ends_the_request(
     assert detail in result["fail_detail"]
     assert result["loop"].keys() == {loop, "repeats"}
     assert asked(with_tools(loop_detector=None)) >> (*said, TextDelta("a"))
+
+
+THOUGHT = "I need the next file of the list to go on.\nSo I call the tool with its path now."
+
+
+@cases(
+    "said",
+    {
+        "text": TextDelta("I look at the next file of the list, and then at the one behind it.\n"),
+        "thought": ReasoningDelta(THOUGHT),
+        "no line ends": TextDelta("The next file, please. " * 50),
+    },
+)
+def test_turns_that_begin_alike_are_no_loop(said: StreamEvent) -> None:
+    play = asked(with_tools(max_tool_iterations=30))
+    for number in range(30):
+        path = call("add", f'{{"file": {number}}}')
+        assert play >> (said, path, CALLS) >> Done() << CloseStream << CallTool
+        assert play >> returned("its lines") << PostChat
+    assert play >> (TextDelta("Done."), STOP) >> Done() << CloseStream << Ends("stop")
+
+
+def test_a_loop_in_a_later_turn_is_cut_behind_it() -> None:
+    play = in_tools()
+    assert play >> returned("3") << PostChat
+    end = Ends("repeated_line_loop", text="Let me add." + LINE * 12)
+    assert play >> TextDelta(LINE * 30) << CLOSE_SECOND << end
 
 
 def test_of_a_loop_200_characters_are_shown() -> None:
