@@ -263,16 +263,17 @@ class ServerWatch:
                 elif probed.outcome is messages.ProbeOutcome.STRANGER:
                     self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
             case health.HealthCounter():
-                self._health_probed(self._stage, probed, now)
+                self._health_probed(self._stage, probed, began_at, now)
 
     def _health_probed(
-        self, counter: health.HealthCounter, probed: messages.Probed, now: float
+        self, counter: health.HealthCounter, probed: messages.Probed, began_at: float, now: float
     ) -> None:
         ok, data_at = probed.outcome is messages.ProbeOutcome.READY, self._requests.data_at
         self._stage, lost = counter.probed(
             ok=ok, detail=probed.detail, data_at=data_at, profile=self._profile, now=now
         )
-        if self._probes.cause is not None and not ok:
+        serves = data_at is not None and data_at > began_at
+        if self._probes.cause is not None and not ok and not serves:
             lost = f"{self._probes.cause}, and then the probe failed: {probed.detail}"
         if lost is not None:
             self._tell_observed(now)

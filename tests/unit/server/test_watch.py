@@ -121,6 +121,18 @@ def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
     assert step(probed(ProbeOutcome.FAILED), 31.4) == [DOUBT_CONFIRMED]
 
 
+@pytest.mark.parametrize(("data_at", "works"), [(None, False), (30.9, False), (36.0, True)])
+def test_data_since_the_probe_began_outweighs_a_doubt(data_at: float | None, works: bool) -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=None))
+    step(Watch(request_id=2, request=Nobody()), 30.9)
+    assert step(DOUBT, 31.0)[-1] == PROBE
+    while (due_at := step.watch.deadline) is not None and due_at < 41.0:
+        step(Tick(), due_at)
+        if data_at is not None:
+            step(told(generating(min(due_at, data_at), request_id=2)), due_at)
+    assert step(probed(ProbeOutcome.FAILED), 41.0) == ([] if works else [DOUBT_CONFIRMED])
+
+
 @pytest.mark.parametrize(
     ("interval_s", "outcome", "answered_at"),
     [
