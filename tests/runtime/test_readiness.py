@@ -83,18 +83,34 @@ def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
     assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
 
 
+@pytest.mark.parametrize(
+    ("failure", "taken_s", "outcome"),
+    [
+        (OSError(errno.EMFILE, "no descriptor"), 0.0, ProbeOutcome.NO_NEWS),
+        (TimeoutError("over a gap"), 60.0, ProbeOutcome.FAILED),
+        (TimeoutError("in time"), 2.0, ProbeOutcome.READY),
+    ],
+)
 def test_what_a_server_is_asked_while_something_lacks_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, failure: Exception, taken_s: float, outcome: ProbeOutcome
 ) -> None:
     """Once only is it asked for its traits: what is unknown then is unknown for its whole life."""
     told: list[Probed] = []
-    answers: list[Any] = [(200, b"{}"), OSError(errno.EMFILE, "no descriptor")]
-    monkeypatch.setattr(readiness, "ask", Mock(side_effect=answers))
+    now = [100.0]
+
+    def ask(endpoint: Endpoint, method: str, path: str, **given: Any) -> tuple[int, bytes]:
+        if path != "/props":
+            return 200, b"{}"
+        now[0] += taken_s
+        raise failure
+
+    monkeypatch.setattr(readiness, "ask", ask)
+    monkeypatch.setattr(readiness, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
     monkeypatch.setattr(readiness, "run_probe", lambda probe: probe())
     host: Any = SimpleNamespace(tell=told.append)
     ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
-    assert [probed.outcome for probed in told] == [ProbeOutcome.NO_NEWS]
+    assert [probed.outcome for probed in told] == [outcome]
 
 
 # ---------------------------------------------------------------- port

@@ -107,15 +107,16 @@ class ReadinessProbe(_Question):
         self._tell(outcome, detail, traits)
 
     def _ask_traits(self) -> ServerTraits:
-        """As far as the server tells them. Raises what this machine lacks: it is to be asked
-        again."""
+        """As far as the server tells them. Raises what this machine lacks, and what failed over a
+        gap: it is to be asked again."""
         chat = {"messages": [{"role": "user", "content": "-"}]}
         answers: list[dict[str, Any]] = []
         for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
+            deadline = time.monotonic() + _TRAITS_TIMEOUT_S
             try:
                 status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
             except (OSError, ValueError) as error:
-                if is_shortage(error):
+                if is_shortage(error) or gap_s(deadline, time.monotonic()):
                     raise
                 status, answer = 0, b""
             value = json_of(answer) if status == 200 else None
