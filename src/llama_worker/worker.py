@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import pykka
+from msgspec.structs import replace
 
 from llama_worker.actors.messages import (
     AwaitResult,
@@ -238,6 +239,8 @@ class LlamaWorker(Startable):
 
         def order(future: WorkerFuture[RequestResult]) -> Submit:
             prompt = validate_submit(job_name, system_prompt, user_prompt, params, messages)
+            if job_name == "ask":  # nobody named the job
+                prompt = replace(prompt, question=f"ask {hash(repr(prompt.user_prompt)):x}")
             return Submit(submission=prompt, reply=self._backend.reply_to_ask(future))
 
         return self._ask(order)

@@ -27,6 +27,7 @@ from llama_worker.testing.scripts import (
     ErrorData,
     Gate,
     Headers,
+    HttpError,
     Reasoning,
     Script,
     Text,
@@ -37,7 +38,14 @@ from llama_worker.testing.scripts import (
     scripted_server_cmd,
     steps_json,
 )
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
+from tests.actors.conftest import (
+    WAIT_S,
+    MakeWorker,
+    Rig,
+    eventually,
+    fast_restart,
+    fast_timeouts,
+)
 
 SEARCH: ToolDef = {"type": "function", "function": {"name": "search"}}
 HELLO = "Hello"  # what a scripted server says unless it is told otherwise
@@ -328,3 +336,23 @@ def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(rig: Rig, gate
     chunk = waiting.get(timeout=WAIT_S)
     assert chunk["ok"]
     assert (chunk["text"], chunk["text_offset"], chunk["done"]) == ("", 1, True)
+
+
+def test_questions_that_nobody_named_are_a_job_each(make_worker: MakeWorker) -> None:
+    """A GPU that failed may leave a server that is well, and answers every request with a 500."""
+    rig = make_worker(restart=fast_restart(server_errors_before_restart=2))
+    broken = {"scripted_reply": steps_json(HttpError(500, "CUDA error"))}
+
+    def ask(prompt: str, job_name: str = "ask") -> None:
+        with pytest.raises(RequestFailed, match="CUDA error"):
+            rig.worker.ask(prompt, params=broken, job_name=job_name).get(timeout=WAIT_S)
+
+    for prompt in ("Who?", "Where?"):
+        ask(prompt, job_name="the same job")
+    ask("Who?")  # the second job
+    rig.wait_restarted()
+    for _ in range(3):
+        ask("Who?")
+    assert rig.status()["restart_count"] == 1
+    ask("Where?")
+    rig.wait_restarted(2)

@@ -151,7 +151,7 @@ class Costs:
             launch.disconnected = 0
             status = record.http_status
             if status is not None and 500 <= status <= 599:
-                launch.jobs_with_errors.add(record.job_name)
+                launch.jobs_with_errors.add(record.job)
             if len(launch.jobs_with_errors) >= policy.server_errors_before_restart:
                 self._expect_restart(truth.epoch, f"errors in {launch.jobs_with_errors}")
 

@@ -39,6 +39,7 @@ class RequestTotals(Struct, kw_only=True):
     unix_offset: float  # what makes Unix seconds of an instant
     output: Output
     iterations_left: int
+    question: str = ""
     has_media: bool = False
     picks_slots: bool = False
     calls_count: int = 0
@@ -205,6 +206,7 @@ def build_record(
         last_data_at=turn.last_data_at,
         batches=turn.batches,
         http_status=outcome.http_status,
+        question=totals.question,
     )
 
 

@@ -90,6 +90,7 @@ class Request:
             unix_offset=unix_offset,
             output=Output(config.loop_detector),
             iterations_left=config.max_tool_iterations,
+            question=order.submission.question,
             has_media=bool(order.submission.part_kinds - {"text"}),
             picks_slots=picks_slots({**config.default_params, **params}),
         )

@@ -34,6 +34,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     params: dict[str, Any]
     messages: tuple[ChatMessage, ...]
     part_kinds: frozenset[str] = frozenset()  # of the content parts
+    question: str = ""  # what is asked, in short, where the host named no job
 
 
 def valid_id(request_id: int) -> int:

@@ -24,11 +24,12 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     batches: tuple[Batch, ...] = ()  # of its last turn's prompt
     http_status: int | None = None  # of an `http_error` or a `server_error`
     is_leased: bool = False  # its output is its client's: it is not kept here
-    question: str = ""  # of a lease: what its client asks, in short
+    question: str = ""  # what is asked, in short, where nobody named the job
 
     @property
     def job(self) -> str:
-        """Who asks the same again after a failure is one job; each lease has a name of its own."""
+        """Who asks the same again after a failure is one job: leases have a name each, and what a
+        host does not name has all the same one."""
         return self.question or self.job_name
 
     def copy_of_status(self) -> RequestStatus:
