@@ -90,6 +90,7 @@ class TimeoutProfile:
             prefill_liveness_timeout_s=None,
             idle_stream_timeout_s=None,
             silent_work_timeout_s=None,
+            startup_timeout_s=_NEVER_S,
             suspect_after_s=None,
             health_probe_interval_s=None,
         )

@@ -98,6 +98,11 @@ def test_a_launch_is_given_up(
     assert (watch(*worked_at).overdue(profile, due_at) or "").startswith(why)
 
 
+def test_a_launch_at_a_breakpoint_is_not_given_up() -> None:
+    launch = StartupWatch(began_at=0.0, worked_at=0.0)
+    assert launch.overdue(TimeoutProfile.debug(), 7 * 86400.0) is None
+
+
 def test_without_a_bound_a_launch_that_works_may_take_for_ever() -> None:
     assert watch(1e9).overdue(TimeoutProfile(silent_work_timeout_s=None), 1e9 + 1) is None
 
