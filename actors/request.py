@@ -22,7 +22,7 @@ from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.output import WaitingReads, is_answered_by
-from llama_worker.request.request import Effect, Request
+from llama_worker.request.request import Request
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.lazy_reading import HURRY_LASTS_S
 from llama_worker.types.request import RequestFailReason
@@ -104,7 +104,7 @@ class RequestActor(Child[RequestMessage]):
         detail = failure or "the worker was closed"
         stopped = messages.Abandon(reason=reason, detail=detail)
         given_up = (each for _, each in self._flushing if isinstance(each, messages.Abandon))
-        effects: Sequence[Effect]
+        effects: Sequence[messages.RequestOutput]
         try:
             effects = request.step(next(given_up, stopped), now)
         except Exception:  # it runs the code that has just raised
@@ -210,7 +210,7 @@ class RequestActor(Child[RequestMessage]):
         self._flushing.clear()
         self._waiting_reads = WaitingReads()
 
-    def _send(self, effects: Sequence[Effect]) -> None:
+    def _send(self, effects: Sequence[messages.RequestOutput]) -> None:
         for effect in effects:
             self._carry_out(effect)
         if self._waiting_reads:
@@ -226,7 +226,7 @@ class RequestActor(Child[RequestMessage]):
         if self.is_given_up or not actor.tell(order):
             self._is_launch_over = True
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: messages.RequestOutput) -> None:
         me = self.me()
         match effect:
             case messages.PostChat():

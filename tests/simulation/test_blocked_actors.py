@@ -9,8 +9,13 @@ import pytest
 from llama_worker import RequestFailed
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.transport import TransportActor
-from llama_worker.request.messages import PostChat, RequestEnded, RequestInput
-from llama_worker.request.request import Effect, Request
+from llama_worker.request.messages import (
+    PostChat,
+    Request,
+    RequestEnded,
+    RequestInput,
+    RequestOutput,
+)
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.server.messages import Died
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
@@ -138,7 +143,7 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
     bench.machine.reply_to = reply_to
     whole = Request.step
 
-    def step(request: Request, message: RequestInput, now: float) -> Sequence[Effect]:
+    def step(request: Request, message: RequestInput, now: float) -> Sequence[RequestOutput]:
         effects = whole(request, message, now)
         if any(isinstance(effect, PostChat) for effect in effects):
             stuck = actor_of(bench, "request[0]").actor
@@ -165,7 +170,7 @@ def test_a_given_up_requests_signal_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     )
     whole = Request._step
 
-    def step(request: Request, message: RequestInput, now: float) -> Sequence[Effect]:
+    def step(request: Request, message: RequestInput, now: float) -> Sequence[RequestOutput]:
         effects = whole(request, message, now)
         if request.status()["signals"]:
             stuck = actor_of(bench, "request[0]").actor
@@ -190,7 +195,7 @@ def test_an_untold_end_keeps_its_output(
     bench.machine.reply_to = first_is_long
     whole, lacks = RequestActor._carry_out, [error()]
 
-    def carry_out(actor: RequestActor, effect: Effect) -> None:
+    def carry_out(actor: RequestActor, effect: RequestOutput) -> None:
         if isinstance(effect, RequestEnded) and lacks:
             raise lacks.pop()
         whole(actor, effect)

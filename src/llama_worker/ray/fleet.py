@@ -58,8 +58,8 @@ F = TypeVar("F", bound=WorkerFuture[Any])
 def _in_loop(
     method: Callable[Concatenate[Fleet, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Fleet, P], WorkerFuture[T]]:
-    """For a coroutine method: any thread may call it, it runs in the fleet's event loop, and returns
-    a future."""
+    """For a coroutine method: any thread may call it, it runs in the fleet's event loop, and
+    returns a future."""
 
     @wraps(method)
     def call(self: Fleet, /, *args: P.args, **named: P.kwargs) -> WorkerFuture[T]:

@@ -293,3 +293,16 @@ ToolMessage = RunTool | DropTool
 
 RequestInput = StreamNews | ServerChecked | BiosWritten | CallEnded | CancelRequest | Abandon | Tick
 """What a request itself hears; the rest is its actor's."""
+
+RequestOutput = (
+    WriteBios
+    | PostChat
+    | CloseStream
+    | CallTool
+    | DropTool
+    | AskIfServerDied
+    | SignalEmitted
+    | ToolsRefused
+    | RequestEnded
+)
+"""What a request orders, and tells, in answer."""

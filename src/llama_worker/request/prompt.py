@@ -310,11 +310,6 @@ def _count(value: object) -> int | None:
     return as_count(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def keeps_prompt_end(config: WorkerConfig, params: Mapping[str, Any]) -> bool:
-    """Whether no parameter changes how the template ends the prompt."""
-    return _TEMPLATE_PARAMS.isdisjoint(config.default_params.keys() | params.keys())
-
-
 class Prompts:
     """The prompts of one request's turns: each continues the one before. Not thread-safe."""
 
@@ -323,6 +318,16 @@ class Prompts:
         self._config = config
         self._submission = submission
         self._conversation: Conversation | None = None  # once a BIOS was written
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """What the host sets."""
+        return {**self._config.default_params, **self._submission.params}
+
+    @property
+    def keep_template_end(self) -> bool:
+        """Whether no parameter changes how the template ends the prompt."""
+        return _TEMPLATE_PARAMS.isdisjoint(self.params)
 
     @property
     def tell_s(self) -> float:

@@ -34,14 +34,8 @@ from llama_worker.request.ending import (
 )
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress, last_progress_at
-from llama_worker.request.prompt import (
-    Prompts,
-    keeps_prompt_end,
-    picks_slots,
-    runaway_tokens,
-)
+from llama_worker.request.prompt import Prompts, picks_slots, runaway_tokens
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
-from llama_worker.request.states import State
 from llama_worker.request.tools import ToolBatch, ToolUse
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
@@ -56,18 +50,7 @@ from llama_worker.types.request import (
     RequestStatus,
 )
 
-Effect = (
-    messages.WriteBios
-    | messages.PostChat
-    | messages.CloseStream
-    | messages.CallTool
-    | messages.DropTool
-    | messages.AskIfServerDied
-    | messages.SignalEmitted
-    | messages.ToolsRefused
-    | messages.RequestEnded
-)
-Effects = list[Effect]
+Effects = list[messages.RequestOutput]
 
 
 class Request:
@@ -77,22 +60,20 @@ class Request:
         self, order: messages.Begin, *, config: WorkerConfig, unix_offset: float, now: float
     ) -> None:
         self.request_id = order.request_id
-        self.job_name = order.submission.job_name
-        self.state: State  # from `begin` on
+        self.state: states.State  # from `begin` on
         self._config = config
         self._prompts = Prompts(config, order.submission, prompted=order.prompted)
-        params = order.submission.params
-        self._opens_thinking = order.opens_thinking and keeps_prompt_end(config, params)
+        self._opens_thinking = order.opens_thinking and self._prompts.keep_template_end
         self._totals = RequestTotals(
             request_id=self.request_id,
-            job_name=self.job_name,
+            job_name=order.submission.job_name,
             created_at=now,
             unix_offset=unix_offset,
             output=Output(config.loop_detector),
             iterations_left=config.max_tool_iterations,
             question=order.submission.question,
             has_media=bool(order.submission.part_kinds - {"text"}),
-            picks_slots=picks_slots({**config.default_params, **params}),
+            picks_slots=picks_slots(self._prompts.params),
         )
         self._tools = ToolUse(config, self._totals, order.submission.messages)
         self._turns_count = 0
@@ -354,7 +335,8 @@ class Request:
         """Order the batch's next call, only now: none may begin once the request has ended."""
         timeout_s = self._config.tool_timeout_s
         self.state = states.RunningTools(since=batch.started_at, limit_s=timeout_s, batch=batch)
-        return [messages.CallTool(turn_id=self._turn_id, job_name=self.job_name, call=batch.call)]
+        job_name = self._totals.job_name
+        return [messages.CallTool(turn_id=self._turn_id, job_name=job_name, call=batch.call)]
 
     def _call_ended(self, batch: ToolBatch, ended: messages.CallEnded) -> Effects:
         if not ended.ok:
@@ -385,8 +367,7 @@ class Request:
         return self._hand_over(outcome, now)
 
     def _hand_over(self, outcome: Outcome, now: float) -> Effects:
-        """End with the record of things as they are, or, where that was never told, as they
-        were."""
+        """End with the record as it is, or, where that was never told, as it was."""
         effects: Effects = []
         match self.state:
             case states.Ended(record=record):

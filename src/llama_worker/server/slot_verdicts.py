@@ -72,7 +72,7 @@ class SlotsRound:
         (one that loads its model on demand), or its images and sounds are still being decoded; so
         then others have to be served, and it has none. One that picks its slots waits for them.
         """
-        if self._suspect.picks_slots and self._suspect.data_at is None:
+        if self.suspect.picks_slots and self.suspect.data_at is None:
             return False
         one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
         explained = all(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pykka
 
-from llama_worker.actors.base import Line, LiveSet
+from llama_worker.actors.base import LiveSet
 from llama_worker.actors.request import RequestActor
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
@@ -36,8 +36,9 @@ class Bench:
         self.actor: RequestActor
         self.transport, self.worker = Box(), Box()
         runtime: Any = self
-        line = Line(self.worker, Member(1, "request", 0))
-        pykka.ActorRegistry.unregister(RequestActor.start(line, LiveSet(), runtime, PLAIN))
+        member = Member(1, "request", 0)
+        started = RequestActor.start(self.worker, member, {}, LiveSet(), runtime, PLAIN)
+        pykka.ActorRegistry.unregister(started)
 
     def run_actor(self, start_thread: Callable[[], None], actor: RequestActor) -> None:
         self.actor = actor

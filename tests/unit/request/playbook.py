@@ -24,6 +24,7 @@ from llama_worker.request.messages import (
     PostChat,
     RequestEnded,
     RequestInput,
+    RequestOutput,
     ServerChecked,
     SignalEmitted,
     StreamClosed,
@@ -32,7 +33,7 @@ from llama_worker.request.messages import (
     TurnId,
     WriteBios,
 )
-from llama_worker.request.request import Effect, Request
+from llama_worker.request.request import Request
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
 from llama_worker.runtime.host.host_code import write_bios
@@ -109,7 +110,7 @@ class Play:
         self.record: RequestRecord | None = None
         self._config = of or PLAIN
         self.writes_bios = writes_bios  # as the default BIOS is, before anything else happens
-        self._effects: list[Effect] = []  # not named yet
+        self._effects: list[RequestOutput] = []  # not named yet
         self.request = Request(order, config=self._config, unix_offset=UNIX, now=self.now)
         self._follow(self.request.begin(self.now))
 
@@ -148,7 +149,7 @@ class Play:
         """Those that are not named so far do not matter."""
         self._effects.clear()
 
-    def _follow(self, effects: list[Effect]) -> None:
+    def _follow(self, effects: list[RequestOutput]) -> None:
         for effect in effects:
             match effect:
                 case WriteBios() if self.writes_bios:
