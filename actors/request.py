@@ -29,7 +29,7 @@ from llama_worker.types.request import RequestFailReason
 
 M = TypeVar("M")
 # what waits until the stream is flushed
-Flushing = messages.Question | messages.CancelRequest | messages.Abandon
+Flushing = messages.Question | messages.CancelRequest | messages.Abandon | messages.ReportProgress
 
 
 class RequestActor(Child[RequestMessage]):
@@ -77,6 +77,8 @@ class RequestActor(Child[RequestMessage]):
                 self._end_lease(message)
             case messages.GetStatus() | messages.ReadOutput() | messages.CancelRequest():
                 self._flush_and_answer(message)
+            case messages.ReportProgress():  # a verdict is not to miss what waits to be told
+                self._flush_and_answer(message)
             case messages.Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
                 self._flush_and_answer(message)  # of a dead server all is read that it sent
             case messages.StreamFlushed(turn_id=turn_id):
@@ -89,8 +91,6 @@ class RequestActor(Child[RequestMessage]):
                 # All has come; the TransportActor's own answer may be long in coming.
                 while self._flushing and self._flushing[0][0] == turn_id:
                     self._answer(self._flushing.popleft()[1])
-            case messages.ReportProgress():
-                self._report(message)
             case _:
                 if isinstance(message, messages.StreamOpened) and self._is_present(message):
                     self._stream, self._hurried_at = message.turn_id, -math.inf
@@ -157,6 +157,9 @@ class RequestActor(Child[RequestMessage]):
         if isinstance(question, messages.Abandon):
             self._step(question)
             return
+        if isinstance(question, messages.ReportProgress):
+            self._report(question)
+            return
         request = self._request
         if request is None or request.request_id != question.request_id:
             return  # it has ended: the WorkerActor answers, from its record
@@ -207,8 +210,11 @@ class RequestActor(Child[RequestMessage]):
     def _forget_request(self) -> None:
         """It has its record, from which the WorkerActor answers what was not answered here."""
         self._request = self._stream = None
+        asked = [each for _, each in self._flushing if isinstance(each, messages.ReportProgress)]
         self._flushing.clear()
         self._waiting_reads = WaitingReads()
+        for order in asked:  # the WatchdogActor waits for an answer
+            self._report(order)
 
     def _send(self, effects: Sequence[messages.RequestOutput]) -> None:
         for effect in effects:

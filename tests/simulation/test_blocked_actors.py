@@ -11,11 +11,11 @@ from llama_worker.actors.request import RequestActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.request.messages import (
     PostChat,
-    Request,
     RequestEnded,
     RequestInput,
     RequestOutput,
 )
+from llama_worker.request.request import Request
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.server.messages import Died
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S

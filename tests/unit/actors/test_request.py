@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pykka
 
@@ -15,6 +16,8 @@ from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.host.host_code import write_bios
 from llama_worker.server.roll_call import Member
+from llama_worker.stream.events import TextDelta
+from llama_worker.types.request import RequestFailReason
 from tests.unit.request.playbook import PLAIN
 
 
@@ -46,6 +49,9 @@ class Bench:
     def now(self) -> float:
         return 0.0
 
+    def call_at(self, at: float, call: Callable[[], object]) -> Mock:
+        return Mock()
+
     def unix_offset(self) -> float:
         return 0.0
 
@@ -67,6 +73,12 @@ class Bench:
         )
         self.actor.handle(order)
 
+    def report(self) -> Box:
+        asker = Box()
+        order = messages.ReportProgress(liveness_at=None, for_verdict=True, reply_to=asker)
+        self.actor.handle(order)
+        return asker
+
     def cancel(self, request_id: int) -> None:
         reply: WorkerFuture[bool] = WorkerFuture()
         self.actor.handle(messages.CancelRequest(request_id=request_id, reply=reply))
@@ -84,3 +96,29 @@ def test_a_late_stream_is_not_the_next_requests() -> None:
     bench.cancel(2)
     assert isinstance(bench.transport.told[-1], messages.FlushStream)
     assert bench.transport.told[-1].turn_id == (2, 1)
+
+
+def test_progress_is_reported_behind_what_waits_to_be_told() -> None:
+    bench = Bench()
+    bench.begin(1)
+    bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))
+    watchdog = bench.report()
+    assert isinstance(bench.transport.told[-1], messages.FlushStream)
+    text = messages.StreamEvents(turn_id=(1, 1), events=(TextDelta("a"),), at=7.0)
+    bench.actor.handle(text)
+    assert watchdog.told == []
+    bench.actor.handle(messages.StreamFlushed(turn_id=(1, 1)))
+    (reported,) = watchdog.told
+    assert reported.progress.last_data_at == 7.0
+
+
+def test_who_asks_for_progress_hears_of_a_request_that_ends() -> None:
+    bench = Bench()
+    bench.begin(1)
+    bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))
+    watchdog = bench.report()
+    bench.actor.handle(messages.Abandon(reason=RequestFailReason.SERVER_DIED, detail="it died"))
+    closed = messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0)
+    bench.actor.handle(closed)
+    (reported,) = watchdog.told
+    assert reported.progress is None
