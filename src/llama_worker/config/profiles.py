@@ -135,13 +135,16 @@ class Canary:
     """
 
     prompt: Annotated[str, partial(checked_str, empty=False)]
-    check: Callable[[str], bool]
+    check: Annotated[Callable[[str], bool], _check_canary]
     max_tokens: Count = 32
 
     def __post_init__(self) -> None:
         check_fields(self)
-        instead = "; it gets a str and returns a bool"
-        check_callback("canary check", self.check, "text", instead=instead)
+
+
+def _check_canary(field: str, check: object) -> None:
+    instead = "; it gets a str and returns a bool"
+    check_callback(f"canary {field}", check, "text", instead=instead)
 
 
 @names_near_fields

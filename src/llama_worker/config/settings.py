@@ -52,6 +52,7 @@ from llama_worker.config.validation import (
     checked_int,
     checked_json_object,
     checked_str,
+    checked_type,
     names_near_fields,
     plain_str,
     shown,
@@ -73,6 +74,9 @@ from llama_worker.types.hooks import (
 
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
 CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes")
+_IN_A_LOOP = (
+    ", and in it loop.call_soon_threadsafe(...) or asyncio.run_coroutine_threadsafe(..., loop)"
+)
 _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
@@ -84,31 +88,31 @@ class WorkerConfig:
     Raises ConfigError for a value that cannot work, TypeError for a wrong type.
     """
 
-    name: Annotated[str, _check_name]
-    host: Annotated[str, _check_host]
+    name: Annotated[str, _checked_name]
+    host: Annotated[str, _checked_host]
     port: Annotated[int, checked_port]
-    server_cmd: Sequence[str]
+    server_cmd: Annotated[Sequence[str], checked_words]
     _: KW_ONLY
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    env: Annotated[Mapping[str, str], _checked_env] = field(default_factory=dict, repr=False)
     slots: Annotated[int, checked_slots] = 1
-    timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
+    timeouts: Annotated[TimeoutProfile, _check_timeouts] = field(default_factory=TimeoutProfile)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    normal_tools: Sequence[ToolDef] = ()
-    tool_runner: ToolRunner | CancellableToolRunner | None = None
+    normal_tools: Annotated[Sequence[ToolDef], checked_tools] = ()
+    tool_runner: Annotated[ToolRunner | CancellableToolRunner, _check_tool_runner] | None = None
     max_tool_iterations: CountOrZero = 8
     tool_timeout_s: Seconds = 10.0
     tool_errors: ToolErrors = "fail"
     tool_call_mode: ToolCallMode = "auto"
-    exit_tools: Sequence[ToolDef] = ()
-    on_signal: SignalHandler | None = None
-    on_event: EventHandler | None = None
-    bios_provider: BiosProvider | None = default_bios
+    exit_tools: Annotated[Sequence[ToolDef], checked_tools] = ()
+    on_signal: Annotated[SignalHandler, _check_on_signal] | None = None
+    on_event: Annotated[EventHandler, _check_on_event] | None = None
+    bios_provider: Annotated[BiosProvider, _check_bios_provider] | None = default_bios
     system_prompt_mode: SystemPromptMode = "merged"
     timezone_name: Annotated[str, _check_zone] = "UTC"
     max_tokens: Count | None = 4096
-    default_params: Mapping[str, Any] = field(default_factory=dict)
+    default_params: Annotated[Mapping[str, Any], checked_json_object] = field(default_factory=dict)
     loop_detector: LoopDetector | None = field(default_factory=LoopDetector)
-    liveness_probes: Sequence[LivenessProbe] | None = None
+    liveness_probes: Annotated[Sequence[LivenessProbe], _checked_probes] | None = None
     canary: Canary | None = None
     api_key: Annotated[str, checked_api_key] | None = field(default=None, repr=False)
     log_lines: Annotated[int, partial(checked_int, at_least=1, at_most=1_000_000)] = 500
@@ -163,18 +167,7 @@ class WorkerConfig:
         return cls(name, host, port, command, slots=slots, **fields)
 
     def __post_init__(self) -> None:
-        _check_not_a_preset(self.timeouts)
         check_fields(self)
-        self._set("name", plain_str(self.name))
-        self._set("host", without_brackets(plain_str(self.host)))
-        self._set("server_cmd", checked_words("server_cmd", self.server_cmd))
-        self._set("env", _checked_env(self.env))
-        self._set("normal_tools", checked_tools("normal_tools", self.normal_tools))
-        self._set("exit_tools", checked_tools("exit_tools", self.exit_tools))
-        self._check_callbacks()
-        self._set("default_params", checked_json_object("default_params", self.default_params))
-        if self.liveness_probes is not None:
-            self._set("liveness_probes", _checked_probes(self.liveness_probes))
         self._check_tools_together()
         check_command(self.server_cmd, host=self.host, port=self.port, slots=self.slots)
 
@@ -222,31 +215,12 @@ class WorkerConfig:
             f"server_cmd={command!r})"
         )
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
-
-    def _check_callbacks(self) -> None:
-        if self.bios_provider is not None:
-            instead = "; it is quick and waits for nothing"
-            check_callback("bios_provider", self.bios_provider, "ctx", instead=instead)
-        instead = (
-            ", and in it loop.call_soon_threadsafe(...) or "
-            "asyncio.run_coroutine_threadsafe(..., loop)"
-        )
-        if self.on_signal is not None:
-            about = {"request_id": "int", "job_name": "str"}
-            check_callback("on_signal", self.on_signal, "signal", instead=instead, **about)
-        if self.on_event is not None:
-            check_callback("on_event", self.on_event, "event", instead=instead)
-
     def _check_tools_together(self) -> None:
         if self.normal_tools and self.tool_runner is None:
             names = ", ".join(repr(tool["function"]["name"]) for tool in self.normal_tools)
             raise ConfigError(
                 f"normal_tools ({names}) need a tool_runner that runs them; it is None"
             )
-        if self.tool_runner is not None:
-            _check_tool_runner(self.tool_runner)
         exit_names = {tool["function"]["name"] for tool in self.exit_tools}
         if both := exit_names & {tool["function"]["name"] for tool in self.normal_tools}:
             names = ", ".join(map(repr, sorted(both)))
@@ -255,49 +229,63 @@ class WorkerConfig:
             )
 
 
-def _check_tool_runner(runner: object) -> None:
+def _check_tool_runner(field: str, runner: object) -> None:
     run_tool = getattr(runner, "run_tool", None)
     if not callable(run_tool):
-        raise TypeError(
-            f"tool_runner must have a run_tool method; {type(runner).__name__} has none"
-        )
+        raise TypeError(f"{field} must have a run_tool method; {type(runner).__name__} has none")
     given = {"name": "str", "arguments": "dict", "request_id": "int", "job_name": "str"}
     more = {"call": "RunningCall"} if takes(run_tool, "call") else {}
-    check_takes("tool_runner.run_tool", run_tool, **given, **more)
+    check_takes(f"{field}.run_tool", run_tool, **given, **more)
 
 
-def _check_not_a_preset(value: object) -> None:
+def _check_bios_provider(field: str, provider: object) -> None:
+    check_callback(field, provider, "ctx", instead="; it is quick and waits for nothing")
+
+
+def _check_on_signal(field: str, handler: object) -> None:
+    about = {"request_id": "int", "job_name": "str"}
+    check_callback(field, handler, "signal", instead=_IN_A_LOOP, **about)
+
+
+def _check_on_event(field: str, handler: object) -> None:
+    check_callback(field, handler, "event", instead=_IN_A_LOOP)
+
+
+def _check_timeouts(field: str, value: object) -> None:
     if isinstance(value, str) and value in TIMEOUT_PRESETS:
         raise TypeError(
-            f"timeouts must be a TimeoutProfile: TimeoutProfile.{value}(), not {value!r}"
+            f"{field} must be a TimeoutProfile: TimeoutProfile.{value}(), not {value!r}"
         )
+    checked_type(field, value, TimeoutProfile)
 
 
-def _checked_env(value: object) -> dict[str, str]:
+def _checked_env(field: str, value: object) -> dict[str, str]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"env must be a mapping of str to str, not {type(value).__name__}")
+        raise TypeError(f"{field} must be a mapping of str to str, not {type(value).__name__}")
     for name, text in value.items():
-        checked_str("env key", name, empty=False, nul=False)
+        checked_str(f"{field} key", name, empty=False, nul=False)
         if "=" in name:
-            raise ConfigError(f"env key {name!r} must not contain '='")
-        checked_str(f"env[{name!r}]", text, nul=False, secret=True)
+            raise ConfigError(f"{field} key {name!r} must not contain '='")
+        checked_str(f"{field}[{name!r}]", text, nul=False, secret=True)
     return dict(value)
 
 
-def _check_name(field: str, name: Any) -> None:
+def _checked_name(field: str, name: Any) -> str:
     checked_str(field, name, empty=False)
     if not name.isprintable():
         raise ConfigError(
             f"{field} must be printable, since it stands in log lines and prompts; not {name!r}"
         )
+    return plain_str(name)
 
 
-def _check_host(field: str, host: Any) -> None:
+def _checked_host(field: str, host: Any) -> str:
     checked_str(field, host)
     if not _HOST_NAME.fullmatch(host) and ip_address_of(host) is None:
         raise ConfigError(
             f"{field} must be an address or a name, without port or path, not {shown(host)}"
         )
+    return without_brackets(plain_str(host))
 
 
 def _check_zone(field: str, name: Any) -> None:
@@ -317,17 +305,17 @@ def _zone(name: str) -> tzinfo:
     return UTC if name == "UTC" else ZoneInfo(name)
 
 
-def _checked_probes(value: object) -> tuple[LivenessProbe, ...]:
+def _checked_probes(field: str, value: object) -> tuple[LivenessProbe, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"liveness_probes must be a sequence of probes or None, not {shown(value)}")
+        raise TypeError(f"{field} must be a sequence of probes, not {shown(value)}")
     for index, probe in enumerate(value):
+        each = f"{field}[{index}]"
         if not isinstance(probe, LivenessProbe):
             raise TypeError(
-                f"liveness_probes[{index}] must have the methods probe and reset; "
-                f"{type(probe).__name__} has not"
+                f"{each} must have the methods probe and reset; {type(probe).__name__} has not"
             )
-        check_callback(f"liveness_probes[{index}].probe", probe.probe, "root_pid", "now")
-        check_callback(f"liveness_probes[{index}].reset", probe.reset)
+        check_callback(f"{each}.probe", probe.probe, "root_pid", "now")
+        check_callback(f"{each}.reset", probe.reset)
     return tuple(value)
 
 

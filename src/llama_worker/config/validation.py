@@ -226,12 +226,12 @@ def check_callback(
         raise TypeError(f"{field} must not be async: write it with 'def'{instead}")
 
 
-def optional(check: Callable[..., None], name: str, value: object, **bounds: Any) -> None:
-    """The check, unless the value is None."""
+def optional(check: Callable[..., T], name: str, value: object, **bounds: Any) -> T | None:
+    """What the check returns, None for None."""
     if value is None:
-        return
+        return None
     try:
-        check(name, value, **bounds)
+        return check(name, value, **bounds)
     except (TypeError, ConfigError) as error:
         raise type(error)(f"{error} (None is allowed, too)") from None
 
@@ -262,25 +262,27 @@ CountOrZero: TypeAlias = Annotated[int, functools.partial(checked_int, at_least=
 def check_fields(checked: object) -> None:
     """Check each field of a dataclass against its annotation.
 
-    Checked are `Annotated` fields, by their check; a bool; a Literal, by its choices; another
-    dataclass; and each of these `| None`. Fields of other types are the class's own to check.
+    Checked are `Annotated` fields, by their check, which may return a copy to keep instead; a bool;
+    a Literal, by its choices; another dataclass; and each of these `| None`.
     """
     kind: Any = type(checked)
     for name, check in _field_checks(kind).items():
-        check(name, getattr(checked, name))
+        kept = check(name, getattr(checked, name))
+        if kept is not None:
+            object.__setattr__(checked, name, kept)  # the dataclass is frozen for everybody else
 
 
 @functools.cache
-def _field_checks(kind: Any) -> dict[str, Callable[[str, object], None]]:
+def _field_checks(kind: Any) -> dict[str, Callable[[str, object], object]]:
     hints = get_type_hints(kind, include_extras=True)
     checks = {each.name: _check_of(hints[each.name]) for each in dataclasses.fields(kind)}
     return {name: check for name, check in checks.items() if check is not None}
 
 
-def _check_of(hint: Any) -> Callable[..., None] | None:
+def _check_of(hint: Any) -> Callable[..., object] | None:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        check: Callable[..., None] = hint.__metadata__[0]
+        check: Callable[..., object] = hint.__metadata__[0]
         return check
     if origin is Literal:
         return functools.partial(_checked_choice, choices=parts)
