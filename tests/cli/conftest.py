@@ -50,14 +50,7 @@ HELP = """\
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Of the tester.
 _CHANGING = (
-    "PROXY_",
-    "LLAMA_",
-    "NO_COLOR",
-    "FORCE_COLOR",
-    "TERM",
-    "COLUMNS",
-    "LINES",
-    "TTY_",
+    *("PROXY_", "LLAMA_", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "LINES", "TTY_"),
     "PYTHONUNBUFFERED",
 )
 
@@ -153,10 +146,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
             for name, value in env.items():
                 patch.setenv(name, value)
             code = run_app(args)
-        for (
-            number,
-            handler,
-        ) in handlers.items():  # which a command that only ever ends its process leaves set
+        # a command that only ever ends its process leaves its own set
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         return subprocess.CompletedProcess(args, code, *capsys.readouterr())
 

@@ -27,10 +27,8 @@ def test_the_doctor_finds_nothing_wrong(run: Run, program: MakeProgram, model: s
     report = json.loads(done.stdout)
     findings = {finding["subject"]: finding for finding in report["findings"]}
     problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
-    assert (done.returncode, report["ok"]) == (
-        int(bool(problems)),
-        not problems,
-    )  # the tester's machine may have some
+    # the tester's machine may have some
+    assert (done.returncode, report["ok"]) == (int(bool(problems)), not problems)
     assert (report["server"]["how"], report["server"]["version"]) == ("LLAMA_SERVER", "7 (fake)")
     assert "4096 tokens of context" in findings["start"]["text"]
     assert findings["tools"]["text"].startswith("native")
@@ -134,11 +132,9 @@ def test_a_fleet_without_a_server_is_a_problem(
     if found:
         assert (done.returncode, "a the llama-server knows every flag" in said) == (0, True), said
     else:
-        assert (done.returncode, "problem a " in said, "what to do: get one" in said) == (
-            1,
-            True,
-            True,
-        ), said
+        assert done.returncode == 1
+        assert "problem a " in said
+        assert "what to do: get one" in said
 
 
 @pytest.mark.server

@@ -68,10 +68,8 @@ def levels(findings: Any) -> list[tuple[str, str]]:
     [
         (("max", str(7 * GIB), CACHED), 32 * GIB),  # the machine's
         ((str(8 * GIB), str(GIB), ""), 7 * GIB),
-        (
-            (str(8 * GIB), str(7 * GIB), CACHED),
-            6 * GIB,
-        ),  # a model that was read before takes none of it
+        # a model that was read before takes none of it
+        ((str(8 * GIB), str(7 * GIB), CACHED), 6 * GIB),
         ((str(8 * GIB), str(9 * GIB), ""), 0),
         ((str(64 * GIB), "0", ""), 32 * GIB),
         ((), 32 * GIB),
@@ -155,10 +153,8 @@ def test_gpus_must_be_used_and_seen(
     assert levels(doctor_findings.of_gpus(machine, server)) == expected
 
 
-CONTEXT_MEMORY, CONTEXT_GPU = (
-    "at most 49152, for all slots together",
-    "at most 4096, for all slots together",
-)
+CONTEXT = "a --ctx-size of at most {}, for all slots together"
+SMALLER = "a smaller quantisation or a smaller model"
 MORE_GPUS = "a smaller quantisation, more GPUs, or end what else uses them"
 
 
@@ -167,18 +163,13 @@ MORE_GPUS = "a smaller quantisation, more GPUs, or end what else uses them"
     [
         (4 * GIB, None, SERVER, []),
         (15 * GIB, None, SERVER, [("memory", "note", "a small --ctx-size")]),
-        (
-            17 * GIB,
-            None,
-            SERVER,
-            [("memory", "problem", "a smaller quantisation or a smaller model")],
-        ),
+        (17 * GIB, None, SERVER, [("memory", "problem", SMALLER)]),
         (17 * GIB, None, ON_GPU, []),
         (4 * GIB, 8192, SERVER, []),
-        (4 * GIB, 65536, SERVER, [("memory", "note", f"a --ctx-size of {CONTEXT_MEMORY}")]),
+        (4 * GIB, 65536, SERVER, [("memory", "note", CONTEXT.format(49152))]),
         (4 * GIB, 8192, ON_GPU, []),
         (4 * GIB, 65536, ON_GPU, []),
-        (4 * GIB, 65536, on_gpus(5120), [("GPU memory", "note", f"a --ctx-size of {CONTEXT_GPU}")]),
+        (4 * GIB, 65536, on_gpus(5120), [("GPU memory", "note", CONTEXT.format(4096))]),
         (4 * GIB, 65536, on_gpus(4100), [("GPU memory", "note", "a smaller quantisation")]),
         (4 * GIB, 8192, on_gpus(2048), [("GPU memory", "note", MORE_GPUS)]),
         (4 * GIB, 8192, on_gpus(4096, 4096), []),
@@ -293,13 +284,8 @@ def samples(tokens: float = 0, stalled: int = 0, restarts: int = 0) -> Any:
 
 def test_tokens_per_second_of_the_last_minute() -> None:
     history = MetricsHistory()
-    rounds = [
-        (0, 0.0, None),
-        (60, 30.0, 2.0),
-        (60, 90.0, 0.0),
-        (5, 93.0, None),
-        (11, 96.0, 2.0),
-    ]  # 5: another program
+    # 5: the host was restarted
+    rounds = [(0, 0.0, None), (60, 30.0, 2.0), (60, 90.0, 0.0), (5, 93.0, None), (11, 96.0, 2.0)]
     for tokens, at, speed in rounds:
         assert history.rows(samples(tokens=tokens), at)[0].tokens_per_s == speed
 

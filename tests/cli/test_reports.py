@@ -144,11 +144,8 @@ def test_a_malformed_signal_is_shown_as_it_came() -> None:
 
 def test_json_tells_the_same_keys_whatever_happened() -> None:
     answered = run_report.json_report(failed("server_died"), ["w"])
-    assert (answered["outcome"], answered["reason"], answered["warnings"]) == (
-        "failed",
-        "server_died",
-        ["w"],
-    )
+    facts = [answered[key] for key in ("outcome", "reason", "warnings")]
+    assert facts == ["failed", "server_died", ["w"]]
     assert set(run_report.json_without_answer("not_started", "exited", "d")) == set(answered)
 
 

@@ -129,17 +129,8 @@ def test_a_conversation_survives_its_servers_death(
 
 @pytest.mark.server
 def test_a_prompt_for_the_real_server(run: Run, thin_model: str, tmp_path: Path) -> None:
-    options = (
-        "--ctx-size",
-        "512",
-        "--max-tokens",
-        "8",
-        "--temperature",
-        "0",
-        "--seed",
-        "1",
-        "--json",
-    )
+    brief = ["--ctx-size", "512", "--max-tokens", "8"]
+    options = [*brief, "--temperature", "0", "--seed", "1", "--json"]
     done = run(
         "run", thin_model, "What is 2 + 2?", "--server", str(lean_server(tmp_path)), *options
     )

@@ -278,10 +278,8 @@ def read_back(data: bytes, folder: Path) -> ContextNeeds | None:
     [
         ({}, 4 * 8 * (64 + 64) * 2),
         ({"llama.attention.head_count_kv": 2}, 4 * 2 * (64 + 64) * 2),
-        (
-            {"llama.attention.head_count_kv": [2, 0, 2, 0]},
-            4 * (64 + 64) * 2,
-        ),  # layers without attention
+        # layers without attention
+        ({"llama.attention.head_count_kv": [2, 0, 2, 0]}, 4 * (64 + 64) * 2),
         (
             {"llama.attention.key_length": 128, "llama.attention.value_length": 32},
             4 * 8 * (128 + 32) * 2,

@@ -64,12 +64,8 @@ def test_ctrl_c_ends_it_quietly_unless_ignored(
 
 @pytest.mark.parametrize(
     ("words", "ends"),
-    [
-        ("--help", NOBODY),
-        ("--help", NO_ROOM),
-        ("doctor", NOBODY),
-        ("doctor --json", NO_ROOM),
-    ],  # each in its own way
+    # each in its own way
+    [("--help", NOBODY), ("--help", NO_ROOM), ("doctor", NOBODY), ("doctor --json", NO_ROOM)],
 )
 def test_output_that_cannot_be_written(words: str, ends: tuple[int, str]) -> None:
     if ends == NOBODY:
@@ -84,13 +80,9 @@ def test_output_that_cannot_be_written(words: str, ends: tuple[int, str]) -> Non
 
 def answering(server: Program, *args: str) -> Running:
     """`llama-worker run` in a process of its own."""
-    words, env, none = (
-        (*COMMAND, "run", "--server", server.path, *args),
-        environment(),
-        subprocess.DEVNULL,
-    )
+    words = (*COMMAND, "run", "--server", server.path, *args)
     heeds = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # the tester may run under nohup
-    return running(*words, env=env, stdin=none, preexec_fn=heeds)
+    return running(*words, env=environment(), stdin=subprocess.DEVNULL, preexec_fn=heeds)
 
 
 def test_a_reader_that_leaves_ends_it_quietly(program: MakeProgram, model: str) -> None:
