@@ -35,11 +35,7 @@ _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200
 # of a model that alone is larger than the memory: the level, what follows, what to do
 _TOO_BIG: dict[str, tuple[Level, str, str]] = {
-    "memory": (
-        "problem",
-        "",
-        "a smaller quantisation or a smaller model; or end other programs",
-    ),
+    "memory": ("problem", "", "a smaller quantisation or a smaller model; or end other programs"),
     "GPU memory": (
         "note",
         ": a part of the model will run on the CPU, far slower",
