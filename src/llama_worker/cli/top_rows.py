@@ -100,53 +100,50 @@ class MetricsHistory:
     """One endpoint over time, scrape by scrape."""
 
     def __init__(self) -> None:
-        self._before: dict[str, _Scrape] = {}
-        self._last_reason: dict[str, str] = {}
-        self._rates: dict[str, _Rate] = {}
+        self._workers: dict[str, _WorkerHistory] = {}
 
     def rows(self, samples: Iterable[Sample], at: float) -> list[Row]:
         """The workers after this scrape; `at` is monotonic seconds."""
-        counted = _by_worker(samples)
-        rows = []
-        for name, now in sorted(counted.items()):
-            reason = _new_reason(now, self._before.get(name))
-            if reason:
-                self._last_reason[name] = reason
-            outcomes = Counter[str]()
-            for (outcome, _), count in now.requests.items():
-                outcomes[outcome] += count
-            rows.append(
-                Row(
-                    worker=name,
-                    state=now.state,
-                    slots_used=now.slots_used,
-                    slots_total=now.slots,
-                    tokens_per_s=self._rates.setdefault(name, _Rate()).add(now.tokens, at),
-                    completed=outcomes["completed"],
-                    failed=outcomes["failed"],
-                    canceled=outcomes["canceled"],
-                    restarts=now.restarts.total(),
-                    last_reason=self._last_reason.get(name, ""),
-                )
-            )
-        self._before = counted
-        return rows
+        scrapes, known = _by_worker(samples), self._workers
+        self._workers = {name: known.get(name, _WorkerHistory()) for name in sorted(scrapes)}
+        return [each.row(name, scrapes[name], at) for name, each in self._workers.items()]
 
 
-class _Rate:
-    """The speed of a counter over the last minute."""
+class _WorkerHistory:
+    """One worker over time. Tokens per second are those of the last minute."""
 
     def __init__(self) -> None:
-        self._points: deque[tuple[float, float]] = deque()
+        self._before: _Scrape | None = None
+        self._last_reason = ""
+        self._tokens: deque[tuple[float, float]] = deque()
 
-    def add(self, value: float, at: float) -> float | None:
-        if self._points and value < self._points[-1][1]:
-            self._points.clear()  # the host was restarted: it counts from zero
-        self._points.append((at, value))
-        while at - self._points[0][0] > _RATE_WINDOW_S:
-            self._points.popleft()
-        began_at, first = self._points[0]
-        return (value - first) / (at - began_at) if at > began_at else None
+    def row(self, name: str, now: _Scrape, at: float) -> Row:
+        self._last_reason = _new_reason(now, self._before) or self._last_reason
+        self._before = now
+        outcomes = Counter[str]()
+        for (outcome, _), count in now.requests.items():
+            outcomes[outcome] += count
+        return Row(
+            worker=name,
+            state=now.state,
+            slots_used=now.slots_used,
+            slots_total=now.slots,
+            tokens_per_s=self._tokens_per_s(now.tokens, at),
+            completed=outcomes["completed"],
+            failed=outcomes["failed"],
+            canceled=outcomes["canceled"],
+            restarts=now.restarts.total(),
+            last_reason=self._last_reason,
+        )
+
+    def _tokens_per_s(self, count: float, at: float) -> float | None:
+        if self._tokens and count < self._tokens[-1][1]:
+            self._tokens.clear()  # the host was restarted: it counts from zero
+        self._tokens.append((at, count))
+        while at - self._tokens[0][0] > _RATE_WINDOW_S:
+            self._tokens.popleft()
+        began_at, first = self._tokens[0]
+        return (count - first) / (at - began_at) if at > began_at else None
 
 
 def _by_worker(samples: Iterable[Sample]) -> dict[str, _Scrape]:
