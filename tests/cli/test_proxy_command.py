@@ -83,7 +83,7 @@ def test_timeouts_are_those_of_whichever_server(
     """Of one that is there, and of one that is started."""
     timeouts: list[TimeoutProfile] = []
     monkeypatch.setattr(
-        "llama_worker.cli.proxy.serve", lambda _, **config: timeouts.append(config["timeouts"])
+        "llama_worker.cli.proxy.serve", lambda _, config, **__: timeouts.append(config.timeouts)
     )
     given = ["--timeouts", named] if named else []
     result = CliRunner().invoke(app, ["responses-proxy", "--upstream", "http://a", *given])
@@ -98,12 +98,11 @@ def test_who_handled_signals_before_does_so_afterwards(free_port: Callable[[], i
     program = f"""
 import signal
 from llama_worker.cli.proxy import ServerChoice, serve
-from llama_worker import TimeoutProfile
+from llama_worker.responses.config import ResponsesProxyConfig
 upstream = ServerChoice(url="http://{HOST}:1", model=None, server=None, slots=1, command=None)
-options = {{"host": "{HOST}", "port": {free_port()}, "ca_file": None}}
-options |= {{"api_key_env": None, "timeouts": TimeoutProfile.fast()}}
+config = ResponsesProxyConfig(host="{HOST}", port={free_port()})
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-print(serve(upstream, **options))
+print(serve(upstream, config, api_key_env=None))
 assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 """
     with running(sys.executable, "-c", program, env=environment()) as (process, output):

@@ -310,11 +310,10 @@ def responses_proxy_command(
     one that this command starts and supervises (--model, --server-cmd).
     """
     from llama_worker.cli.proxy import ServerChoice, serve
+    from llama_worker.responses.config import ResponsesProxyConfig
 
     source = ServerChoice(url=upstream, model=model, server=server, slots=slots, command=server_cmd)
-    return serve(
-        source,
-        api_key_env=api_key_env,
+    config = ResponsesProxyConfig(
         host=host,
         port=port,
         ca_file=ca_file,
@@ -322,6 +321,7 @@ def responses_proxy_command(
         allow_origins=tuple(allow_origin or ()),
         timeouts=_profile(timeouts),
     )
+    return serve(source, config, api_key_env=api_key_env)
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import shlex
 import ssl
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from msgspec import Struct
@@ -34,21 +35,20 @@ class ServerChoice(Struct, frozen=True, kw_only=True):
     command: str | None
 
 
-def serve(upstream: ServerChoice, *, api_key_env: str | None, **config: Any) -> int:
+def serve(upstream: ServerChoice, config: ResponsesProxyConfig, *, api_key_env: str | None) -> int:
     """Serve until a signal comes; returns the exit code. For the main thread.
 
-    `config`: the other fields of ResponsesProxyConfig.
+    `config` gets its upstream and API key here.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with contextlib.suppress(KeyboardInterrupt):
         api_key = _api_key(api_key_env)
-        _check_ca_file(config["ca_file"])
+        _check_ca_file(config.ca_file)
         with (
             Interrupts() as interrupts,
-            _server(upstream, api_key, config["timeouts"], interrupts) as (url, worker),
+            _server(upstream, api_key, config.timeouts, interrupts) as (url, worker),
         ):
-            proxied = ResponsesProxyConfig(upstream=url, api_key=api_key, **config)
-            _serve(proxied, worker, interrupts)
+            _serve(replace(config, upstream=url, api_key=api_key), worker, interrupts)
     return exits.DONE
 
 
