@@ -208,26 +208,22 @@ def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
     """Words that the build does not know, each with what may have been meant; [] if the program has
     another name."""
     at = _program_at(command)
-    return list(_unknown(command[at + 1 :], known)) if at is not None else []
-
-
-def _unknown(words: Sequence[str], known: KnownFlags) -> Iterator[str]:
-    at = 0
-    while at < len(words):
-        word = words[at]
+    words = list(command[at + 1 :]) if at is not None else []
+    unknown = []
+    while words:
+        word = words.pop(0)
         flag = flag_of(word)
-        at += 1
         if flag in known:
-            at += known[flag]
-            continue
-        if flag.partition("=")[0] in known:
-            yield f"{word}: the value must be a word of its own"
-            continue
-        is_flag = flag.startswith("-")
-        meant = did_you_mean(flag, known) if is_flag else None
-        yield f"{word}: {meant}" if meant else word
-        if is_flag and at < len(words) and not words[at].startswith("-"):
-            at += 1  # its value
+            del words[: known[flag]]
+        elif flag.partition("=")[0] in known:
+            unknown.append(f"{word}: the value must be a word of its own")
+        else:
+            is_flag = flag.startswith("-")
+            meant = did_you_mean(flag, known) if is_flag else None
+            unknown.append(f"{word}: {meant}" if meant else word)
+            if is_flag and words and not words[0].startswith("-"):
+                del words[0]  # its value
+    return unknown
 
 
 # ---------------------------------------------------------------- parts
