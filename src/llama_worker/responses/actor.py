@@ -40,7 +40,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         self._store = ResponseStore(
             max_count=config.max_responses, max_bytes=config.max_stored_bytes
         )
-        self._running: dict[int, str] = {}  # ids of responses, by the exchange that makes each
+        self._running: set[str] = set()  # ids of the responses that are made
         self._recalls: list[messages.Recall] = []
         self._listener: SocketListener | None = None
         self._starting: Reply[int] | None = None
@@ -61,8 +61,8 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
                 self._ended(error)
             case messages.Enter():
                 self._enter(message)
-            case messages.Leave(exchange_id=exchange_id, stored=stored):
-                self._running.pop(exchange_id, None)
+            case messages.Leave(response_id=response_id, stored=stored):
+                self._running.discard(response_id)
                 if stored is not None:
                     self._store.put(stored)
                 self._recall_what_waits()
@@ -124,15 +124,14 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         limit = self._config.max_concurrent
         is_admitted = not self._stopped and (limit is None or len(self._running) < limit)
         if is_admitted:
-            self._running[entering.exchange_id] = entering.response_id
+            self._running.add(entering.response_id)
         if entering.reply is not None:
             entering.reply.answer(is_admitted)
 
     def _recall_what_waits(self) -> None:
-        running = {*self._running.values()}
         waiting, self._recalls = self._recalls, []
         for recall in waiting:
-            if recall.wanted.response_ids() & running:
+            if recall.wanted.response_ids() & self._running:
                 self._recalls.append(recall)
             else:
                 recall.reply.answer(self._store.recall(recall.wanted))

@@ -3,7 +3,6 @@ last byte."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 import threading
@@ -63,7 +62,6 @@ class ResponsesApp:
         self._proxy = proxy
         self._upstream = upstream
         self._generator = ResponseGenerator(upstream, heartbeat_s=config.heartbeat_s)
-        self._numbers = itertools.count(1)
         self._sockets = threading.BoundedSemaphore(_MAX_SOCKETS)
 
     def serve(self, request: HttpRequest, client: Client) -> None:
@@ -85,9 +83,8 @@ class ResponsesApp:
             exchange.leave()
 
     def _exchange(self, client: Client) -> Exchange:
-        number = next(self._numbers)
         is_bounded = self._config.max_concurrent is not None
-        return Exchange(number, client, self._proxy, self._upstream, is_bounded=is_bounded)
+        return Exchange(client, self._proxy, self._upstream, is_bounded=is_bounded)
 
     def _route(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         method, path = request.method, request.target.partition("?")[0]

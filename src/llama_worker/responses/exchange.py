@@ -64,7 +64,6 @@ class Exchange:
 
     def __init__(
         self,
-        number: int,
         client: Client,
         proxy: Mailbox[ProxyMessage],
         upstream: Upstream,
@@ -76,22 +75,21 @@ class Exchange:
         self.upstream = upstream
         self._is_bounded = is_bounded
         self._wants_lease = False
-        self._number = number
         self._client = client
         self._proxy = proxy
-        self._is_counted = False  # by the proxy's actor
-        self._entering: Enter | None = None  # what its actor is not told yet
+        # ids of its response: that the proxy's actor is to be told of, and that it counts
+        self._entering: str | None = None
+        self._counted: str | None = None
         client.when_left(self.abort.abort)
 
     def enter(self, response_id: str, *, is_stored: bool) -> None:
         """Ask for a response's admission. Raises ApiError."""
-        reply: WorkerFuture[bool] | None = WorkerFuture() if self._is_bounded else None
-        entering = Enter(exchange_id=self._number, response_id=response_id, reply=reply)
-        self._is_counted = is_stored or self._is_bounded  # nobody asks for others
-        if reply is None:  # nothing to wait for
-            if is_stored:
-                self._entering = entering
-        elif not ask(self._proxy, entering, reply):
+        if not self._is_bounded:  # there is no answer to wait for
+            self._entering = response_id if is_stored else None  # others cannot be referred to
+            return
+        self._counted = response_id
+        reply: WorkerFuture[bool] = WorkerFuture()
+        if not ask(self._proxy, Enter(response_id=response_id, reply=reply), reply):
             raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
 
     def lease(self, job_name: str, chat: Mapping[str, Any], *, answers: int = 1) -> None:
@@ -133,8 +131,8 @@ class Exchange:
         """Tell the proxy's actor what needed no answer: once the upstream has work, and this thread
         none."""
         if self._entering is not None:
-            self._proxy.tell(self._entering)
-            self._entering = None
+            self._proxy.tell(Enter(response_id=self._entering))
+            self._counted, self._entering = self._entering, None
 
     def _end_lease(self) -> bool:
         self.leased.be_watched()  # else nobody could tell why the connection broke
@@ -148,9 +146,9 @@ class Exchange:
         if self._wants_lease and self.leased.is_watched:
             self._wants_lease = False
             self._end_lease()
-        if self._is_counted and self._entering is None:
-            self._is_counted = False
-            self._proxy.tell(Leave(exchange_id=self._number, stored=stored))
+        if self._counted is not None:
+            self._proxy.tell(Leave(response_id=self._counted, stored=stored))
+            self._counted = None
 
 
 def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:

@@ -41,7 +41,6 @@ class Enter(Struct, frozen=True, kw_only=True):
     `reply`: answered with False where it is one too many; None: nobody asks.
     """
 
-    exchange_id: int
     response_id: str
     reply: Reply[bool] | None = None
 
@@ -49,7 +48,7 @@ class Enter(Struct, frozen=True, kw_only=True):
 class Leave(Struct, frozen=True, kw_only=True):
     """The exchange is over. `stored`: the response to keep, None for none."""
 
-    exchange_id: int
+    response_id: str
     stored: StoredResponse | None = None
 
 
