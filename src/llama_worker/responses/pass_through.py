@@ -23,7 +23,7 @@ from llama_worker.runtime.http.session import HttpReply
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.events import Done
-from llama_worker.stream.failure import describe_http_error, disconnected
+from llama_worker.stream.failure import StreamFailure, describe_http_error, disconnected
 
 _CHAT = re.compile(r"(/v1)?/chat/completions/?")
 Headers = list[tuple[str, str]]
@@ -103,16 +103,17 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
         ) from None
     leased = exchange.leased
     is_refused, said = reply.status != HTTPStatus.OK, bytearray()
+
+    def refusal() -> StreamFailure | None:
+        return describe_http_error(reply.status, said) if is_refused else None
+
     is_stream = "text/event-stream" in reply.header("content-type")
     decoder = StreamDecoder(every_choice=True) if is_stream and leased.request_id else None
     while True:
         try:
             piece = _next_piece(reply, leased.settled_at)
         except OSError as error:
-            broken = disconnected("in mid-stream", str(error))
-            failure = leased.closed(
-                describe_http_error(reply.status, said) if is_refused else broken
-            )
+            failure = leased.closed(refusal() or disconnected("in mid-stream", str(error)))
             if not (leased.is_given_up and failure is not None and decoder is not None):
                 raise
             # As the server itself tells of an error in a stream.
@@ -124,10 +125,10 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
         events = decoder.feed(piece) if decoder is not None else ()
         if piece:
             leased.heard(events, time.monotonic())
-        is_over = not piece or reply.is_complete
-        if is_over:
-            leased.closed(describe_http_error(reply.status, said) if is_refused else None)
-        is_over = is_over or Done() in events
+        is_whole = not piece or reply.is_complete
+        if is_whole:
+            leased.closed(refusal())
+        is_over = is_whole or Done() in events
         if is_over:
             exchange.leave()  # first: who has read the end may have its place
         if piece:
