@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -245,17 +246,9 @@ class ChatMessages:
         if not isinstance(call_id, str):
             raise ApiError(400, f"a {item_type(item)} needs the call_id of its call", param="input")
         self._end_turn()
-        try:
-            content = (
-                _content(output)
-                if isinstance(output, (str, list, type(None)))
-                else _as_json(output)
-            )
-        except ApiError:
-            content = _as_json(output)  # any JSON value is a result, not only a list of parts
-        self._messages.append(
-            {"role": "tool", "tool_call_id": self._ids.get(call_id, call_id), "content": content}
-        )
+        own_id = self._ids.get(call_id, call_id)
+        result = {"role": "tool", "tool_call_id": own_id, "content": _result(output)}
+        self._messages.append(result)
         self._unanswered.discard(call_id)
         if not self._unanswered:
             self._release_held()
@@ -289,6 +282,14 @@ def _content(content: object) -> str | list[Message]:
     parts."""
     parts = _parts(content)
     return _joined(parts) if _is_text(parts) else parts
+
+
+def _result(output: object) -> str | list[Message]:
+    """Of a call: any JSON value is one, not only a text and a list of parts."""
+    if isinstance(output, (str, list, type(None))):
+        with contextlib.suppress(ApiError):
+            return _content(output)
+    return _as_json(output)
 
 
 def _is_text(parts: list[Message]) -> bool:

@@ -130,34 +130,29 @@ class ResponseEvents:
         for event in said:
             if self.over:
                 break
-            self._hear(event, now)
+            match event:
+                case chat.TextDelta(text=text):
+                    splitter = self._splitter
+                    self._piece(splitter.feed_text(text) if splitter else SplitText("", text))
+                case chat.ReasoningDelta(text=text):
+                    splitter = self._splitter
+                    self._piece(splitter.feed_reasoning(text) if splitter else SplitText(text, ""))
+                case chat.ToolCallDelta():
+                    self._finish_splitter()  # no text that came before may come after the call
+                    self._take_delta(event)
+                case chat.Finish() | chat.ServerError() | chat.Done():
+                    self._conclude(self._turn_end.feed(event, now))
+                case chat.UsageReport():
+                    self._usage = event
+                case chat.TimingsReport():
+                    self._timings = event
+                case chat.EmptyRecord() | chat.UnknownContent() | chat.PromptReport():
+                    pass
+                case _:
+                    assert_never(event)
         if self._turn_end.settled_at is not None:
             self._conclude(self._turn_end.tick(now))
         return self._take()
-
-    def _hear(self, event: chat.StreamEvent, now: float) -> None:
-        match event:
-            case chat.TextDelta(text=text):
-                self._piece(
-                    self._splitter.feed_text(text) if self._splitter else SplitText("", text)
-                )
-            case chat.ReasoningDelta(text=text):
-                self._piece(
-                    self._splitter.feed_reasoning(text) if self._splitter else SplitText(text, "")
-                )
-            case chat.ToolCallDelta():
-                self._finish_splitter()  # no text that came before may come after the call
-                self._take_delta(event)
-            case chat.Finish() | chat.ServerError() | chat.Done():
-                self._conclude(self._turn_end.feed(event, now))
-            case chat.UsageReport():
-                self._usage = event
-            case chat.TimingsReport():
-                self._timings = event
-            case chat.EmptyRecord() | chat.UnknownContent() | chat.PromptReport():
-                pass
-            case _:
-                assert_never(event)
 
     def closed(self, failure: StreamFailure | None = None) -> list[Event]:
         """The connection is over; `failure`: how it broke, None for a regular end."""
