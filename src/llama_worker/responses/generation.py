@@ -283,7 +283,6 @@ class ResponseGenerator:
         exchange.enter(response_id, is_stored=chat_request.store)
         if chat_request.generates:
             exchange.lease(f"responses:{response_id}", chat_request.body)
-        messages = self._as_template_takes(chat_request.body["messages"], exchange, request)
         sampling = self._server_sampling(exchange, request)
         events = ResponseEvents(
             unique=unique,
@@ -300,16 +299,26 @@ class ResponseGenerator:
             )
 
         run = ResponseRun(
-            events,
-            exchange.abort,
-            sink=sink,
-            heartbeat_s=self._heartbeat_s,
-            over=over,
+            events, exchange.abort, sink=sink, heartbeat_s=self._heartbeat_s, over=over
         )
-
-        if not chat_request.generates:
+        if chat_request.generates:
+            self._run(run, exchange, request, chat_request)
+        else:
             run.finish_empty()
-            return events
+        if sink is None and events.failure is not None:
+            # What was generated is lost: a retry costs it all again, and is the client's to decide.
+            raise ApiError(502, events.failure, code=error_code(events.failure), should_retry=False)
+        return events
+
+    def _run(
+        self,
+        run: ResponseRun,
+        exchange: Exchange,
+        request: HttpRequest,
+        chat_request: ChatRequest,
+    ) -> None:
+        """Ask the upstream, and drive the response to its end. Raises ApiError where the client was
+        sent nothing and the upstream refuses."""
 
         def before_reading() -> None:
             exchange.announce()
@@ -323,6 +332,7 @@ class ResponseGenerator:
             before_reading=before_reading,
             silence_s=self._silence_s if chat_request.stream else None,
         )
+        messages = self._as_template_takes(chat_request.body["messages"], exchange, request)
         # with progress reports, a prompt that stands still is found sooner
         body = {**chat_request.body, "messages": messages, "return_progress": True}
         try:
@@ -338,10 +348,6 @@ class ResponseGenerator:
             if not run.has_begun:
                 raise refused
             run.fail(refused)
-        if sink is None and events.failure is not None:
-            # What was generated is lost: a retry costs it all again, and is the client's to decide.
-            raise ApiError(502, events.failure, code=error_code(events.failure), should_retry=False)
-        return events
 
     def _as_template_takes(
         self, messages: list[Message], exchange: Exchange, request: HttpRequest
