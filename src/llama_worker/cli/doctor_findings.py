@@ -16,6 +16,7 @@ from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
 from llama_worker.config.command_flags import (
     KnownFlags,
     batch_warning,
+    cache_ram_mib,
     memory_warning,
     program_of,
     unknown_flags,
@@ -290,8 +291,8 @@ def of_batch(subject: str, config: WorkerConfig) -> Iterator[Finding]:
 
 def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterator[Finding]:
     """The servers' prompt caches against the machine's memory."""
-    commands = {name: config.server_cmd for name, config in configs.items()}
-    if line := memory_warning(commands, memory_bytes):
+    limits = {name: cache_ram_mib(each.server_cmd, each.env) for name, each in configs.items()}
+    if line := memory_warning(limits, memory_bytes):
         what, _, todo = line.partition(": set ")
         yield Finding("note", "prompt caches", harmless(what), f"set {todo}")
 

@@ -130,11 +130,11 @@ def command_warnings(
     return lines
 
 
-def cache_ram_mib(command: Sequence[str]) -> float:
+def cache_ram_mib(command: Sequence[str], env: Mapping[str, str]) -> float:
     """How much memory the server may use to keep prompts: MiB, infinite without a limit, its
     default if not given."""
     try:
-        limit = int(_last_value(command, _CACHE_RAM_FLAGS))
+        limit = int(_last_value(command, _CACHE_RAM_FLAGS, env.get("LLAMA_ARG_CACHE_RAM", "")))
     except ValueError:  # not given, or no number, which the server refuses
         return DEFAULT_CACHE_RAM_MIB
     return limit if limit >= 0 else float("inf")
@@ -160,10 +160,9 @@ def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     )
 
 
-def memory_warning(commands: Mapping[str, Sequence[str]], memory_bytes: int) -> str | None:
-    """A line for a person where the prompt caches of these servers, by worker, may outgrow the
-    machine's memory."""
-    limits = {name: cache_ram_mib(command) for name, command in commands.items()}
+def memory_warning(limits: Mapping[str, float], memory_bytes: int) -> str | None:
+    """A line for a person where the prompt caches of these servers, in MiB by worker, may outgrow
+    the machine's memory."""
     total = sum(limits.values())
     memory_mib = memory_bytes >> 20
     if total <= memory_mib:

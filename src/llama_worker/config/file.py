@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_worker.config.command import llama_server_cmd
-from llama_worker.config.command_flags import memory_warning
+from llama_worker.config.command_flags import cache_ram_mib, memory_warning
 from llama_worker.config.machine import memory_bytes
 from llama_worker.config.profiles import (
     TIMEOUT_PRESETS,
@@ -69,8 +69,8 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
         place = os.fspath(path) if number is None else f"{os.fspath(path)}:{number}"
         keys = ".".join(key if re.fullmatch(r"[\w-]+", key) else repr(key) for key in invalid.path)
         raise ConfigError(": ".join(filter(None, (place, keys, invalid.problem)))) from invalid
-    commands = {name: config.server_cmd for name, config in configs.items()}
-    if line := memory_warning(commands, memory_bytes()):
+    limits = {name: cache_ram_mib(each.server_cmd, each.env) for name, each in configs.items()}
+    if line := memory_warning(limits, memory_bytes()):
         warnings.warn(f"{os.fspath(path)}: {line}", stacklevel=2)
     return configs
 

@@ -155,38 +155,42 @@ def test_a_config_has_the_warnings_of_its_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "mib"),
+    ("words", "env", "mib"),
     [
-        ((), 8192),
-        (("--cache-ram", "0"), 0),
-        (("-cram", "512"), 512),
-        (("-cram", "-1"), math.inf),
-        (("-cram",), 8192),
+        ((), {}, 8192),
+        (("--cache-ram", "0"), {}, 0),
+        (("-cram", "512"), {}, 512),
+        (("-cram", "-1"), {}, math.inf),
+        (("-cram",), {}, 8192),
+        ((), {"LLAMA_ARG_CACHE_RAM": "64"}, 64),
+        (("-cram", "512"), {"LLAMA_ARG_CACHE_RAM": "64"}, 512),
     ],
 )
-def test_what_a_server_may_keep_of_prompts(words: tuple[str, ...], mib: float) -> None:
-    assert cache_ram_mib((*MODEL, *words)) == mib
+def test_what_a_server_may_keep_of_prompts(
+    words: tuple[str, ...], env: dict[str, str], mib: float
+) -> None:
+    assert cache_ram_mib((*MODEL, *words), env) == mib
 
 
 @pytest.mark.parametrize(
-    ("commands", "memory", "says"),
+    ("limits", "memory", "says"),
     [
-        ({"a": MODEL}, 16 * GIB, None),
-        ({"a": MODEL, "b": MODEL}, 16 * GIB, None),
-        ({"a": MODEL, "b": MODEL, "c": MODEL}, 16 * GIB, "3 servers may keep up to 24576 MiB"),
+        ({"a": 8192}, 16 * GIB, None),
+        ({"a": 8192, "b": 8192}, 16 * GIB, None),
+        ({"a": 8192, "b": 8192, "c": 8192}, 16 * GIB, "3 servers may keep up to 24576 MiB"),
         (
-            {"a": MODEL, "b": (*MODEL, "--cache-ram", "-1")},
+            {"a": 8192, "b": math.inf},
             64 * GIB,
             "inf MiB of prompts in memory (a: 8192 MiB, b: ",
         ),
-        ({"a": MODEL}, 4 * GIB, "a server may keep up to 8192 MiB"),
+        ({"a": 8192}, 4 * GIB, "a server may keep up to 8192 MiB"),
         ({}, 0, None),
     ],
 )
 def test_caches_beyond_memory_are_named(
-    commands: dict[str, tuple[str, ...]], memory: int, says: str | None
+    limits: dict[str, float], memory: int, says: str | None
 ) -> None:
-    line = memory_warning(commands, memory)
+    line = memory_warning(limits, memory)
     assert (line is None) == (says is None)
     assert (says or "") in (line or "")
 
