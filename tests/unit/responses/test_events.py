@@ -122,7 +122,7 @@ texts = st.sampled_from(
 calls = st.builds(
     call,
     st.integers(0, 3),
-    st.sampled_from([None, "", "{", "}", '{"a":', "1", '"', "{}", " "]),
+    st.sampled_from([None, "", "{", "}", '{"a":', "1", '"', "{}", " ", '"\ud800"']),
     st.sampled_from([None, "f", "g"]),
     st.sampled_from([None, "c1", "c2"]),
 )

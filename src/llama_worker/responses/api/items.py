@@ -143,6 +143,7 @@ class Call(Struct):
         return []
 
     def append(self, piece: str) -> Emitted:
+        piece = encodable(piece)
         self._pieces.append(piece)
         if stripped := piece.rstrip():
             self._may_be_whole = stripped.endswith("}")
@@ -187,7 +188,7 @@ class Call(Struct):
         return {**item, "type": "function_call", "arguments": arguments}
 
     def _arguments(self) -> str:
-        return encodable("".join(self._pieces))
+        return "".join(self._pieces)
 
 
 def _object(arguments: str) -> dict[str, Any] | None:
