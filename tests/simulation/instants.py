@@ -1,5 +1,6 @@
-"""When a server is signalled, and when it is started again: at the stated instants, neither early
-nor late. They are computed here from the settings and from what was seen, and not asked for."""
+"""When a server is signalled, when it is started again, and how often its slots are looked at: at
+the stated instants, neither early nor late. They are computed here from the settings and from what
+was seen, and not asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +20,26 @@ LATEST_TIMER_S = 3.0  # how late what is due at an instant may be done, a starve
 CLOSING_S = 1.0  # connections are closed before SIGTERM
 REPEAT_S = 2.0  # from SIGTERM to the second
 FORCE_S = 1.0  # from SIGKILL by the guard to that past it, and to each further one
+LOOKS_APART_S = 2.0
+REFUSED_S = 60.0
 _EARLY_S = 1e-6
+
+
+class Looks:
+    """At the slots of one launch: two seconds apart, since results that they cause keep the server
+    from noticing closed connections; a minute behind a refusal."""
+
+    def __init__(self) -> None:
+        self._not_before = -math.inf
+
+    def asked(self, now: float) -> None:
+        if now < self._not_before - _EARLY_S:
+            early_s = self._not_before - now
+            raise Violation(Promise.HUNG_OR_SLOW, f"/slots is asked for {early_s:.2f} s too soon")
+        self._not_before = now + LOOKS_APART_S
+
+    def refused(self, now: float) -> None:
+        self._not_before = now + REFUSED_S
 
 
 class Signals:

@@ -55,6 +55,7 @@ from llama_worker.stream.lazy_reading import LazyReading, Portion
 from llama_worker.types.request import RequestFailReason, TokenCount
 from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice
+from tests.simulation.instants import Looks
 from tests.simulation.machine import Machine
 from tests.simulation.scheduler import Event, Scheduler, Violation
 from tests.simulation.server import Exchange, LlamaServer
@@ -78,6 +79,7 @@ class SimRuntime:
         self._config = config
         self._activity = ProcessActivity()
         self.slots_asked = 0
+        self._looks: dict[int, Looks] = {}  # by launch
         self.tool_threads: list[SimToolThread] = []  # all that were started
         self.server: SimServerProcess | None = None  # launched last
 
@@ -193,10 +195,13 @@ class SimRuntime:
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SimQuestion:
         self.machine.need_thread()
         self.slots_asked += 1
+        looks = self._looks.setdefault(epoch, Looks())
+        looks.asked(self.now())
         asked_at, nothing = self.scheduler.now, SlotsSeen(epoch=epoch, look=None)
 
         def answer(server: LlamaServer | None) -> SlotsSeen | None:
             if server is None or not server.build.shows_slots or not server.loaded:
+                looks.refused(self.now())
                 return nothing
             if not server.answers or server.slots_wait_s > LOOK_TIMEOUT_S:
                 return None
