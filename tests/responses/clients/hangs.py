@@ -91,7 +91,9 @@ def survives_a_server_that_spins(on: Stage) -> None:
 def survives_a_stuck_task_queue(on: Stage) -> None:
     on.enter_context(mock.patch.object(request_watch, "SILENT_S", 3.0))  # of a minute
     on.enter_context(mock.patch.object(slots_watch, "PAUSE_S", 0.3))  # of 5 s
-    slots = [fs.Answer(body=[_slot(decoded=1)], times=3), fs.Answer(hang=True)]
+    still = fs.Answer(body=[_slot(decoded=1)], times=3)
+    goes_on = fs.Answer(body=[_slot(decoded=2)], times=1)  # so it answers in the middle of a batch
+    slots = [still, goes_on, fs.Answer(hang=True)]
     _survives(on, [*HALF, fs.Burn(None, 30.0)], "/slots has not answered", slots, SUSPICIOUS)
 
 
