@@ -77,8 +77,8 @@ class RequestActor(Child[RequestMessage]):
                 self._end_lease(message)
             case messages.GetStatus() | messages.ReadOutput() | messages.CancelRequest():
                 self._flush_and_answer(message)
-            case messages.ReportProgress():  # a verdict is not to miss what waits to be told
-                self._flush_and_answer(message)
+            case messages.ReportProgress():
+                self._flush_and_answer(message)  # a verdict misses nothing that waits to be told
             case messages.Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
                 self._flush_and_answer(message)  # of a dead server all is read that it sent
             case messages.StreamFlushed(turn_id=turn_id):
