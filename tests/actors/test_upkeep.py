@@ -115,3 +115,15 @@ def test_a_kill_of_an_earlier_process_with_the_same_pid_is_not_this_ones(
         kernel.write("6,2,2,-;Killed process 7 (this one)\n")
     assert watch.kernel_line() == "Killed process 7 (this one)"
     watch.close()
+
+
+def test_a_server_starts_where_the_kernels_log_is_a_console(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console, terminal = os.openpty()
+    monkeypatch.setattr(oom_watch, "_KMSG", os.ttyname(terminal))
+    rig = make_worker()
+    rig.run()
+    rig.worker.close()
+    os.close(console)
+    os.close(terminal)

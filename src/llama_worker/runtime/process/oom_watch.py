@@ -67,10 +67,14 @@ class OomWatch:
 
 def _end_of_log() -> int | None:
     try:
-        log = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
+        log = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
         return None
-    os.lseek(log, 0, os.SEEK_END)
+    try:
+        os.lseek(log, 0, os.SEEK_END)
+    except OSError:  # a container's link to its console
+        os.close(log)
+        return None
     return log
 
 
