@@ -117,6 +117,17 @@ def test_a_kill_of_an_earlier_process_with_the_same_pid_is_not_this_ones(
     watch.close()
 
 
+def test_the_name_of_a_control_group_may_be_any_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cgroup").write_bytes(b"3:cpu,memory:/jobs/\xff\x0b\n0::/\n")
+    monkeypatch.setattr(oom_watch, "_PROC", tmp_path)
+    counter = oom_watch._counter_file(7)
+    assert counter is not None
+    assert os.fsencode(counter).endswith(b"/memory/jobs/\xff\x0b/memory.oom_control")
+
+
 def test_a_server_starts_where_the_kernels_log_is_a_console(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llama_worker.config.machine import CGROUP
 
+_PROC = "/proc"
 _KMSG = "/dev/kmsg"
 _RECORD_BYTES = 8192  # longer ones the kernel cuts off
 _MAX_RECORDS = 20_000
@@ -82,15 +83,15 @@ def _counter_file(pid: int) -> Path | None:
     """Where the process's group counts kills: `memory.events`, or `memory.oom_control` of version
     1."""
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        lines = os.fsdecode(Path(f"{_PROC}/{pid}/cgroup").read_bytes())
     except OSError:
         return None
-    for line in lines:
+    for line in lines.split("\n")[:-1]:  # a name may hold any other byte
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             return CGROUP / "memory" / path.lstrip("/") / "memory.oom_control"
-        if not controllers and (events := CGROUP / path.lstrip("/") / "memory.events").exists():
-            return events
+        if not controllers:
+            return CGROUP / path.lstrip("/") / "memory.events"
     return None
 
 
@@ -98,6 +99,6 @@ def _count(counter: Path | None) -> int:
     try:
         lines = counter.read_text().splitlines() if counter is not None else []
     except OSError:
-        return 0  # the group has gone with the server
+        return 0  # it does not count, or has gone with the server
     counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
     return int(counts.get("oom_kill", 0))
