@@ -6,6 +6,8 @@ The numbers are the `RestartPolicy`'s, in `config.profiles`. Instants (`now`) ar
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -25,7 +27,7 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
     recent: tuple[float, ...] = ()  # restarts within the window, oldest first
     row_count: int = 0  # restarts without a completed request or a stable READY between
     ready_at: float | None = None  # READY since
-    ready_for_s: float = 0.0  # the longest READY since the last restart
+    ready_for_s: float = -math.inf  # the longest READY since the last restart; -inf: there was none
 
     def next(self, now: float, policy: RestartPolicy) -> tuple[RestartBudget, float | Lockout]:
         """The server is down or has to go: restart after so many seconds, or never. Implies

@@ -59,6 +59,7 @@ def crashes(
 
 
 QUICK = replace(POLICY, restart_backoff_s=1.0)
+STABLE_AT_ONCE = replace(POLICY, stable_after_s=0.0, restart_window_s=1.0)
 DOUBLING = [5.0, 10.0, 20.0, 40.0, 60.0]
 
 
@@ -70,6 +71,7 @@ DOUBLING = [5.0, 10.0, 20.0, 40.0, 60.0]
             (POLICY, ready_s, False, DOUBLING, "5 times in a row")
             for ready_s in (60.0, 599.0, None)
         ),
+        (STABLE_AT_ONCE, None, False, DOUBLING, "5 times in a row"),
         (RestartPolicy.never(), 10_000.0, False, [], "turned off"),
     ],
 )
