@@ -301,7 +301,7 @@ class ServerWatch:
 
     def _watch(self, request_id: int, now: float) -> None:
         if self._requests.begin(request_id):
-            self._watched_since = now
+            self._watched_since, self._is_blind = now, False
             # Most are over by then, or have their first token, which a look would delay.
             self._look_at = now + min(FIRST_LOOK_S, self._profile.liveness_probe_interval_s / 2)
 

@@ -11,7 +11,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.gaps import FORGIVEN_IN_A_ROW
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
-from llama_worker.request.progress import Progress
+from llama_worker.request.progress import Batch, Progress
 from llama_worker.server import messages, watch
 from llama_worker.server.blame import GpuFault
 from llama_worker.server.health import HealthCounter
@@ -250,6 +250,21 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
     assert [type(told) for told in news] == [messages.StartupFailed]
     assert 10.0 <= now <= 10.5
     assert step.watch.deadline is None
+
+
+def test_what_nobody_saw_before_an_idle_hour_takes_nothing_from_the_next_request() -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=None), probes_count=1)
+    step(Watch(request_id=1, request=Nobody()), 9.5)
+    (look,) = step(Tick(), 10.0)
+    step(EvidenceSeen(look=look, at=10.0, blind=True), 10.0)
+    step(Unwatch(request_id=1, data_at=None, completed=True), 10.0)
+    step(Watch(request_id=2, request=Nobody()), 3600.0)
+    (look,) = step(Tick(), 3600.5)
+    step(EvidenceSeen(look=look, at=3600.5), 3600.5)
+    batches = (Batch(3601.0, 3603.0, 512, 512),)
+    step(Unwatch(request_id=2, data_at=3603.0, batches=batches, completed=True), 3603.0)
+    (learnt,) = step(StandDown(), 3604.0)
+    assert learnt.pace.expected_s(512, 512) == 2.0
 
 
 def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
