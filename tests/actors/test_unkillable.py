@@ -4,12 +4,16 @@ meanwhile, is the simulator's."""
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from llama_worker import WorkerStartError, WorkerStopError
+from llama_worker.server import termination
+from llama_worker.testing.scripts import ChildProcess, Script
 from llama_worker.types.worker import WorkerState
 from tests.actors.conftest import MakeWorker, Rig, fast_timeouts
 from tests.conftest import Leftovers, trace, wait_traced
@@ -47,3 +51,20 @@ def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_go
         assert psutil.pid_exists(pid), "nobody waited for it"
     rig.wait_gone()
     assert leftovers.wait_none() == []
+
+
+def test_no_server_is_started_beside_a_child_of_the_last_one(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(termination, "_LOOK_S", 0.1)  # at a guard that owes news
+    rig = make_worker(
+        Script(children=[ChildProcess("group")]), timeouts=fast_timeouts(kill_timeout_s=1.0)
+    )
+    launched, child = rig.journal.wait("launched"), rig.journal.wait("child")["pid"]
+    trace(child)
+    os.kill(launched["pid"], signal.SIGKILL)
+    with pytest.raises(psutil.TimeoutExpired):
+        psutil.Process(launched["ppid"]).wait(2.0)
+    assert "unkillable" in rig.status().get("last_error", "")
+    wait_traced(child)
+    rig.wait_restarted(1)

@@ -143,8 +143,8 @@ class GuardSilence:
         return None if self._look_at is None else max(0.0, self._look_at - now) * 1000
 
     def step(self, now: float, *, owes: bool) -> Signals | None:
-        """What to send the guard now; `owes`: its server has ended, and it has not said so, or not
-        that the tree is gone."""
+        """What to send the guard now; `owes`: its server has ended, and it has not said so. Once it
+        has, it may have to wait for the rest of the tree."""
         if not owes:
             self._look_at = None
             return None

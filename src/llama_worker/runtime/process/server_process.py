@@ -71,7 +71,8 @@ class GuardedServer:
         self._guard: subprocess.Popen[bytes] | None = None
         self._orders = b""  # given before the guard was there to take them
         self._server: _Server | None = None  # once it was started
-        self._reaped = False  # the guard said that nothing of the tree is left
+        self._told_death = False  # the guard said that the server's first process has ended,
+        self._reaped = False  # and that nothing of the tree is left
         # what a killed guard could not report: the kernel killed it
         self._returncode: int = -signal.SIGKILL
         self._failure: str | None = None
@@ -225,7 +226,8 @@ class GuardedServer:
                 elif server is not None and not server_registered:
                     poll.register(server, select.POLLIN)
                     server_registered = True
-                number = silence.step(time.monotonic(), owes=self.is_gone() and not self._reaped)
+                owes = self.is_gone() and not self._told_death
+                number = silence.step(time.monotonic(), owes=owes)
                 if number is not None:
                     guardian.send_signal(number)
         finally:
@@ -241,7 +243,7 @@ class GuardedServer:
                     self._server = _Server(pid, _pidfd(pid))
                 self._reply_to.tell(Launched(epoch=self._epoch, pid=pid))
             case "died":
-                self._returncode = int(rest)
+                self._told_death, self._returncode = True, int(rest)
                 self._lack_of_memory = self._judge_memory()
                 self._reply_to.tell(
                     Died(
