@@ -39,6 +39,11 @@ _SHORTAGES: tuple[tuple[str, str], ...] = (
 # What the server's log says (b11434 and older builds), most telling first; in any case of letters.
 _BY_LOG: tuple[tuple[str, str], ...] = (
     (ILLEGAL.pattern, NOT_EXECUTED),
+    (OUT_OF_MEMORY.pattern, f"it does not fit into the memory: {LESS_MEMORY}"),
+    (
+        "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
+        "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
+    ),
     (
         (
             r"(?:invalid|unknown) argument:? (?P<option>--\S+)"
@@ -47,7 +52,6 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
         "the server does not take {option} as it was given: {meant}compare it with what "
         "`llama-server --help` lists",
     ),
-    (OUT_OF_MEMORY.pattern, f"it does not fit into the memory: {LESS_MEMORY}"),
     (
         r"failed to open GGUF file '?(?P<path>.*?)'? \(No such file",
         "there is no model file {path}: check the path; a relative one counts from the folder "
@@ -74,10 +78,6 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
         "error while loading shared libraries|cannot open shared object|GLIBC(XX)?_",
         "the program lacks libraries: take a llama-server that was built for this system, or "
         "set LD_LIBRARY_PATH",
-    ),
-    (
-        "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
-        "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
     ),
     *_SHORTAGES,
     ("permission denied", "the server may not read a file: make it readable (chmod u+r)"),

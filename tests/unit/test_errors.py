@@ -107,6 +107,7 @@ def test_there_are_no_other_reasons() -> None:
         (1, "error loading model: unknown model architecture: 'new'", "newer build"),
         (127, "error while loading shared libraries: libggml.so: cannot open", "libraries"),
         (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
+        (-signal.SIGABRT, "CUDA error: invalid argument", "the GPU or its driver fails"),
         (1, "couldn't bind HTTP server socket, hostname: 10.9.9.9", "address of this machine"),
         (-signal.SIGILL, "", "add --no-repack, which avoids AMX; or take a portable build"),
         (132, "./run.sh: line 2: 4711 Illegal instruction (core dumped)", "add --no-repack"),
