@@ -65,6 +65,7 @@ def test_no_server_is_started_beside_a_child_of_the_last_one(
     os.kill(launched["pid"], signal.SIGKILL)
     with pytest.raises(psutil.TimeoutExpired):
         psutil.Process(launched["ppid"]).wait(2.0)
-    assert "unkillable" in rig.status().get("last_error", "")
+    what = f"the tree of process {launched['pid']}"
+    assert rig.status().get("last_error") == f"unkillable: SIGKILL does not end {what}"
     wait_traced(child)
     rig.wait_restarted(1)

@@ -116,9 +116,12 @@ def deadline(state: ProcessState) -> float | None:
 def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
     """For a person: which process SIGKILL does not end, whose it is (another user's may not be
     killed), and what it waits for, as far as /proc says. `pid` None: there is none yet."""
+    seen = processes.get("processes", ())[:1]
     what = "the start of the server's process" if pid is None else f"process {pid}"
+    if pid is not None and not seen:  # it has ended, and something that it started has not
+        what = f"the tree of process {pid}"
     parts = [f"SIGKILL does not end {what}"]
-    for process in processes.get("processes", ())[:1]:
+    for process in seen:
         parts += [
             f"{name} {process[name]}"
             for name in ("state", "uid", "wchan", "stack")

@@ -138,6 +138,9 @@ def test_a_person_is_told_what_the_kernel_waits_for() -> None:
     process = {"pid": 5, "state": "D", "uid": 0, "wchan": "nfs_wait_bit_killable", "stack": ""}
     told = termination.describe_stuck(5, {"processes": [process, {"pid": 6, "state": "Z"}]})
     assert told == "SIGKILL does not end process 5; state D; uid 0; wchan nfs_wait_bit_killable"
+    assert termination.describe_stuck(5, {"processes": []}) == (  # only what it has started
+        "SIGKILL does not end the tree of process 5"
+    )
     assert termination.describe_stuck(None, {}) == (
         "SIGKILL does not end the start of the server's process"
     )
