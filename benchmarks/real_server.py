@@ -24,7 +24,7 @@ import requests
 
 from benchmarks.common import HOST, interleave, report, table
 from llama_worker import LlamaWorker, RestartPolicy, WorkerState
-from llama_worker.runtime.probes.liveness_probes import NvidiaProbe, process_evidence
+from llama_worker.runtime.probes.liveness_probes import NvidiaProbe, load_nvml, process_evidence
 from tools.found import find_model, find_server
 
 ROUNDS, KILLS, TOKENS_PER_SLOT = 10, 10, 512
@@ -180,7 +180,7 @@ class Watch:
 def gpu_probe() -> NvidiaProbe | None:
     """None where there is no NVML."""
     try:
-        return NvidiaProbe()
+        return NvidiaProbe(load_nvml())
     except Exception:  # whatever a missing package or driver raises
         return None
 

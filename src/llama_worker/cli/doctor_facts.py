@@ -26,7 +26,7 @@ from llama_worker.config.command_flags import KnownFlags, read_help
 from llama_worker.config.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.runtime.probes.gpu_watch import gpus_in_use
-from llama_worker.runtime.probes.liveness_probes import NvidiaProbe
+from llama_worker.runtime.probes.liveness_probes import load_nvml
 from llama_worker.server.traits import build_number, server_traits
 
 _ASK_S = 20.0  # a first look at a GPU's driver may take seconds
@@ -215,7 +215,7 @@ def _gpu(line: str) -> str:
 
 def _has_nvml() -> bool:
     try:
-        NvidiaProbe()
+        load_nvml()
     except Exception:  # whatever a missing package or driver raises
         return False
     return True

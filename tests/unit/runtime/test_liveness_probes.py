@@ -349,9 +349,9 @@ def test_evidence_names_the_device_and_the_peak() -> None:
     [
         (NvmlOfSamples(), ["ProcessProbe", "NvidiaProbe"]),
         (None, ["ProcessProbe"]),
-        (object(), ["ProcessProbe"]),
+        (object(), ["ProcessProbe", "NvidiaProbe"]),
     ],
-    ids=["NVIDIA's library", "none", "a broken one"],
+    ids=["NVIDIA's library", "none", "a broken one, which brings no news"],
 )
 def test_default_probes_are_new_ones_for_what_is_there(
     monkeypatch: pytest.MonkeyPatch, module: Any, names: list[str]
@@ -360,6 +360,20 @@ def test_default_probes_are_new_ones_for_what_is_there(
     first, second = probes.default_probes(), probes.default_probes()
     assert [type(probe).__name__ for probe in first] == names
     assert not {id(probe) for probe in first} & {id(probe) for probe in second}
+    for probe in first[1:]:
+        assert probe.probe(ME, 0.0) is None
+
+
+def test_nvml_is_begun_with_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hang: whoever makes a worker does not wait for it."""
+    nvml, begins = NvmlOfSamples(), Mock()
+    monkeypatch.setattr(nvml, "nvmlInit", begins)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    _, probe = probes.default_probes()
+    begins.assert_not_called()
+    for now in (0.0, 1.0):
+        probe.probe(ME, now)
+        begins.assert_called_once()
 
 
 def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: Start) -> None:

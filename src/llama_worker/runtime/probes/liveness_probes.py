@@ -36,10 +36,11 @@ _ANON: Final = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
 
 def default_probes() -> tuple[LivenessProbe, ...]:
-    """New probes for one worker: of its processes, and of NVIDIA GPUs where NVML can be loaded."""
+    """New probes for one worker: of its processes, and of NVIDIA GPUs where the extra is
+    installed."""
     probes: list[LivenessProbe] = [ProcessProbe()]
-    # a missing package or driver, or one that is broken: there is nothing to probe
-    with suppress(Exception):
+    with suppress(Exception):  # a missing package, or one that is broken
+        importlib.import_module("pynvml")
         probes.append(NvidiaProbe())
     return tuple(probes)
 
@@ -97,8 +98,9 @@ class NvidiaProbe:
     """
 
     def __init__(self, nvml: Any = None) -> None:
-        """`nvml`: a module like pynvml, initialised. Raises as `load_nvml`."""
-        self._nvml = nvml or load_nvml()
+        """`nvml`: a module like pynvml, initialised; None: it is loaded at the first look, since
+        that may hang with a lost GPU."""
+        self._nvml = nvml
         self.reset()
 
     def reset(self) -> None:
@@ -112,6 +114,10 @@ class NvidiaProbe:
         The first look at a device only sets the mark: NVML's buffer holds samples from before
         watching began.
         """
+        try:
+            self._nvml = self._nvml or load_nvml()
+        except Exception:  # a missing driver, or one that is broken: there is nothing to see
+            return None
         pids = frozenset(self._tree.serving_pids(root_pid, now))
         used = [(device, sample) for device, sample in self._new_samples() if sample.pid in pids]
         if not used:
