@@ -127,6 +127,17 @@ def test_a_conversation_survives_its_servers_death(
     assert server.is_gone()
 
 
+@pytest.mark.parametrize("prompt", [(), ("-",)], ids=["none", "a dash"])
+def test_a_conversation_begins_with_stdin(
+    run: Run, program: MakeProgram, model: str, prompt: tuple[str, ...]
+) -> None:
+    server = program()
+    done = run("run", model, *prompt, "--chat", "--server", server.path, stdin="One\n")
+    assert done.returncode == 0, done.stderr
+    (body,) = (request["body"] for request in server.journal.facts("request", n=1))
+    assert [message["content"] for message in body["messages"]] == ["One"]
+
+
 @pytest.mark.server
 def test_a_prompt_for_the_real_server(run: Run, thin_model: str, tmp_path: Path) -> None:
     brief = ["--ctx-size", "512", "--max-tokens", "8"]

@@ -165,6 +165,8 @@ def run_command(
     from llama_worker.cli.run import Talk, run
     from llama_worker.cli.servers import find_server, worker_config
 
+    if prompt == "-":
+        prompt = None  # of a conversation, too: its turns are the lines of stdin
     talk = Talk(
         prompt=_decoded(prompt or "") if chat else _prompt(prompt),
         system=_decoded(system),
@@ -341,7 +343,7 @@ def _free_port() -> int:
 
 
 def _prompt(given: str | None) -> str:
-    if given in (None, "-"):
+    if given is None:
         if sys.stdin.isatty():
             raise UsageProblem(
                 'what is the model to be asked? Give a prompt ("..."), pipe one in, or add --chat'
