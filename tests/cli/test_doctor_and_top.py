@@ -137,6 +137,39 @@ def test_a_fleet_without_a_server_is_a_problem(
         assert "what to do: get one" in said
 
 
+@pytest.mark.parametrize(
+    ("does", "command", "level"),
+    [
+        ("kill -ILL $$", '["llama-server"]', "problem"),
+        ("exit 1", '["DIR/llama-server"]', "problem"),
+        ("exit 1", '["DIR/serve"]', "note"),  # a script of one's own may take no options
+        ("exit 1", '["nice", "DIR/llama-server"]', "note"),  # the wrapper may find another
+        ('[ "$NEEDED" ] && echo "version: 7 (fake)"', '["DIR/llama-server"]', "note"),
+    ],
+)
+def test_a_fleets_server_is_asked_as_its_worker_runs_it(
+    run: Run, tmp_path: Path, does: str, command: str, level: str
+) -> None:
+    for name in ("llama-server", "serve"):
+        shell_program(tmp_path / name, does)
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(
+        f'[workers.a]\nhost = "{HOST}"\nport = 21001\n'
+        f'env = {{ NEEDED = "1", LLAMA_SERVER = "{tmp_path}/llama-server", '
+        'LLAMA_ARG_CACHE_RAM = "1" }\n'
+        f"server_cmd = {command.replace('DIR', str(tmp_path))}\n"
+    )
+    found = json.loads(run("doctor", str(fleet), "--json").stdout)["findings"]
+    (of_program,) = (
+        each
+        for each in found
+        if each["subject"] == "a"
+        and re.search("does not tell its version|asked for its version|no flags", each["text"])
+    )
+    assert of_program["level"] == level
+    assert bool(of_program["todo"]) == (level == "problem")
+
+
 @pytest.mark.server
 def test_the_doctor_tries_the_real_server(run: Run, thin_model: str, tmp_path: Path) -> None:
     done = run("doctor", thin_model, "--server", str(lean_server(tmp_path)), "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +22,12 @@ from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
 from llama_worker.cli.servers import find_server, worker_config
 from llama_worker.cli.text import harmless
 from llama_worker.config.command import flag_values
-from llama_worker.config.command_flags import program_of
+from llama_worker.config.command_flags import PROGRAM, program_of
+from llama_worker.runtime.process.server_program import (
+    FoundServer,
+    host_environment,
+    server_environment,
+)
 
 _STYLES = {"problem": "bold red", "note": "yellow", "ok": "green"}
 P = ParamSpec("P")
@@ -58,7 +64,8 @@ def _examine(
 ) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
     with interrupts.raising():  # also ends a program that hangs
-        server = _found(findings, "llama-server", doctor_facts.look_at_server, server_named)
+        found = _found(findings, "llama-server", find_server, server_named)
+        server = doctor_facts.look_at_server(found) if found is not None else None
         machine = doctor_facts.look_at_machine()
     if server is not None:
         findings += doctor_findings.of_server(server)
@@ -102,21 +109,12 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
         except (ConfigError, OSError) as error:
             todo = "docs/fleet.md describes the file"
             return [Finding("problem", "fleet", harmless(str(error)), todo)], {}
-        programs = {
-            name: _found(findings, name, _program, config) for name, config in fleet.items()
-        }
-        there = sorted(set(filter(None, programs.values())))
-        known = {program: doctor_facts.known_flags(program) for program in there}
-        build = {program: doctor_facts.build_of(program) for program in there}
         machine = doctor_facts.look_at_machine()
-    for name, config in fleet.items():
-        if program := programs[name]:
-            findings += doctor_findings.of_command(name, config, known[program])
-            findings += doctor_findings.of_build(name, build[program], config.server_cmd)
-            findings += doctor_findings.of_batch(name, config)
-        for _, named in flag_values(config.server_cmd, ("-m", "--model")):
-            if (model := _found(findings, "model", find_model, named)) is not None:
-                findings += doctor_findings.of_model(model, machine, None)
+        for name, config in fleet.items():
+            findings += _examine_program(name, config)
+            for _, named in flag_values(config.server_cmd, ("-m", "--model")):
+                if (model := _found(findings, "model", find_model, named)) is not None:
+                    findings += doctor_findings.of_model(model, machine, None)
     findings += doctor_findings.of_caches(fleet, machine.memory_bytes)
     findings += doctor_findings.of_machine(machine, None)
     return findings, {"workers": sorted(fleet), "machine": asdict(machine)}
@@ -133,10 +131,25 @@ def _found(
         return None
 
 
-def _program(config: WorkerConfig) -> str:
-    """The llama-server of a worker's command, as it would be started."""
-    first = find_server(config.server_cmd[0], option="executable").path
-    return program_of((first, *config.server_cmd[1:]))
+def _examine_program(name: str, config: WorkerConfig) -> list[Finding]:
+    """A worker's llama-server, in the environment in which it would be started, and its command."""
+    environment = server_environment(host_environment(), config.env)
+    first, *words = config.server_cmd
+    try:
+        found = find_server(first, option="executable", environment=environment)
+    except Problem as problem:
+        return [doctor_findings.of_problem(name, problem)]
+    program = program_of((found.path, *words))
+    server = doctor_facts.ask_version(FoundServer(program, found.how), environment)
+    # any other program may be one that starts a server, and takes no options
+    if server.version is None and os.path.basename(first).startswith(PROGRAM):
+        return [doctor_findings.of_broken_server(name, server)]
+    known = doctor_facts.known_flags(program, environment)
+    return [
+        *doctor_findings.of_command(name, config, known),
+        *doctor_findings.of_build(name, server.build, config.server_cmd),
+        *doctor_findings.of_batch(name, config),
+    ]
 
 
 def _print_findings(findings: list[Finding]) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ import psutil
 from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
-from llama_worker.cli.servers import find_server, make_ready
+from llama_worker.cli.servers import make_ready
 from llama_worker.config.command_flags import KnownFlags, read_help
 from llama_worker.config.machine import CGROUP, memory_bytes, read_number
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.runtime.probes.gpu_watch import gpus_in_use
 from llama_worker.runtime.probes.liveness_probes import load_nvml
+from llama_worker.runtime.process.server_program import FoundServer
 from llama_worker.server.traits import build_number, server_traits
 
 _ASK_S = 20.0  # a first look at a GPU's driver may take seconds
@@ -80,17 +81,22 @@ class Trial:
     system_role: bool | None
 
 
-def look_at_server(named: str | None) -> ServerFacts:
-    """Run the program for its version and its devices. Raises Problem if there is none."""
-    found = find_server(named)
-    code, said = _run(found.path, "--version")
+def look_at_server(found: FoundServer) -> ServerFacts:
+    """Run the program for its version and its devices."""
+    server = ask_version(found)
+    return replace(server, devices=_devices(found.path)) if server.version else server
+
+
+def ask_version(found: FoundServer, environment: Mapping[str, str] | None = None) -> ServerFacts:
+    """Run the program for its version alone. `environment` None: this process's."""
+    code, said = _run(found.path, "--version", environment=environment)
     found_versions = re.findall("^version:(.*)", said, re.MULTILINE) if code == 0 else []
     return ServerFacts(
         path=found.path,
         how=found.how,
         version=found_versions[0].strip() if found_versions else None,
-        build=build_number(said),
-        devices=_devices(found.path) if found_versions else None,
+        build=build_number(said) if code == 0 else None,
+        devices=None,
         said=said.strip(),
         returncode=code,
     )
@@ -102,15 +108,9 @@ def _devices(program: str) -> tuple[str, ...] | None:
     return tuple(line for line in lines if line not in ("", "(none)")) if code == 0 else None
 
 
-def build_of(program: str) -> int | None:
-    """The program's build number; None if it does not say, or cannot be run."""
-    code, said = _run(program, "--version")
-    return build_number(said) if code == 0 else None
-
-
-def known_flags(program: str) -> KnownFlags | None:
+def known_flags(program: str, environment: Mapping[str, str] | None = None) -> KnownFlags | None:
     """The flags that the program's --help lists; None if it lists none, or cannot be run."""
-    _, said = _run(program, "--help")
+    _, said = _run(program, "--help", environment=environment)
     return read_help(said)
 
 
@@ -176,11 +176,12 @@ def _props(endpoint: Endpoint) -> dict[str, Any]:
     return props if isinstance(props, dict) else {}
 
 
-def _run(*command: str) -> tuple[int | None, str]:
+def _run(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int | None, str]:
     """(return code, output); the code is None if it did not end, or could not be run."""
     try:
         done = subprocess.run(
             command,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

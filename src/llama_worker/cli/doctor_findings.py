@@ -73,25 +73,30 @@ def of_problem(subject: str, problem: Problem) -> Finding:
 
 def of_server(server: ServerFacts) -> Iterator[Finding]:
     """The program and the devices that it can use."""
-    program = f"{server.path} ({server.how})"
     if server.version is None:
-        if server.returncode == -signal.SIGILL or ILLEGAL.search(server.said):
-            text = f"{program}, asked for its version, ended with {described(server.returncode)}"
-            yield Finding("problem", "llama-server", text, NOT_EXECUTED)
-            return
-        said = one_line(server.said, _SAID_CHARS) or "nothing"
-        todo = (
-            "take a build of llama-server for this system (--server), or install the "
-            'libraries it misses; a script must pass on its arguments ("$@")'
-        )
-        text = f"{program} does not tell its version; it says: {said}"
-        yield Finding("problem", "llama-server", text, todo)
+        yield of_broken_server("llama-server", server)
         return
-    yield Finding("ok", "llama-server", f"{program}, {harmless(server.version)}")
+    text = f"{server.path} ({server.how}), {harmless(server.version)}"
+    yield Finding("ok", "llama-server", text)
     if server.devices:
         yield Finding("ok", "devices", "it can use " + harmless("; ".join(server.devices)))
     elif server.devices is not None:
         yield Finding("note", "devices", "it can use no GPU: it computes on the CPU")
+
+
+def of_broken_server(subject: str, server: ServerFacts) -> Finding:
+    """A program that does not tell its version."""
+    program = f"{server.path} ({server.how})"
+    if server.returncode == -signal.SIGILL or ILLEGAL.search(server.said):
+        text = f"{program}, asked for its version, ended with {described(server.returncode)}"
+        return Finding("problem", subject, text, NOT_EXECUTED)
+    said = one_line(server.said, _SAID_CHARS) or "nothing"
+    todo = (
+        "take a build of llama-server for this system, or install the libraries it misses; a "
+        'script must pass on its arguments ("$@")'
+    )
+    text = f"{program} does not tell its version; it says: {said}"
+    return Finding("problem", subject, text, todo)
 
 
 def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +24,12 @@ _STOP_GRACE_S = 2.0  # a person waits at the terminal
 _TICK_S = 0.05
 
 
-def find_server(named: str | None, *, option: str = "--server") -> FoundServer:
+def find_server(
+    named: str | None, *, option: str = "--server", environment: Mapping[str, str] = os.environ
+) -> FoundServer:
     """`named`, the option's value, else where the library looks. Raises Problem `no_server`."""
     try:
-        return server_program.find_server(named, option=option)
+        return server_program.find_server(named, option=option, environment=environment)
     except server_program.ServerNotFound as error:
         raise Problem("no_server", error.what, error.todo) from error
 
