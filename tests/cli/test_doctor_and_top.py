@@ -277,6 +277,7 @@ def test_a_hosts_metrics_fit_in_80_columns(terminal: OpenTerminal, metrics_url: 
         (["/no/such.toml", "--interval", "inf"], 2, "--interval"),
         (["--metrics", f"http://{HOST}:9/metrics"], 1, "connection refused"),
         (["--metrics", "nonsense"], 1, "what to do"),
+        (["--metrics", "http://[::1/metrics"], 1, "what to do"),
     ],
 )
 def test_top_says_what_to_do(run: Run, args: list[str], code: int, said: str) -> None:

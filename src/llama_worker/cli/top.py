@@ -148,10 +148,11 @@ class MetricsSource:
     def rows(self) -> list[Row]:
         """Ask once more. Blocks for seconds at most. Raises Problem if there is no answer."""
         todo = "give the URL of the host's metrics, such as http://127.0.0.1:8090/metrics"
-        url = urlsplit(self._url)
-        target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
-        endpoint = Endpoint(base_url=f"{url.scheme}://{url.netloc}", connect_timeout_s=_METRICS_S)
         try:
+            url = urlsplit(self._url)
+            base_url = f"{url.scheme}://{url.netloc}"
+            target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+            endpoint = Endpoint(base_url=base_url, connect_timeout_s=_METRICS_S)
             status, body = ask(endpoint, "GET", target, timeout_s=_METRICS_S)
         except (OSError, ValueError) as error:
             raise Problem(
