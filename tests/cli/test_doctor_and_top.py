@@ -202,16 +202,19 @@ def fleet(make_worker: MakeWorker, tmp_path: Path, free_port: Callable[[], int])
     there."""
     path = tmp_path / "fleet.toml"
     path.write_text(
-        f'[defaults]\nhost = "{HOST}"\nmodel = "m.gguf"\nslots = 2\n'
+        f'[defaults]\nhost = "{HOST}"\nmodel = "m.gguf"\nslots = 2\ncache_ram_mib = -1\n'
         f"[workers.planner]\nport = {make_worker(slots=2).config.port}\n"
         f"[workers.{'coder' * 10}]\nport = {free_port()}\n"
     )
     return path
 
 
-def test_top_asks_the_servers_of_a_fleet(run: Run, fleet: Path) -> None:
+def test_top_asks_the_servers_of_a_fleet(
+    run: Run, fleet: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     done = run("top", str(fleet))
     assert (done.returncode, done.stderr) == (0, "")
+    assert not recwarn.list, "it starts no server that would need memory"
     heading, planner, coder = (line.split() for line in done.stdout.splitlines())
     assert heading[:3] == ["worker", "state", "slots"]
     assert planner == ["planner", "ready", "0/2", "-", "-", "-", "-", "-", "-"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, ParamSpec, TypeVar
 
 from rich.text import Text
 
-from llama_worker import ConfigError, WorkerConfig, load_config
+from llama_worker import ConfigError, WorkerConfig
 from llama_worker.cli import doctor_facts, doctor_findings, exits
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem
@@ -23,6 +22,7 @@ from llama_worker.cli.servers import find_server, worker_config
 from llama_worker.cli.text import harmless
 from llama_worker.config.command import flag_values
 from llama_worker.config.command_flags import PROGRAM, program_of
+from llama_worker.config.file import read_fleet
 from llama_worker.runtime.process.server_program import (
     FoundServer,
     host_environment,
@@ -102,10 +102,9 @@ def _examine(
 def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], dict[str, Any]]:
     """Every worker's program, command and model; no server is started."""
     findings: list[Finding] = []
-    with warnings.catch_warnings(), interrupts.raising():
-        warnings.simplefilter("ignore")  # of the prompt caches: a finding says it
+    with interrupts.raising():
         try:
-            fleet = load_config(path)
+            fleet = read_fleet(path)
         except (ConfigError, OSError) as error:
             todo = "docs/fleet.md describes the file"
             return [Finding("problem", "fleet", harmless(str(error)), todo)], {}

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from llama_worker import LlamaWorkerError, WorkerConfig, load_config
+from llama_worker import LlamaWorkerError, WorkerConfig
 from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
@@ -35,6 +35,7 @@ from llama_worker.cli.top_rows import (
     ServersHistory,
     plain_table,
 )
+from llama_worker.config.file import read_fleet
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
 
 _STATE_STYLES = {
@@ -192,7 +193,7 @@ class FleetSource:
     def __init__(self, path: str) -> None:
         """Raises Problem for a file that cannot be read or is no fleet."""
         try:
-            self._fleet = load_config(path)
+            self._fleet = read_fleet(path)
         except OSError as error:
             todo = "give a fleet file (docs/fleet.md), or --metrics URL"
             raise Problem("no_fleet", f"{path}: {error.strerror}", todo) from error

@@ -57,22 +57,27 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
     where it cannot be read. Warns (UserWarning) where the servers' prompt caches together may
     outgrow this machine's memory.
     """
+    configs = read_fleet(path)
+    limits = {name: cache_ram_mib(each.server_cmd, each.env) for name, each in configs.items()}
+    if line := memory_warning(limits, memory_bytes()):
+        warnings.warn(f"{os.fspath(path)}: {line}", stacklevel=2)
+    return configs
+
+
+def read_fleet(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
+    """The same without the warning, for a program that starts none of these servers."""
     try:
         text = Path(path).read_bytes().decode()
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # the latter of what is nested too deeply
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
     try:
-        configs = _fleet(data)
+        return _fleet(data)
     except _BadEntry as invalid:
         number = _line_of(text, invalid.path)
         place = os.fspath(path) if number is None else f"{os.fspath(path)}:{number}"
         keys = ".".join(key if re.fullmatch(r"[\w-]+", key) else repr(key) for key in invalid.path)
         raise ConfigError(": ".join(filter(None, (place, keys, invalid.problem)))) from invalid
-    limits = {name: cache_ram_mib(each.server_cmd, each.env) for name, each in configs.items()}
-    if line := memory_warning(limits, memory_bytes()):
-        warnings.warn(f"{os.fspath(path)}: {line}", stacklevel=2)
-    return configs
 
 
 class _BadEntry(Exception):
