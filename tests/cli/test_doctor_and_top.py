@@ -79,6 +79,15 @@ def test_the_doctor_refuses_wrong_usage(run: Run, program: MakeProgram, model: s
     assert "no --server-arg" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "args", ["fleet.toml --server /bin/true", "fleet.toml --server-arg x", "--server-arg x"]
+)
+def test_the_doctor_refuses_options_without_effect(run: Run, args: str) -> None:
+    done = run("doctor", *args.split(), "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert args.split()[-2] in done.stderr
+
+
 def test_the_doctor_examines_a_fleet(
     run: Run, program: MakeProgram, model: str, tmp_path: Path
 ) -> None:

@@ -126,6 +126,8 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
     [
         ([], 2, "give --upstream (or LLAMA_CPP_URL), --model or --server-cmd"),
         (["--upstream", "http://a", "--model", "b"], 2, "give one of"),
+        (["--upstream", "http://a", "--server", "b"], 2, "--server needs --model"),
+        (["--server-cmd", "a", "--server", "b"], 2, "--server needs --model"),
         (["--upstream", "ftp://a"], 2, "upstream must be a URL"),
         (["--upstream", "http://user:hush@a"], 2, "must hold no user or password"),
         (

@@ -14,7 +14,7 @@ from rich.text import Text
 from llama_worker import ConfigError, WorkerConfig
 from llama_worker.cli import doctor_facts, doctor_findings, exits
 from llama_worker.cli.doctor_findings import Finding
-from llama_worker.cli.exits import Problem
+from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
@@ -38,11 +38,16 @@ def examine(
     named: str | None, server_named: str | None, server_args: Sequence[str], *, as_json: bool
 ) -> int:
     """Collect the facts, print the findings; returns the exit code. `named` is a model or a fleet
-    file. For the main thread."""
+    file. For the main thread. Raises UsageProblem."""
+    fleet = named if named is not None and named.endswith(".toml") else None
+    if fleet and (server_named or server_args):
+        raise UsageProblem("a fleet file has commands of its own: leave out --server, --server-arg")
+    if named is None and server_args:
+        raise UsageProblem("--server-arg needs a MODEL: without one no server is started")
     with Interrupts() as interrupts:
         try:
-            if named is not None and named.endswith(".toml"):
-                findings, facts = _examine_fleet(named, interrupts)
+            if fleet:
+                findings, facts = _examine_fleet(fleet, interrupts)
             else:
                 findings, facts = _examine(named, server_named, server_args, interrupts)
         except KeyboardInterrupt:

@@ -83,6 +83,8 @@ def _server(
     starts = [given for given in (upstream.model, upstream.command) if given]
     if len(starts) + bool(upstream.url) > 1:
         raise UsageProblem("give one of --upstream, --model and --server-cmd")
+    if upstream.server and not upstream.model:
+        raise UsageProblem("--server needs --model: it names the program that is started with it")
     if not starts:
         url = upstream.url or os.environ.get("LLAMA_CPP_URL")
         if not url:
