@@ -116,7 +116,7 @@ def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -
         ("slots", SLOT_FLAGS, slots),
     ):
         for flag, given in flag_values(command, flags):
-            if _canonical(given) != _canonical(str(value)):
+            if canonical(given) != canonical(str(value)):
                 raise ConfigError(
                     f"server_cmd says {flag} {given}, but {name} is {value!r}: make them agree"
                 )
@@ -151,7 +151,7 @@ def flag_of(word: str) -> str:
     return word.replace("_", "-") if word.startswith("--") else word
 
 
-def _canonical(value: str) -> str:
+def canonical(value: str) -> str:
     """One form for all ways to write a host; of a number the digits."""
     value = value.strip().lower()
     return ip_address_of(value) or ("127.0.0.1" if value == "localhost" else value)

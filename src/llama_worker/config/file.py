@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llama_worker.config.command import llama_server_cmd
+from llama_worker.config.command import canonical, llama_server_cmd
 from llama_worker.config.command_flags import cache_ram_mib, memory_warning
 from llama_worker.config.machine import memory_bytes
 from llama_worker.config.profiles import (
@@ -140,7 +140,7 @@ def _fleet(data: Table) -> dict[str, WorkerConfig]:
     for name, table in workers.items():
         worker = _Worker(name, _level(("workers", name), table, _WORKER_KEYS), defaults)
         config = configs[name] = _config(worker)
-        other = ports.setdefault((config.connect_host, config.port), name)
+        other = ports.setdefault((canonical(config.connect_host), config.port), name)
         if other != name:
             raise worker.bad(f"{config.port} is the port of {other!r} already", "port")
     return configs

@@ -280,6 +280,10 @@ def test_errors_name_file_line_and_key(tmp_path: Path, line: str, key: str, says
             ONE + ONE.replace("workers.a", "workers.b"),
             "fleet.toml:7: workers.b.port: 8081 is the port of 'a' already",
         ),
+        (
+            ONE + ONE.replace("workers.a", "workers.b").replace("127.0.0.1", "LocalHost"),
+            "fleet.toml:7: workers.b.port: 8081 is the port of 'a' already",
+        ),
     ],
 )
 def test_a_file_that_makes_no_fleet(tmp_path: Path, text: str, told: str) -> None:
