@@ -214,6 +214,12 @@ def test_a_failure_is_told_with_what_to_do(
             "-np 3, but slots is 1",
             "no --server-arg",
         ),
+        (
+            ["MODEL", "Hi", "--server-arg=-c 512"],
+            2,
+            "two words, '-c', '512'",
+            "a --server-arg of its own",
+        ),
         (["MODEL", "Hi", "--slots", "0"], 2, "--slots", ""),
         (["MODEL", "Hi", "--temperature", "inf"], 2, "--temperature", "less than or equal"),
         ([], 2, "Missing", "run [OPTIONS]"),

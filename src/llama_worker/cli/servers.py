@@ -60,8 +60,8 @@ def worker_config(
             **config,
         )
     except ConfigError as error:
-        hint = "; host, port and slots are no --server-arg" if server_args else ""
-        raise UsageProblem(f"{error}{hint}") from error
+        hint = "; each word is a --server-arg of its own; host, port and slots are no --server-arg"
+        raise UsageProblem(f"{error}{hint if server_args else ''}") from error
 
 
 def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> None:
