@@ -360,30 +360,17 @@ def test_a_server_whose_slots_differ_from_the_file() -> None:
 @pytest.mark.parametrize(
     "odd",
     [
-        {"slots": [slot(0, 1, 9) | {"id": [], "id_task": {}}]},
-        *({"slots": [slot(0, 1, value)]} for value in (10**400, True)),
-        *(
-            {"metrics": f"llamacpp:requests_processing {value}"}
-            for value in ("1.2.3", "e", "1e+999", "9" * 400)
-        ),
+        slot(0, 1, 9) | {"id": [], "id_task": {}},
+        *(slot(0, 1, value) for value in (10**400, True)),
     ],
     ids=lambda odd: str(odd)[:60],
 )
 def test_an_odd_answer_ends_no_table(odd: dict[str, Any]) -> None:
     history = ServersHistory()
     for at in (0.0, 2.0):
-        answer = Answers(worker="w", slots_configured=1, health=200, **odd)
+        answer = Answers(worker="w", slots_configured=1, health=200, slots=[odd])
         (row,) = history.rows([answer], at)
         assert row.state == "ready"
-
-
-def test_metrics_serve_where_slots_are_off() -> None:
-    history = ServersHistory()
-    text = "# HELP llamacpp:x\nllamacpp:tokens_predicted_total {}\nllamacpp:requests_processing 1\n"
-    for at, tokens, speed in ((0.0, 10, None), (2.0, 1.4e1, 2.0)):
-        answer = Answers(worker="w", slots_configured=2, health=200, metrics=text.format(tokens))
-        (row,) = history.rows([answer], at)
-        assert (row.slots_used, row.tokens_per_s) == (1, speed)
 
 
 def test_a_table_for_pipes_has_aligned_columns() -> None:

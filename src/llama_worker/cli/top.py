@@ -213,28 +213,20 @@ class FleetSource:
 
 def _ask(config: WorkerConfig) -> Answers:
     endpoint = Endpoint.of(config)
-    slots, metrics = None, None
+    slots = None
     try:
         health: int | str = ask(endpoint, "GET", "/health", timeout_s=_ANSWER_S)[0]
         if health == 200:
-            slots = json_of(_body(endpoint, "/slots"))
-            if not isinstance(slots, list):
-                slots, metrics = None, _body(endpoint, "/metrics").decode(errors="replace") or None
+            status, body = ask(endpoint, "GET", "/slots", timeout_s=_ANSWER_S)
+            slots = json_of(body) if status == 200 else None
     except (OSError, ValueError) as error:
         health = _why(error)
     return Answers(
         worker=config.name,
         slots_configured=config.slots,
         health=health,
-        slots=slots,
-        metrics=metrics,
+        slots=slots if isinstance(slots, list) else None,
     )
-
-
-def _body(endpoint: Endpoint, target: str) -> bytes:
-    """Empty unless the server answers 200."""
-    status, body = ask(endpoint, "GET", target, timeout_s=_ANSWER_S)
-    return body if status == 200 else b""
 
 
 def _why(error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,10 +15,6 @@ from llama_worker.config.validation import as_count
 # a worker counts a request's tokens when it ends: a shorter window would flicker
 _RATE_WINDOW_S = 60.0
 UNKNOWN = "-"
-_SERVER_METRIC = re.compile(
-    r"^llamacpp:(requests_processing|tokens_predicted_total) (\d{1,20}(?:\.\d+)?(?:e\+\d\d)?)$",
-    re.MULTILINE,
-)
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -189,7 +184,6 @@ class Answers(Struct, frozen=True, kw_only=True):
     slots_configured: int
     health: int | str
     slots: list[Any] | None = None
-    metrics: str | None = None
 
 
 class ServersHistory:
@@ -214,10 +208,6 @@ class ServersHistory:
             }
             if total != answer.slots_configured:
                 reason = f"the file says {answer.slots_configured} slots"
-        elif answer.metrics is not None:
-            metrics = {name: float(value) for name, value in _SERVER_METRIC.findall(answer.metrics)}
-            used = int(metrics.get("requests_processing", 0))
-            tokens = {("all", ""): metrics.get("tokens_predicted_total", 0.0)}
         return Row(
             worker=answer.worker,
             state=state,
