@@ -123,6 +123,19 @@ def test_the_doctor_examines_a_fleet(
     assert (done.returncode, "fleet.toml:1: workers.a: host is missing" in done.stdout) == (1, True)
 
 
+def test_a_fleets_model_is_looked_for_as_its_server_does(
+    run: Run, program: MakeProgram, model: str, tmp_path: Path
+) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(
+        f'[workers.a]\nhost = "{HOST}"\nport = 21001\ncache_ram_mib = 1\n'
+        f'model = "~/{Path(model).name}"\nexecutable = "{program().path}"\n'
+    )
+    done = run("doctor", str(fleet), HOME=str(Path(model).parent))
+    assert done.returncode == 1, done.stdout
+    assert re.search(r"problem  model .*~/model\.gguf: .*does not know ~", done.stdout)
+
+
 @pytest.mark.parametrize(
     ("executable", "found"),
     [("/nope", None), ("nope", None), ("llama-server", None), ("llama-server", "LLAMA_SERVER")],

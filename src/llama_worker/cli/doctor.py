@@ -117,7 +117,10 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
         for name, config in fleet.items():
             findings += _examine_program(name, config)
             for _, named in flag_values(config.server_cmd, ("-m", "--model")):
-                if (model := _found(findings, "model", find_model, named)) is not None:
+                if os.path.expanduser(named) != named:
+                    text = f"there is no file {harmless(named)}: llama-server does not know ~"
+                    findings.append(Finding("problem", "model", text, "write out the home folder"))
+                elif (model := _found(findings, "model", find_model, named)) is not None:
                     findings += doctor_findings.of_model(model, machine, None)
     findings += doctor_findings.of_caches(fleet, machine.memory_bytes)
     findings += doctor_findings.of_machine(machine, None)
