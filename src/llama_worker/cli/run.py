@@ -25,9 +25,9 @@ _JOB = "run"
 
 
 class Talk(Struct, frozen=True, kw_only=True):
-    """What to ask the model, and how to show the answer."""
+    """What to ask the model, and how to show the answer. `prompt` may be empty in a chat."""
 
-    prompt: str | None
+    prompt: str
     system: str = ""
     chat: bool = False
     as_json: bool = False
@@ -66,7 +66,7 @@ class _ChatSession:
             self._make_ready()
         except KeyboardInterrupt:
             return self._stopped("cancelled while the server was starting")
-        result = self._ask(self._talk.prompt or "", ())
+        result = self._ask(self._talk.prompt, ())
         if self._talk.as_json:
             self._screen.activity_over()
             warnings = self._worker.get_worker_status().get()["warnings"]
