@@ -115,6 +115,11 @@ def test_instructions_never_split_a_call_and_its_result() -> None:
     assert [message["role"] for message in found] == roles.split()
 
 
+def test_a_call_that_was_never_answered_holds_nothing_back() -> None:
+    before = messages(USER, call("x"), USER, POLICY)
+    assert messages(USER, call("x"), USER, POLICY, SAID, USER) == [*before, SAID, USER]
+
+
 PROBED = [message["content"] for message in conversation.TEMPLATE_PROBE["messages"]]
 
 

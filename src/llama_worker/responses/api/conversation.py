@@ -211,8 +211,10 @@ class ChatMessages:
             self._release_held()
 
     def _release_held(self) -> None:
+        """What has no result by now gets none in its place, and holds nothing back any more."""
         self._messages += self._held
         self._held.clear()
+        self._unanswered.clear()
 
     def _said(self, text: str) -> None:
         if self._turn is not None and self._turn.said and not self._turn.calls:
