@@ -87,6 +87,13 @@ def test_a_conversation_goes_on_from_its_summary(fake: Client) -> None:
     assert fake.send("GET", f"/v1/responses/{summing_up.json['id']}").status == 404
 
 
+@pytest.mark.parametrize(
+    "ahead", [{"generate": False}, {"prompt_cache_options": {"prewarm": True}}]
+)
+def test_a_summary_is_always_generated(fake: Client, ahead: dict[str, Any]) -> None:
+    assert fake.create(target="/v1/responses/compact", **ahead).status == 200
+
+
 def test_without_a_summary_a_compaction_fails(fake: Client) -> None:
     reply = fake.create(*plain_reply(Reasoning("hm")), target="/v1/responses/compact")
     assert (reply.status, reply.json["error"]["message"]) == (502, "the model wrote no summary")

@@ -28,6 +28,7 @@ def compaction_request(body: Mapping[str, Any], recalled: Recalled) -> ChatReque
     order = {"type": "message", "role": "user", "content": _ORDER}
     asked = {**body, "input": [*items, order], "store": False, "stream": False}
     asked |= {"tool_choice": "none", "text": None}
+    asked |= dict.fromkeys(("generate", "prompt_cache_options"))  # a summary is always generated
     return normalise(asked, recalled)
 
 
