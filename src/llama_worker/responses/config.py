@@ -44,7 +44,7 @@ class ResponsesProxyConfig:
     port: Annotated[int, partial(checked_int, at_least=0, at_most=65535)] = 9998
     api_key: Annotated[str, checked_api_key] | None = field(default=None, repr=False)
     max_concurrent: Count | None = None
-    allow_origins: Annotated[tuple[str, ...], _check_origins] = ()
+    allow_origins: Annotated[Sequence[str], _checked_origins] = ()
     ca_file: Annotated[str, partial(checked_str, empty=False, nul=False)] | None = None
     connect_timeout_s: Seconds = 10.0
     client_timeout_s: Seconds = 120.0  # in which a client takes no byte of its reply
@@ -84,7 +84,7 @@ def _check_upstream(field: str, upstream: Any) -> None:
         raise ConfigError(f"{field} must hold no user or password: give the key as api_key")
 
 
-def _check_origins(field: str, origins: Any) -> None:
+def _checked_origins(field: str, origins: Any) -> tuple[str, ...]:
     if isinstance(origins, str) or not isinstance(origins, Sequence):
         raise TypeError(f"{field} must be a sequence of str, not {shown(origins)}")
     for origin in origins:
@@ -94,6 +94,7 @@ def _check_origins(field: str, origins: Any) -> None:
             raise ConfigError(
                 f"{field} must hold origins like http://localhost:3000, not {origin!r}"
             )
+    return tuple(origins)
 
 
 def _parts_of(url: str) -> SplitResult | None:

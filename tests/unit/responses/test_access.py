@@ -94,6 +94,13 @@ def test_origins_are_a_sequence(origins: Any) -> None:
         ResponsesProxyConfig(upstream="http://127.0.0.1:1", allow_origins=origins)
 
 
+def test_a_callers_list_of_origins_is_copied() -> None:
+    origins = ["http://a"]
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", allow_origins=origins)
+    origins.append("http://b")
+    assert config.allow_origins == ("http://a",)
+
+
 @pytest.mark.parametrize("url", ["", "a:1", "http://[::1", "http://a:b", "http://a?b", "ws://a"])
 def test_an_upstream_is_a_url(url: str) -> None:
     with pytest.raises(ConfigError, match="upstream must be a URL"):
