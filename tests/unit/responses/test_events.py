@@ -360,6 +360,8 @@ TEXT = '{"input": "+a\\n"}'
         ("apply_patch", "{}", {"input": "{}"}),
         ("apply_patch", '{"input": 3}', {"input": '{"input": 3}'}),
         ("apply_patch", "", {"input": ""}),
+        # strict clients take no half of a pair
+        ("apply_patch", '{"input": "\\ud800"}', {"input": "\ufffd"}),
         ("tool_search", '{"a": "b"}', {**SEARCH_CALL, "arguments": {"a": "b"}}),
         ("tool_search", "[", {**SEARCH_CALL, "arguments": {}}),
     ],

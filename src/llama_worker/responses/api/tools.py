@@ -14,6 +14,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from llama_worker.responses.errors import ApiError
+from llama_worker.stream.events import encodable
 
 Json = Mapping[str, Any]
 ToolKind = Literal["function", "custom", "tool_search"]
@@ -120,7 +121,7 @@ def custom_input(arguments: str) -> str:
     except (ValueError, RecursionError):
         return arguments
     text = value.get("input") if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+    return encodable(text) if isinstance(text, str) else arguments
 
 
 def custom_arguments(text: str) -> str:
