@@ -165,6 +165,16 @@ def test_a_silent_one_is_closed(fake: Client, monkeypatch: pytest.MonkeyPatch) -
     assert closed.value.rcvd.code == 1001
 
 
+def test_who_only_pings_is_closed(fake: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ping() -> None:
+        for _ in range(10_000):
+            assert socket.ping().wait(WAIT_S)
+
+    monkeypatch.setattr(websocket, "_IDLE_S", 0.1)
+    with opened(fake) as socket, pytest.raises(ConnectionClosed):
+        ping()
+
+
 def test_a_client_that_reads_nothing_is_cut_off(make_fake: MakeClient) -> None:
     fake = make_fake(client_timeout_s=0.05)
     flood = create(Headers(), Role(), Repeat(None, [Text("x" * 4096)])).encode()
