@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,7 @@ def test_a_failure_is_one_terminal_event(fake: Client) -> None:
         pytest.param(b"\x81\xfe\x04\0\0\0\0\0" + b"a" * 1024, 1009, id="too long"),
         pytest.param((b"\x01\x81\0\0\0\0a" + b"\x00\x81\0\0\0\0a" * 1000), 1009, id="many pieces"),
         pytest.param(b"\x81\x81\0\0\0\0a" * 1000, 1009, id="many messages"),
+        pytest.param(b"\x81\x80\0\0\0\0" * 1000, 1009, id="many empty messages"),
     ],
 )
 def test_what_breaks_the_protocol_ends_the_connection(
@@ -121,6 +123,21 @@ def test_what_breaks_the_protocol_ends_the_connection(
     closing = goodbye[goodbye.rindex(b"\x88") :]
     assert int.from_bytes(closing[2:4], "big") == code
     assert fake.create().status == 200
+
+
+def test_tiny_pieces_are_held_at_their_size(make_fake: MakeClient) -> None:
+    count = 10_000
+    with make_fake().dial(_UPGRADE) as connection:
+        connection.recv(65536)
+        tracemalloc.start()
+        try:
+            connection.sendall(b"\x01\x82\0\0\0\0ab" + b"\x00\x82\0\0\0\0ab" * count)
+            connection.sendall(b"\x89\x80\0\0\0\0")  # a ping, answered behind all that
+            connection.recv(65536)
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert held < 20 * count  # a string each would be 60
 
 
 @pytest.mark.parametrize(

@@ -220,9 +220,9 @@ def parse_body(data: bytes) -> dict[str, Any]:
     return body
 
 
-def parse_create(message: str) -> dict[str, Any]:
+def parse_create(message: bytes) -> dict[str, Any]:
     """A WebSocket's message as the body that it would be over HTTP. Raises ApiError."""
-    body = parse_body(message.encode())
+    body = parse_body(message)
     if body.pop("type", None) != "response.create":
         raise ApiError(400, "messages are of type 'response.create'", param="type")
     for name in ("stream_options", "background"):

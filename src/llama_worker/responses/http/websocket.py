@@ -30,6 +30,7 @@ from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.request_reader import HttpRequest
 
 _READ_BYTES = 65536
+_MESSAGE_BYTES = 64  # what one costs at least, be it empty
 _IDLE_S = 600.0  # between two requests: a client's tools may take minutes
 
 
@@ -43,9 +44,9 @@ class ClientSocket:
         self._client = client
         self._max_bytes = max_message_bytes
         self._protocol = WSConnection(ConnectionType.SERVER)
-        self._pieces: list[str] = []  # of a message that is not whole
-        self._messages: deque[str] = deque()
-        self._held_bytes = 0  # of both
+        self._unfinished = bytearray()  # no list: of tiny pieces, it would take 30 times as much
+        self._messages: deque[bytes] = deque()
+        self._messages_bytes = 0
         headers = [
             (name.encode("latin-1"), value.encode("latin-1"))
             for name, value in request.headers.values()
@@ -62,7 +63,7 @@ class ClientSocket:
         self._send(AcceptConnection())
         self._receive(self._client.http.take_unread())
 
-    def next_message(self) -> str:
+    def next_message(self) -> bytes:
         """Wait for it."""
         poll = select.poll()
         poll.register(self._client.socket, select.POLLIN)
@@ -73,7 +74,7 @@ class ClientSocket:
                 self._end(CloseReason.GOING_AWAY, "nothing was asked for a long time")
             self.read()
         message = self._messages.popleft()
-        self._held_bytes -= len(message.encode())
+        self._messages_bytes -= max(len(message), _MESSAGE_BYTES)
         return message
 
     def read(self) -> None:
@@ -111,14 +112,14 @@ class ClientSocket:
     def _take(self, event: SocketEvent) -> None:
         match event:
             case TextMessage(data=text, message_finished=is_whole):
-                self._held_bytes += len(text.encode())
-                if self._held_bytes > self._max_bytes:
+                self._unfinished += text.encode()
+                if self._messages_bytes + len(self._unfinished) > self._max_bytes:
                     why = f"more than {self._max_bytes} bytes at once"
                     self._end(CloseReason.MESSAGE_TOO_BIG, why)
-                self._pieces.append(text)
                 if is_whole:
-                    self._messages.append("".join(self._pieces))
-                    self._pieces.clear()
+                    self._messages_bytes += max(len(self._unfinished), _MESSAGE_BYTES)
+                    self._messages.append(bytes(self._unfinished))
+                    self._unfinished.clear()
             case BytesMessage():
                 self._end(CloseReason.UNSUPPORTED_DATA, "messages are text")
             case Ping():
