@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from typing import Any
 
 import jsonschema
 import pytest
 
+from llama_worker.responses import generation
 from llama_worker.testing.scripts import Reasoning, Text, plain_reply
 from tests.responses.conformance import CAPABLE, TESTS, Api
-from tests.responses.conftest import Client, MakeClient
+from tests.responses.conftest import Client, MakeClient, Through, answer
 from tests.responses.open_responses import check_event, check_reply
 from tests.responses.oracle import read_sse
 from tools.pages import DOCS
@@ -66,6 +68,21 @@ def test_a_response_says_what_the_server_samples_with(real: Client) -> None:
     said = real.create(input="Hi", top_p=0.5).json
     numbers = [said[name] for name in ("temperature", "top_p", "presence_penalty")]
     assert numbers == [0, 0.5, 0]
+
+
+@pytest.mark.parametrize("asked_each_s", [60.0, 0.0], ids=["asked again soon", "not forgotten"])
+def test_the_server_samples_as_it_last_said(
+    through: Through, monkeypatch: pytest.MonkeyPatch, asked_each_s: float
+) -> None:
+    monkeypatch.setattr(generation, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(generation, "_SAMPLING_S", asked_each_s)
+    client, upstream = through(answer(b"{}", b"503 Loading"))
+    assert client.create().status == 503
+    upstream.reply = answer(b'{"default_generation_settings": {"params": {"temperature": 0}}}')
+    client.create()
+    said = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
+    upstream.reply = answer(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode())
+    assert client.create().json["temperature"] == 0
 
 
 def test_a_conversation_goes_on_from_its_summary(fake: Client) -> None:

@@ -21,7 +21,11 @@ from llama_worker.responses.api.conversation import (
     keeps_late_instructions,
     late_instructions_as_user,
 )
-from llama_worker.responses.api.echo import sampling_echo, sampling_of
+from llama_worker.responses.api.echo import (
+    LLAMA_SERVER_SAMPLING,
+    sampling_echo,
+    sampling_of,
+)
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest, response_id_of
 from llama_worker.responses.api.store import stored_response
@@ -40,6 +44,7 @@ from llama_worker.stream.response import ChatBody
 _QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
 _LISTEN_S = 1.0  # so soon a WebSocket's ping or goodbye is heard while the server is silent
 _SAMPLING_S = 60.0  # how long it is taken to go on with the same flags
+_ASK_AGAIN_S = 5.0  # one that loads, or is busy, and did not say
 # the first text mostly comes right after the headers: both to the client at once
 _TOGETHER_S = 0.002
 # Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
@@ -266,7 +271,8 @@ class ResponseGenerator:
         self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _LISTEN_S)
         self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._keeps_late_instructions = False  # the server's template, as far as is known
-        self._sampling: Mapping[str, float] = {}  # of the server, and until when that counts
+        # of the server, as it last said, and until when that counts
+        self._sampling: Mapping[str, float] = LLAMA_SERVER_SAMPLING
         self._sampling_until = -math.inf
 
     def generate(
@@ -363,8 +369,9 @@ class ResponseGenerator:
     def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
         """What the server samples with where a request does not say."""
         if time.monotonic() >= self._sampling_until:
-            self._sampling = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
-            self._sampling_until = time.monotonic() + _SAMPLING_S
+            said = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
+            self._sampling = said or self._sampling
+            self._sampling_until = time.monotonic() + (_SAMPLING_S if said else _ASK_AGAIN_S)
         return self._sampling
 
     def _ask_server(

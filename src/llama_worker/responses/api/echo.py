@@ -18,10 +18,12 @@ LLAMA_SERVER_SAMPLING = {
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-def sampling_of(props: object) -> dict[str, float]:
-    """What the server samples with where a request does not say, from the body of its `/props`."""
-    settings = as_object(as_object(props).get("default_generation_settings"))
-    params = as_object(settings.get("params"))
+def sampling_of(props: object) -> dict[str, float] | None:
+    """What the server samples with where a request does not say, from the body of its `/props`;
+    None where that does not tell."""
+    params = as_object(as_object(props).get("default_generation_settings")).get("params")
+    if not isinstance(params, Mapping):
+        return None
     return {name: _number(params.get(name), known) for name, known in LLAMA_SERVER_SAMPLING.items()}
 
 
