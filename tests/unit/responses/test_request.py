@@ -450,7 +450,7 @@ def test_tool_choice(choice: Any, mode: str, names: list[str]) -> None:
 
 
 def test_only_tools_that_count_are_echoed_as_allowed() -> None:
-    choice = {**ALLOWED, "tools": [{"name": "add"}, {"type": "web_search"}]}
+    choice = {**ALLOWED, "mode": None, "tools": [{"name": "add"}, {"type": "web_search"}]}
     echo = normalise({"input": "a", "tools": [ADD], "tool_choice": choice}).echo["tool_choice"]
     assert echo == {**ALLOWED, "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
 

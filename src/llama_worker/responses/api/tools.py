@@ -282,7 +282,7 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
             mode="required", offered=offered, echo={"type": kind, "name": offered[0].name}
         )
     if kind == "allowed_tools":
-        allowed, mode = given.get("tools"), given.get("mode", "auto")
+        allowed, mode = given.get("tools"), given.get("mode") or "auto"
         allowed = allowed if isinstance(allowed, list) else []
         named = [{"type": "function", **tool} for tool in allowed if isinstance(tool, Mapping)]
         ours = [tool for tool in named if tool["type"] in ("function", "custom")]
