@@ -68,6 +68,13 @@ def test_replies_pass_through(through: Through, status: str, header: str, body: 
     assert len(upstream.requests) == 1
 
 
+def test_a_stream_that_is_watched_is_not_compressed(through: Through) -> None:
+    client, upstream = through(answer(b"{}"))
+    for target, encoding in (("/v1/chat/completions", b"identity"), ("/v1/embeddings", b"gzip")):
+        client.send("POST", target, b"{}", {"Accept-Encoding": "gzip"})
+        assert b"\r\naccept-encoding: %b\r\n" % encoding in upstream.requests[-1].lower()
+
+
 def test_a_reply_to_head_has_no_body(
     through: Through, make_client: MakeClient, free_port: Callable[[], int]
 ) -> None:

@@ -80,7 +80,8 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
             endpoint,
             request.method,
             request.target,
-            headers=forwarded(request),
+            # a chat's stream is read, too: compressed, it would look silent, and be given up
+            headers=forwarded(request, exclude=("accept-encoding",) if is_chat else ()),
             body=request.body if has_body else None,
             waiter=_Waiter(leased),
         )
