@@ -24,6 +24,7 @@ from llama_worker.testing.scripts import (
     Role,
     Step,
     Text,
+    ToolCall,
     WaitClose,
     plain_reply,
     steps_json,
@@ -233,6 +234,21 @@ def test_a_continuation_may_refer_to_items(fake: Client, store: bool) -> None:
         assert turn(socket, again)[-1]["type"] == "response.completed"
     said = [message["content"] for message in fake.last_chat()["messages"]]
     assert said == ["Hi", "just said", "once stored", "just said"]
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_continuation_has_the_call_that_the_limit_cut(fake: Client, store: bool) -> None:
+    half_call = ToolCall("f", '{"a": ')
+    with opened(fake) as socket:
+        latest = turn(socket, create(*plain_reply(half_call, reason="length"), store=store))[-1]
+        assert latest["type"] == "response.incomplete"
+        again = create(previous_response_id=latest["response"]["id"], input="Go on.")
+        assert turn(socket, again)[-1]["type"] == "response.completed"
+    assert [message["role"] for message in fake.last_chat()["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+    ]
 
 
 def test_what_it_keeps_of_a_conversation_is_bounded(make_fake: MakeClient) -> None:

@@ -186,7 +186,7 @@ class ResponsesApp:
             exchange.leave()
         if events.failure is not None or size_bytes > self._config.max_stored_bytes:
             return kept
-        items = (*(recalled.history or ()), *chat_request.input_items, *events.response["output"])
+        items = (*(recalled.history or ()), *chat_request.input_items, *events.stored["output"])
         return LatestResponse(response_id=events.response["id"], items=items, size_bytes=size_bytes)
 
     def _recall(self, wanted: References) -> Recalled:
