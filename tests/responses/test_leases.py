@@ -19,6 +19,7 @@ import pytest
 from llama_worker import ConfigError, Recycle, WorkerState
 from llama_worker.actors.messages import BeginLease, RequestMessage
 from llama_worker.actors.request import RequestActor
+from llama_worker.mailbox import Tick
 from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.runtime.http import session
@@ -223,6 +224,15 @@ def test_an_upstream_that_takes_no_request_is_watched(make_client: MakeClient) -
         reply = make_client(upstream=url, timeouts=timeouts).create(input="x" * (16 << 20))
     assert reply.status == 504
     assert "headers_timeout" in reply.json["error"]["message"]
+
+
+def test_who_would_run_unwatched_is_ended(make_client: MakeClient) -> None:
+    client = make_client()
+    watch = client.proxy._upstream
+    assert watch is not None
+    watch.stop()
+    eventually(lambda: not watch.tell(Tick()), "the end of who watches", WAIT_S)
+    assert client.create(fs.WaitClose()).status == 502
 
 
 def test_a_slow_upstream_is_left_alone(make_client: MakeClient) -> None:

@@ -102,10 +102,14 @@ class Exchange:
         def order(reply: WorkerFuture[SubmitResult]) -> Lease:
             return Lease(job_name=job_name, exchange=self.leased, reply=reply)
 
+        def tell_lease() -> None:
+            if not watch.tell(order(WorkerFuture())):  # it has crashed: nothing runs unwatched
+                self.abort.abort()
+
         self.leased = LeasedExchange(
             self.abort,
             lambda exchange: self._end_lease(),
-            tell_lease=None if grant is None else lambda: watch.tell(order(WorkerFuture())),
+            tell_lease=None if grant is None else tell_lease,
             new=partial(
                 LeasedRequest,
                 has_media=_has_media(messages),
