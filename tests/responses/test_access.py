@@ -72,6 +72,16 @@ def test_only_an_allowed_page_may_read(
     assert "access-control-allow-credentials" not in reply.headers
 
 
+def test_the_upstream_is_not_asked_again_whether_a_page_may(
+    open_to: tuple[Client, list[bytes]],
+) -> None:
+    client, reached_upstream = open_to
+    for target in ("/v1/responses", "/v1/chat/completions", "/any"):
+        client.send("POST", target, b'{"input": "Hi"}', {"Origin": PAGE})
+    assert len(reached_upstream) > 3
+    assert not any(b"\r\norigin:" in request.lower() for request in reached_upstream)
+
+
 def test_an_allowed_page_reads_streams_and_refusals(make_fake: MakeClient) -> None:
     client = make_fake(allow_origins=(PAGE,), max_body_bytes=100)
     headers = {"Origin": PAGE}
