@@ -119,3 +119,10 @@ def test_without_a_summary_a_compaction_fails(fake: Client) -> None:
 def test_a_compaction_of_nothing_is_refused(fake: Client) -> None:
     reply = fake.create(target="/v1/responses/compact", input=None)
     assert (reply.status, reply.json["error"]["param"]) == (400, "input")
+
+
+def test_a_compaction_of_an_unknown_response_is_refused(fake: Client) -> None:
+    unknown = {"input": None, "previous_response_id": "resp_1"}
+    reply = fake.create(target="/v1/responses/compact", **unknown)
+    assert reply.status == 400
+    assert reply.json["error"]["code"] == "previous_response_not_found"

@@ -23,7 +23,7 @@ def compaction_request(body: Mapping[str, Any], recalled: Recalled) -> ChatReque
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise ApiError(400, "Missing required parameter: 'model'.", param="model")
     items = input_items(body)
-    if not items and not recalled.history:
+    if not items and recalled.history == ():
         raise ApiError(400, "Missing required parameter: 'input'.", param="input")
     order = {"type": "message", "role": "user", "content": _ORDER}
     asked = {**body, "input": [*items, order], "store": False, "stream": False}
