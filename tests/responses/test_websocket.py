@@ -96,6 +96,7 @@ def test_a_failure_is_one_terminal_event(fake: Client) -> None:
     with opened(fake) as socket:
         events = turn(socket, create(Headers(), Role(), Text("a"), ErrorData()))
         assert events[-1]["type"] == "response.failed"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert turn(socket, create())[-1]["type"] == "response.completed"
 
 

@@ -91,7 +91,10 @@ class ClientSocket:
     def encode(self, events: list[Event]) -> bytes:
         """Of a failure only the terminal event: an `error` is the whole answer here, and who reads
         one waits for nothing more."""
-        texts = [to_json(event).decode() for event in events if event["type"] != "error"]
+        if len(events) > 1 and events[-2]["type"] == "error":
+            *events, error, failed = events
+            events.append({**failed, "sequence_number": error["sequence_number"]})
+        texts = [to_json(event).decode() for event in events]
         return b"".join(self._protocol.send(TextMessage(data=text)) for text in texts)
 
     def refuse(self, refused: ApiError) -> None:
