@@ -4,6 +4,7 @@ conformance.py."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import re
 import tracemalloc
@@ -252,8 +253,23 @@ def test_a_continuation_has_the_call_that_the_limit_cut(fake: Client, store: boo
     ]
 
 
+def test_a_conversation_is_held_at_its_size(fake: Client) -> None:
+    with opened(fake) as socket:
+        message = create(input=[{"role": "user", "content": "a"}] * 5000, generate=False)
+        assert turn(socket, create(store=False, generate=False))[-1]["type"] in TERMINAL
+        tracemalloc.start()
+        try:
+            turn(socket, message.replace('"m"', '"m", "store": false'))
+            assert socket.ping().wait(WAIT_S)  # it waits for the next message by now
+            gc.collect()
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert held < 2 * len(message)
+
+
 def test_what_it_keeps_of_a_conversation_is_bounded(make_fake: MakeClient) -> None:
-    fake = make_fake(max_stored_bytes=1000)
+    fake = make_fake(max_stored_bytes=5000)
     with opened(fake) as socket:
         latest, kept = "", 0
         while True:

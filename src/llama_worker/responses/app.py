@@ -10,16 +10,13 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.api.compaction import compacted, compaction_request
-from llama_worker.responses.api.conversation import Item
 from llama_worker.responses.api.echo import input_list
 from llama_worker.responses.api.events import sse
 from llama_worker.responses.api.request import (
-    NOTHING_RECALLED,
     Recalled,
     References,
     normalise,
@@ -27,7 +24,7 @@ from llama_worker.responses.api.request import (
     parse_create,
     references,
 )
-from llama_worker.responses.api.store import Found, StoredResponse
+from llama_worker.responses.api.store import Found, StoredResponse, stored_response
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange, Upstream, ask
@@ -148,7 +145,7 @@ class ResponsesApp:
 
             socket = websocket.ClientSocket(client, request, self._config.max_body_bytes)
             socket.accept()
-            latest: LatestResponse | None = None
+            latest: StoredResponse | None = None
             while True:
                 latest = self._socket_turn(socket, latest, request, client)
         finally:
@@ -157,25 +154,24 @@ class ResponsesApp:
     def _socket_turn(
         self,
         socket: ClientSocket,
-        latest: LatestResponse | None,
+        latest: StoredResponse | None,
         request: HttpRequest,
         client: Client,
-    ) -> LatestResponse | None:
-        """What the next turn may go on from: not from what this one went on from and failed."""
+    ) -> StoredResponse | None:
+        """What the next turn may go on from though the store has not got it: not from what this one
+        went on from and failed. Its input is the whole conversation."""
         message = socket.next_message()
-        size_bytes = len(message)
         exchange = self._exchange(client)
         sink = EventSink(send=client.send_raw, encode=socket.encode, before_reading=socket.read)
         kept = latest
         try:
             body = parse_create(message)
-            if latest is not None and body.get("previous_response_id") == latest.response_id:
+            wanted = references(body)
+            if latest is not None and wanted.previous_response_id == latest.id:
                 kept = None
-                referred = replace(references(body), previous_response_id=None)
-                recalled = latest.recalled(self._recall(referred).items)
-                size_bytes += latest.size_bytes
+                recalled = self._recall_latest(latest, wanted)
             else:
-                recalled = self._recall(references(body))
+                recalled = self._recall(wanted)
             chat_request = normalise(body, recalled)
             events = self._generator.generate(exchange, request, chat_request, sink)
         except ApiError as refused:
@@ -184,16 +180,26 @@ class ResponsesApp:
             return kept
         finally:
             exchange.leave()
-        if events.failure is not None or size_bytes > self._config.max_stored_bytes:
+        if events.failure is not None:
             return kept
-        items = (*(recalled.history or ()), *chat_request.input_items, *events.stored["output"])
-        return LatestResponse(response_id=events.response["id"], items=items, size_bytes=size_bytes)
+        items = (*(recalled.history or ()), *chat_request.input_items)
+        made = stored_response(events.stored, items, None)
+        return made if made.size_bytes <= self._config.max_stored_bytes else kept
+
+    def _recall_latest(self, latest: StoredResponse, wanted: References) -> Recalled:
+        """Items that are referred to may be in it and not in the store, too."""
+        ours = dict.fromkeys({*wanted.item_ids} & {*latest.item_ids}, latest)
+        stored = self._find(replace(wanted, previous_response_id=None)).holders
+        return Found(chain=(latest,), holders={**ours, **stored}).recalled()
 
     def _recall(self, wanted: References) -> Recalled:
+        return self._find(wanted).recalled()
+
+    def _find(self, wanted: References) -> Found:
         if not wanted:
-            return NOTHING_RECALLED
+            return Found(chain=(), holders={})
         reply: WorkerFuture[Found] = WorkerFuture()
-        return ask(self._proxy, Recall(wanted=wanted, reply=reply), reply).recalled()
+        return ask(self._proxy, Recall(wanted=wanted, reply=reply), reply)
 
     def _deleted(self, response_id: str) -> Mapping[str, Any]:
         reply: WorkerFuture[bool] = WorkerFuture()
@@ -207,19 +213,6 @@ class ResponsesApp:
         if found is None:
             raise _unknown(response_id)
         return found
-
-
-class LatestResponse(Struct, frozen=True, kw_only=True):
-    """The latest response of a WebSocket: the next may go on from it though it is not stored."""
-
-    response_id: str
-    items: tuple[Item, ...]
-    size_bytes: int  # of what the client sent for it, about
-
-    def recalled(self, stored: Mapping[str, Item]) -> Recalled:
-        """`stored`: what the request refers to; what is not stored may be here."""
-        ours = {item["id"]: item for item in self.items if isinstance(item.get("id"), str)}
-        return Recalled(history=self.items, items={**ours, **stored})
 
 
 def _unknown(response_id: str) -> ApiError:
