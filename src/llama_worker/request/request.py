@@ -102,7 +102,7 @@ class Request:
                 messages.StreamOpened(turn_id=self._turn_id),
             ):
                 self._turn.headers_at = message.at
-            case states.Streaming(), messages.StreamClosed(is_aborted=True):
+            case states.Streaming() | states.Settling(), messages.StreamClosed(is_aborted=True):
                 pass  # not by this request: the WorkerActor is about to say why
             case states.Streaming() | states.Settling(), messages.StreamClosed(
                 turn_id=self._turn_id

@@ -259,8 +259,12 @@ TOOLS_REFUSED = failure("http_error", "HTTP 500: tools param requires --jinja fl
 RESET = failure("stream_disconnected")
 
 
-def closed(why: StreamFailure | None = None) -> Callable[[Play], RequestInput]:
-    return lambda play: StreamClosed(turn_id=play.turn, failure=why, at=play.now)
+def closed(
+    why: StreamFailure | None = None, *, is_aborted: bool = False
+) -> Callable[[Play], RequestInput]:
+    return lambda play: StreamClosed(
+        turn_id=play.turn, failure=why, at=play.now, is_aborted=is_aborted
+    )
 
 
 def bios(text: str = "bios", error: str | None = None) -> Callable[[Play], RequestInput]:

@@ -353,6 +353,13 @@ def test_the_calls_of_an_abandoned_request_are_not_begun() -> None:
     assert play >> RESTARTED << CLOSE << Ends("worker_restarted", text="a")
 
 
+@pytest.mark.parametrize("said", [(TextDelta("a"),), (TextDelta("a"), call("add"), CALLS)])
+def test_an_aborted_stream_waits_for_the_workers_reason(said: tuple[StreamEvent, ...]) -> None:
+    play = asked(WITH_TOOLS)
+    assert play >> said >> closed(RESET, is_aborted=True)
+    assert play >> RESTARTED << CLOSE << Ends("worker_restarted", text="a")
+
+
 def raises(*_: Any, **__: Any) -> Any:
     raise IndexError("a bug")
 
