@@ -91,7 +91,13 @@ class _Fragments(Struct):
     call_id: str | None
     name: str
     arguments: list[str]
+    chars: int = 0  # of the arguments
     taken: bool = False
+
+    @property
+    def may_be_complete(self) -> bool:
+        """The arguments may be a whole object by now, and are not too long to be parsed again."""
+        return self.chars <= _EARLY_CHARS and self.arguments[-1].rstrip().endswith("}")
 
     def raw(self) -> RawCall:
         call_id = None if self.call_id is None else encodable(self.call_id)
@@ -112,6 +118,7 @@ class ToolCallAssembler:
         call.name = delta.name or call.name
         if delta.arguments:
             call.arguments.append(delta.arguments)
+            call.chars += len(delta.arguments)
             self._grown[delta.index] = call
 
     def take_complete(self, names: Collection[str]) -> list[RawCall]:
@@ -122,7 +129,7 @@ class ToolCallAssembler:
         for call in grown.values():
             if call.taken or call.name not in names:
                 continue
-            if _may_be_whole(call.arguments):
+            if call.may_be_complete:
                 raw = call.raw()
                 try:
                     parse_arguments(raw.arguments)
@@ -135,10 +142,6 @@ class ToolCallAssembler:
     def calls(self) -> tuple[RawCall, ...]:
         """The other calls so far, by index (gaps do not matter); the last may be half a call."""
         return tuple(call.raw() for _, call in sorted(self._by_index.items()) if not call.taken)
-
-
-def _may_be_whole(arguments: list[str]) -> bool:
-    return arguments[-1].rstrip().endswith("}") and sum(map(len, arguments)) <= _EARLY_CHARS
 
 
 # --- judging --------------------------------------------------------------------------------------

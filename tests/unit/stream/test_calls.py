@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -85,6 +86,15 @@ def test_fragments_of_calls_may_come_in_turns(calls: list[tuple[str, list[str]]]
     ]
     whole = tuple(RawCall(f"id{n}", name, "".join(parts)) for n, (name, parts) in enumerate(calls))
     assert assembled(*in_turns) == assembled(*itertools.chain(*streams)) == whole
+
+
+def test_long_arguments_take_linear_time() -> None:
+    assembler, began = ToolCallAssembler(), time.process_time()
+    assembler.feed(ToolCallDelta(0, None, "escalate", '{"code": "' + 20_000 * "x"))
+    for _ in range(40_000):
+        assembler.feed(more(0, "}"))
+        assert assembler.take_complete(EXITS) == []
+    assert time.process_time() - began < 5.0  # quadratic: 17 s
 
 
 @pytest.mark.parametrize(
