@@ -449,12 +449,10 @@ class SimStream:
             )
         self._read_soon()
 
-    def flush(self) -> bool:
-        if self._ended or not self._opened:
-            return False
-        self._decode(len(self._buffer))
-        self._tell(self._lazy.all(self._scheduler.now))
-        return True
+    def flush(self) -> None:
+        if self._opened and not self._ended:
+            self._decode(len(self._buffer))
+            self._tell(self._lazy.all(self._scheduler.now))
 
     def hurry(self) -> None:
         if self._opened and not self._ended:

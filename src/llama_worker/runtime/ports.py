@@ -95,8 +95,8 @@ class Abortable(Protocol):
 class Stream(Abortable, Protocol):
     """A stream that goes on. No call takes time."""
 
-    def flush(self) -> bool:
-        """Tell now what has come and was not told yet; False: nothing has."""
+    def flush(self) -> None:
+        """Tell now what has come and was not told yet."""
 
     def hurry(self) -> None:
         """Somebody waits for text: what was read is told now, and what comes soon at once; see

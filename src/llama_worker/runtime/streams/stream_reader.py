@@ -50,15 +50,15 @@ class StreamReader:
     def abort(self) -> None:
         self._abort.abort()
 
-    def flush(self) -> bool:
+    def flush(self) -> None:
         with self._lock:
             if self._connection is None:
-                return False
+                return
             self._take_in()
             if self._body.over:  # the thread may sleep on: there is nothing left that wakes it
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
-            return self._tell(self._lazy.all(time.monotonic()))
+            self._tell(self._lazy.all(time.monotonic()))
 
     def hurry(self) -> None:
         with self._lock:
@@ -157,10 +157,8 @@ class StreamReader:
             self._low_water_bytes = size_bytes
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
-    def _tell(self, portion: Portion | None) -> bool:
-        if portion is None:
-            return False
-        self._order.reply_to.tell(
-            StreamEvents(turn_id=self._order.turn_id, events=portion.events, at=portion.at)
-        )
-        return True
+    def _tell(self, portion: Portion | None) -> None:
+        if portion is not None:
+            self._order.reply_to.tell(
+                StreamEvents(turn_id=self._order.turn_id, events=portion.events, at=portion.at)
+            )
