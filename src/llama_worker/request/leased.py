@@ -335,7 +335,7 @@ class LeasedRequest:
     def _record(self, outcome: Outcome, now: float) -> RequestRecord:
         self._state = _Ended()
         outcome = outcome.for_host(self._api_key)
-        self._totals.add_turn(self._turn, None)
+        self._totals.add_turn(self._turn)
         record = build_record(self._totals, self._turn, self.progress(), outcome, [], now)
         self._as_seen(record.status)
         return replace(record, is_leased=True, question=self._question)

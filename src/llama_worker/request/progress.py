@@ -70,14 +70,6 @@ class Progress:
         return max(times, default=None)
 
 
-def last_progress_at(progress: Progress, liveness_at: float | None) -> float | None:
-    """The latest of data and evidence of work in this turn; None where there was neither."""
-    newest_at = newest(progress.turn_started_at, progress.data_at, liveness_at)
-    return (
-        newest_at if newest_at > progress.turn_started_at or progress.data_at is not None else None
-    )
-
-
 def newest(start: float, *others: float | None) -> float:
     """The latest of the instants that are known."""
     return max([start, *(at for at in others if at is not None)])

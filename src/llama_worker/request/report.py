@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from llama_worker.request.ending import Outcome, failed
 from llama_worker.request.output import Output
-from llama_worker.request.progress import Progress, TurnProgress, last_progress_at
+from llama_worker.request.progress import Progress, TurnProgress
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.stream.events import UsageReport
 from llama_worker.types.chat import ChatMessage
@@ -50,16 +50,16 @@ class RequestTotals(Struct, kw_only=True):
     tokens: int = 0
     usage: UsageReport | None = None
     first_token_at: float | None = None
-    progress_at: float | None = None
+    data_at: float | None = None
     stream_byte_at: float | None = None
 
-    def add_turn(self, turn: TurnProgress, progress_at: float | None) -> None:
-        """A turn is over; `progress_at` is its latest data."""
+    def add_turn(self, turn: TurnProgress) -> None:
+        """A turn is over."""
         turn.is_over = True
         if self.first_token_at is None:
             self.first_token_at = turn.first_token_at
-        self.progress_at = _later(self.progress_at, progress_at)
-        self.stream_byte_at = _later(self.stream_byte_at, turn.last_stream_byte_at)
+        self.data_at = _latest(self.data_at, turn.last_data_at)
+        self.stream_byte_at = _latest(self.stream_byte_at, turn.last_stream_byte_at)
         self.tokens += turn.tokens
         if turn.usage is not None:
             before = self.usage or UsageReport(
@@ -70,6 +70,12 @@ class RequestTotals(Struct, kw_only=True):
                 completion_tokens=before.completion_tokens + turn.usage.completion_tokens,
                 cached_tokens=(before.cached_tokens or 0) + (turn.usage.cached_tokens or 0),
             )
+
+    @property
+    def work_seen_at(self) -> float | None:
+        """The newest evidence of work by the server since the request was admitted."""
+        at = self.liveness_at
+        return at if at is not None and at > self.created_at else None
 
     def unix(self, at: float) -> float:
         return at + self.unix_offset
@@ -129,10 +135,8 @@ def build_status(
         "first_token_at": turn.first_token_at
         if totals.first_token_at is None
         else totals.first_token_at,
-        "last_progress_at": _later(
-            last_progress_at(progress, totals.liveness_at), totals.progress_at
-        ),
-        "last_stream_byte_at": _later(turn.last_stream_byte_at, totals.stream_byte_at),
+        "last_progress_at": _latest(totals.data_at, progress.data_at, totals.work_seen_at),
+        "last_stream_byte_at": _latest(turn.last_stream_byte_at, totals.stream_byte_at),
         "last_liveness_at": totals.liveness_at,
     }
     status.update(
@@ -229,5 +233,5 @@ def lost_record(
     return replace(record, is_leased=admitted.is_leased)
 
 
-def _later(one: float | None, other: float | None) -> float | None:
-    return max((at for at in (one, other) if at is not None), default=None)
+def _latest(*instants: float | None) -> float | None:
+    return max((at for at in instants if at is not None), default=None)

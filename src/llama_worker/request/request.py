@@ -33,7 +33,7 @@ from llama_worker.request.ending import (
     failed_by,
 )
 from llama_worker.request.output import Output, read_output
-from llama_worker.request.progress import Progress, last_progress_at
+from llama_worker.request.progress import Progress
 from llama_worker.request.prompt import Prompts, picks_slots, runaway_tokens
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
 from llama_worker.request.tools import ToolBatch, ToolUse
@@ -326,7 +326,7 @@ class Request:
 
     def _close_turn(self) -> messages.CloseStream:
         """The exchange is over: add up what is kept of it."""
-        self._totals.add_turn(self._turn, last_progress_at(self.progress(), None))
+        self._totals.add_turn(self._turn)
         return messages.CloseStream(turn_id=self._turn_id)
 
     # ------------------------------------------------------------ tools

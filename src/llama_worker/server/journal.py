@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from llama_worker.request.progress import last_progress_at
+from llama_worker.request.progress import newest
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.server.messages import Observed
 from llama_worker.server.timeouts import ages
@@ -141,8 +141,10 @@ class Journal:
         ages_s = []
         for admitted in active:
             progress = seen.get(admitted.request_id)
-            at = last_progress_at(progress, liveness_at) if progress is not None else None
-            ages_s.append(now - max(admitted.created_at, at or admitted.created_at))
+            at = admitted.created_at
+            if progress is not None:  # a turn begins where a tool has returned
+                at = newest(progress.turn_started_at, progress.data_at, liveness_at)
+            ages_s.append(now - at)
         return max(ages_s, default=None)
 
     def debug_info(

@@ -162,6 +162,27 @@ def test_what_a_status_says_on_the_way() -> None:
     assert progress.last_stream_byte_at == 104.0
 
 
+def last_progress_at(play: Play) -> float | None:
+    return play.request.status().get("last_progress_at")
+
+
+def test_the_latest_progress_is_data_or_seen_work() -> None:
+    play = asked(WITH_TOOLS)
+    play.request.saw_liveness(99.0)  # before the request
+    assert last_progress_at(play) is None
+    play.request.saw_liveness(101.0)
+    assert last_progress_at(play) == UNIX + 101.0
+    assert play >> 102.0 >> OPENED >> PromptReport(5, 10, 2)
+    assert last_progress_at(play) == UNIX + 102.0
+
+
+def test_the_latest_progress_stays_in_the_next_turn() -> None:
+    play = in_tools()  # the latest data at 102.0
+    play.request.saw_liveness(103.0)
+    assert play >> 104.0 >> returned("1") << PostChat
+    assert last_progress_at(play) == UNIX + 103.0
+
+
 def test_output_is_read_from_any_offset() -> None:
     play = asked()
     assert play >> (ReasoningDelta("hmm"), TextDelta("Hello"))

@@ -220,6 +220,16 @@ def test_the_request_that_has_been_without_progress_for_longest_counts(journal: 
     assert journal.seconds_since_progress([first], 110.0) == 1.0
 
 
+def test_a_turn_that_begins_is_progress(journal: Journal) -> None:
+    later = Progress(
+        request_id=7, phase=RequestPhase.WAITING, dispatched_at=100.0, turn_started_at=108.0
+    )
+    journal.observed = Observed(
+        epoch=1, at=110.0, activity="", liveness_at=105.0, requests=(later,)
+    )
+    assert journal.seconds_since_progress([Admitted(7, 0, "j", 100.0)], 110.0) == 2.0
+
+
 # ---------------------------------------------------------------- totals
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.request.progress import Progress, last_progress_at
+from llama_worker.request.progress import Progress
 from llama_worker.server.timeouts import NO_SLOT_SIGNS, Neighbours, SlotSigns, verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 from tests.tables import cases
@@ -223,13 +223,6 @@ def test_detail_names_the_limit_and_the_times() -> None:
         "phase generating, turn began 250.0 s ago, headers never, first token never, prompt "
         "progress never, last data 150.0 s ago, last byte 5.0 s ago, last sign of work 140.0 s ago"
     )
-
-
-def test_last_progress_is_data_or_this_turns_evidence() -> None:
-    at = progress(PREFILL, last_data_at=1010.0, prompt_progress_at=1020.0)
-    assert last_progress_at(at, None) == 1020.0
-    assert last_progress_at(at, 1030.0) == 1030.0
-    assert last_progress_at(progress(WAITING), 999.0) is None
 
 
 # ---------------------------------------------------------------- properties
