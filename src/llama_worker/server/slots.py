@@ -174,17 +174,19 @@ class SlotsWatch:
     def seen(self, look: SlotsLook | SlotsSilence | None, now: float) -> None:
         """An answer, None where it brings no news."""
         self._has_answered = self._has_answered or isinstance(look, SlotsLook)
+        is_refused = look is None or not self._has_answered
+        if is_refused:  # at READY, too
+            self._paused_until = now + NO_ANSWER_PAUSE_S
         if not self._active:
             return
         self.tells = isinstance(look, SlotsLook)
         self.is_silent = isinstance(look, SlotsSilence)
-        if isinstance(look, SlotsSilence) and self._has_answered:
-            self._seen_silent(now)
+        if is_refused:
+            self.stop_looking()
         elif isinstance(look, SlotsLook):
             self._seen_slots(look, now)
         else:
-            self.stop_looking()
-            self._paused_until = now + NO_ANSWER_PAUSE_S
+            self._seen_silent(now)
 
     def _seen_slots(self, look: SlotsLook, now: float) -> None:
         self.may_read_unseen = any(slot.may_read_unseen for slot in look.slots)

@@ -27,6 +27,7 @@ from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
 from llama_worker.server.slots import (
     LOOK_INTERVAL_S,
     LOOKS_COUNT,
+    NO_ANSWER_PAUSE_S,
     PAUSE_S,
     SILENT_S,
     Slot,
@@ -444,6 +445,16 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     at_ready, *asked = watch.slots_asked_at
     assert at_ready == 0.0
     assert 99.9 + ANSWER_S <= min(asked) <= max(asked) < 180.0
+
+
+@pytest.mark.parametrize("answer", [None, SlotsSilence()])
+def test_who_refuses_at_ready_is_left_alone_for_a_minute(answer: SlotsSilence | None) -> None:
+    impatient = replace(PROFILE, suspect_after_s=10.0)
+    watch = VirtualWatch.ready(impatient, slots=lambda now: answer)
+    watch.begin(lambda now: generating(0.0))
+    watch.run(NO_ANSWER_PAUSE_S + 10.0, Stalled)
+    at_ready, again_at, *_ = watch.slots_asked_at
+    assert again_at - at_ready >= NO_ANSWER_PAUSE_S
 
 
 def reads_at(now: float, *, began_at: float, stuck_at: float) -> tuple[Progress, Slot]:
