@@ -273,9 +273,9 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
     """The server cannot be trusted any more, or one of the worker's actors died: replace both."""
     if isinstance(life.state, Draining):
         lost = f"{reason}: {detail}; the worker was draining"
-        return endings.lost_while_draining(
-            life, life.state, now, RequestFailReason.WORKER_STOPPED, lost
-        )
+        abandon = Abandon(reason=RequestFailReason.WORKER_STOPPED, detail=lost)
+        left = endings.lost_while_draining(life, life.state, now, lost)
+        return left, (abandon, *endings.kill(life.epoch))
     effects: Effects = (
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
         *endings.kill(life.epoch),
@@ -293,13 +293,14 @@ def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, 
 def _server_died(
     life: Lifecycle, now: float, death: Died | Exited, *, gone: bool = False
 ) -> tuple[Lifecycle, Effects]:
-    """It was READY: what it was working on is lost."""
-    detail, died = _described(death), RequestFailReason.SERVER_DIED
-    if isinstance(life.state, Draining):
-        return endings.lost_while_draining(life, life.state, now, died, detail, gone=gone)
-    effects: Effects = (Abandon(reason=died, detail=detail),)
+    """It was READY: what it was working on is lost. Connections are left open: what it had sent is
+    still read."""
+    detail = _described(death)
+    effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),)
     if not gone:  # its guard kills the rest of its tree; Exited follows
         effects = (*effects, Terminate(epoch=life.epoch, grace_s=0.0))
+    if isinstance(life.state, Draining):
+        return endings.lost_while_draining(life, life.state, now, detail, gone=gone), effects
     return endings.restart(life, now, _cause(death, "server_died"), detail, effects, gone=gone)
 
 

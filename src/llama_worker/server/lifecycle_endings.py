@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
-from llama_worker.request.messages import Abandon, CloseAllStreams
+from llama_worker.request.messages import CloseAllStreams
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,
@@ -23,7 +23,6 @@ from llama_worker.server.lifecycle_states import (
 )
 from llama_worker.server.messages import Launch, Start, Stop, Terminate
 from llama_worker.server.restart_budget import Lockout
-from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import StartFailReason
 
 # How long SIGTERM waits for our own connections to be closed: the server waits for open ones.
@@ -73,20 +72,18 @@ def lost_while_draining(
     life: Lifecycle,
     draining: Draining,
     now: float,
-    reason: RequestFailReason,
     detail: str,
     *,
     gone: bool = False,
-) -> tuple[Lifecycle, Effects]:
+) -> Lifecycle:
     """What still ran fails; nobody wants another launch."""
     goal = ToStopped(then_start=draining.then_start, draining=True)
-    left = replace(
+    return replace(
         life,
         state=Ending(epoch=life.epoch, goal=goal, gone=gone),
         budget=life.budget.left_ready(now),
         last_error=detail,
     )
-    return left, (Abandon(reason=reason, detail=detail), *kill(life.epoch))
 
 
 def restart(
