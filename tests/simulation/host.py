@@ -38,6 +38,7 @@ LONGEST_LOAD_S = 1500.0  # of Nature's slow loads
 # a start that failed leaves the worker FAILED, but for these; None: whatever was asked for instead
 _STATE_BEHIND = {StartFailReason.PORT_IN_USE: WorkerState.STOPPED, StartFailReason.STOPPED: None}
 _IMAGES = 0x27D4EB2F165667C5
+_CROWDS = 0x9FB21C651E98DF25
 Plan = Generator[float | WorkerFuture[Any], Any, None]
 
 
@@ -53,6 +54,7 @@ class Host:
         self._for_images = Dice(
             world.setting.seed ^ _IMAGES
         )  # so that other draws stay as they are
+        self._for_crowds = Dice(world.setting.seed ^ _CROWDS)
         self._scheduler, self._invariants = world.scheduler, world.invariants
         self._result_ttl_s = world.config.result_ttl_s
         profile, policy = world.config.timeouts, world.config.restart
@@ -113,6 +115,7 @@ class Host:
         return future
 
     def stop(self) -> WorkerFuture[Any]:
+        self._crowd()
         invariants = self._invariants
         invariants.stop_called_at = invariants.called_at = self._scheduler.now
         launched = tuple(self._world.machine.launched)
@@ -124,6 +127,7 @@ class Host:
 
     def drain(self) -> WorkerFuture[Any]:
         """`drain()`, which resolves soon after the last request has ended."""
+        self._crowd()
         invariants = self._invariants
         invariants.drain_called_at = invariants.called_at = self._scheduler.now
         launched = tuple(self._world.machine.launched)
@@ -155,6 +159,13 @@ class Host:
 
         future._on_resolved(resolved)
         return future
+
+    def _crowd(self) -> None:
+        """Now and then so many come just then that a further one has to wait for a slot."""
+        if self._for_crowds.chance(0.3):
+            for _ in range(self._world.config.slots):
+                self.submit("one of many")
+            self.wait_slot()
 
     def _checked(
         self, future: WorkerFuture[Any], check: Callable[[Any], object]

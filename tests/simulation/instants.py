@@ -23,6 +23,7 @@ FORCE_S = 1.0  # from SIGKILL by the guard to that past it, and to each further 
 LOOKS_APART_S = 2.0
 REFUSED_S = 60.0
 _EARLY_S = 1e-6
+_MAIL_S = 1.0  # what was told longer ago has been handled
 
 
 class Looks:
@@ -98,7 +99,7 @@ class Signals:
         self._unkillable.add(process)
         last_at = max(at for each, at in self._sent[process] if each is Signal.KILL)
         waited_s = self._invariants.now - last_at
-        if _is_gone(process) and process.ended:
+        if self._invariants.now - process.ended_at > _MAIL_S:
             self._fail(process, "unkillable, it says, and gone")
         if waited_s < self._kill_timeout_s - _EARLY_S:
             self._fail(process, f"unkillable, it says, {waited_s:.1f} s after SIGKILL")

@@ -44,7 +44,16 @@ from llama_worker.server.lifecycle_states import (
     Lifecycle,
     Ready,
 )
-from llama_worker.server.messages import Died, Drain, Stalled, Unkillable
+from llama_worker.server.messages import (
+    Died,
+    Drain,
+    GpuFaulted,
+    HealthLost,
+    Observed,
+    Stalled,
+    StartupFailed,
+    Unkillable,
+)
 from llama_worker.server.termination import Signal
 from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types.request import RequestFailReason, RequestState
@@ -69,7 +78,9 @@ ARROWS = {
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUIET_S = 60.0  # so long without a call of the host's, and what happens is the worker's own doing
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
+_GIVES_UP = (HealthLost, GpuFaulted, Stalled, StartupFailed)
 _MOST_TICKS = 20
+_TO_WAIT = "to wait"  # the answer to `wait_slot()` is not due
 _BY_THE_HOST = frozenset({RequestFailReason.CANCELED, RequestFailReason.WORKER_STOPPED})
 
 
@@ -134,6 +145,7 @@ class Invariants:
         self._keep_records(bench.actor._table)
         self._hear_decisions(bench.actor._journal)
         self._active: tuple[int, ...] = ()
+        self._observed_at = -math.inf  # when the watch said what it knows
         self.state = WorkerState.STOPPED  # the worker's
         # launches that ended as planned, or for the nonsense that they said
         self._replaced: set[int] = set()
@@ -249,6 +261,9 @@ class Invariants:
             raise Violation(Promise.ANSWERS, what)
 
     def on_told(self, message: Any) -> None:
+        teller = self._scheduler.serving
+        if teller is not None and teller.actor.role == "watchdog":
+            self._check_evidence(message)
         if type(message) is Unkillable:
             self._signals.called_unkillable(message.epoch)
         elif type(message) is Stalled and self._scheduler.serving is not None:
@@ -257,6 +272,14 @@ class Invariants:
             truth = self.requests.get(message.record.request_id)
             if truth is not None and truth.decided is None:
                 truth.decided = "".join(truth.text), "".join(truth.reasoning)
+
+    def _check_evidence(self, message: Any) -> None:
+        """The watch says what it knows just before it gives anything up."""
+        if type(message) is Observed:
+            self._observed_at = message.at
+        elif type(message) in _GIVES_UP and self._observed_at != self._scheduler.now:
+            what = f"{message} is told, and what is known of it was told at {self._observed_at}"
+            raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
 
     def after_message(self, actor: SimulatedActor, message: Any) -> None:
         if actor.actor is not self._worker:
@@ -318,25 +341,32 @@ class Invariants:
                 self.expect(Promise.SWAPS, self.stop_bound_s, what, future.done)
             self._drains.clear()
         self._slot_waiters = [future for future in self._slot_waiters if not future.done()]
-        takes_requests = self.state is WorkerState.READY and not self.lifecycle.is_draining
-        if self._slot_waiters and takes_requests and len(self._active) < self._slots:
-            raise Violation(Promise.ANSWERS, "a slot is free, and wait_slot() has not resolved")
+        if self._slot_waiters and self._slot_answer() != _TO_WAIT:
+            what = f"wait_slot() has not resolved, and the answer is {self._slot_answer()}"
+            raise Violation(Promise.ANSWERS, what)
 
     def slot_waited(self, error: str | None) -> None:
         """A `wait_slot()` resolves: a slot is free, or none will be for this reason."""
-        life, full = self.lifecycle, len(self.active) >= self._slots
-        expected = {
+        if error != self._slot_answer():
+            what = f"wait_slot() resolved with {error}, the answer is {self._slot_answer()}"
+            raise Violation(Promise.ENDS_ONCE, what)
+
+    def _slot_answer(self) -> str | None:
+        """What who waits for a slot is told now: that one is free (None), why none will be without
+        the host's doing, or nothing so far."""
+        state = self.lifecycle.state
+        if getattr(getattr(state, "goal", state), "then_start", False):
+            return _TO_WAIT
+        if self.lifecycle.is_draining and self.lifecycle.public_state is not WorkerState.FAILED:
+            return "WORKER_DRAINING"
+        is_full = len(self.active) >= self._slots
+        answers = {
             WorkerState.FAILED: "WORKER_FAILED",
             WorkerState.STOPPED: "WORKER_NOT_READY",
-            WorkerState.READY: None,
-        }.get(life.public_state, "to wait")
-        if life.is_draining and life.public_state is not WorkerState.FAILED:
-            expected = "WORKER_DRAINING"
-        if error != expected or (error is None and full):
-            raise Violation(
-                Promise.ENDS_ONCE,
-                f"wait_slot() resolved with {error} while {life.public_state}, full: {full}",
-            )
+            WorkerState.READY: _TO_WAIT if is_full else None,
+            WorkerState.RUNNING: _TO_WAIT,
+        }
+        return answers[self.lifecycle.public_state]
 
     def _check_table(self, active: tuple[int, ...]) -> None:
         if len(active) > self._slots or len(set(active)) != len(active):

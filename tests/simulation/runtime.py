@@ -279,7 +279,7 @@ class SimServerProcess:
     """One launch under its guard: a thread that tells of it, and the server's model."""
 
     def __init__(self, runtime: SimRuntime, epoch: int, reply_to: Mailbox[Any]) -> None:
-        self.ended = False
+        self.ended_at = math.inf  # when it was told that nothing of its tree is left
         self.epoch = epoch
         self.server: LlamaServer | None = None
         self.launched_at = runtime.scheduler.now
@@ -294,6 +294,10 @@ class SimServerProcess:
         self._machine.on_launch(epoch)
         self._machine.launched.append(self)
         self._later(0.005, 0.3, self._start, "spawn")
+
+    @property
+    def ended(self) -> bool:
+        return self.ended_at < math.inf
 
     def is_gone(self) -> bool:
         return self.server is not None and self.server.gone
@@ -359,7 +363,7 @@ class SimServerProcess:
         if set(self._orders) - {Signal.TERMINATE}:
             failure = failure or (StartFailReason.SPAWN_FAILED, "killed before it ran")
         if failure is not None:
-            self.ended = True
+            self.ended_at = self._scheduler.now
             self._reply_to.tell(
                 LaunchFailed(epoch=self.epoch, reason=failure[0], detail=failure[1])
             )
@@ -398,7 +402,7 @@ class SimServerProcess:
     def _exited(self) -> None:
         if self.ended:
             return
-        self.ended = True
+        self.ended_at = self._scheduler.now
         self._reply_to.tell(
             Exited(
                 epoch=self.epoch,
