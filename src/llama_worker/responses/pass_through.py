@@ -32,15 +32,15 @@ _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade",
 })  # fmt: skip
-# the page was let in here: a server that is strict about origins would refuse it
-_SEEN_TO_HERE = frozenset({"host", "content-length", "expect", "origin"})
+# the page was let in here: a server that checks origins may refuse it
+_NOT_FORWARDED = frozenset({"host", "content-length", "expect", "origin"})
 _CORS = "access-control-"
 _MAX_REFUSAL_BYTES = 64 * 1024  # of what an error status says, for the worker
 
 
 def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, str]:
     """The client's headers, but those that belong to its connection."""
-    dropped = {*_HOP_BY_HOP, *_SEEN_TO_HERE, *header_words(request.header("connection")), *exclude}
+    dropped = {*_HOP_BY_HOP, *_NOT_FORWARDED, *header_words(request.header("connection")), *exclude}
     return {
         name: value
         for lower, (name, value) in request.headers.items()
