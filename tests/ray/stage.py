@@ -42,9 +42,9 @@ class Stage:
             command = fs.scripted_server_cmd(
                 script, host=HOST, port=port, slots=slots, journal=journal
             )
-            return WorkerConfig(
-                "scripted", HOST, port, command, **{"timeouts": fast_timeouts(), **settings}
-            )
+            # TALKING says the same for as long as a slow machine needs.
+            usual = {"timeouts": fast_timeouts(), "loop_detector": None}
+            return WorkerConfig("scripted", HOST, port, command, **{**usual, **settings})
 
         return config
 
