@@ -76,7 +76,6 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
 
     def handle(self, message: messages.WorkerMessage) -> None:
         now = self._runtime.now()
-        self._roll_call.notice_gap(now)
         self._take(message, now)
         if self._slot_waiters:
             self._answer_slot_waiters()

@@ -100,14 +100,14 @@ class Case(Bench):
     def run(self) -> Outcome:
         with self.in_use():
             started = self.worker.start()
-            self.scheduler.run_until(started.done, self.scheduler.now + 600.0)
+            self.scheduler.run_until(started.done, self.scheduler.host_time + 600.0)
             started.get(timeout=0)
             self._serve_before()
             self.machine.on_signal = lambda process, signal: self._given_up(
                 str(self.actor._server.lifecycle.last_error)
             )
             self._plan()
-            end = self.scheduler.now + HORIZON_S
+            end = self.scheduler.host_time + HORIZON_S
             self.scheduler.run_until(lambda: self._gave_up is not None or self._is_over(), end)
             return self._outcome()
 
@@ -115,12 +115,12 @@ class Case(Bench):
         """Most servers have served somebody when they wedge; some were started anew since."""
         for _ in range(0 if self.dice.chance(0.1) else 1 + self.dice.below(3)):
             answer = self.worker.ask("before", job_name="before")
-            self.scheduler.run_until(answer.done, self.scheduler.now + HORIZON_S)
+            self.scheduler.run_until(answer.done, self.scheduler.host_time + HORIZON_S)
             if not self._has_completed(answer):
                 return
         if self.dice.chance(0.2):
             again = self.worker.restart("as in service")
-            self.scheduler.run_until(again.done, self.scheduler.now + 600.0)
+            self.scheduler.run_until(again.done, self.scheduler.host_time + 600.0)
             again.get(timeout=0)
 
     def _has_completed(self, answer: WorkerFuture[Any]) -> bool:
@@ -178,14 +178,14 @@ class Case(Bench):
         depth = max(each.processed + each.in_batch for each in reading)
         pace: Pace = watch._pace
         limit_s = pace.longest_standstill_s(tokens, depth, is_cold=watch._requests._is_cold)
-        if limit_s is None or watch._requests.gaps.lost_s(self.wedged_at or 0.0):
-            return self.promised_s  # behind a gap everything is looked at anew
+        if limit_s is None:
+            return self.promised_s
         last_resort_s = self.promised_s - SLACK_S
         return min(last_resort_s, (PROFILE.suspect_after_s or 0.0) + limit_s) + SLACK_S
 
     def _given_up(self, detail: str) -> None:
         if self._gave_up is None:
-            self._gave_up = self.scheduler.now, detail
+            self._gave_up = self.scheduler.host_time, detail
 
     def later(self, seconds: float, call: Callable[[], object], what: str = "adversary") -> None:
         """The world's doing, not the host's."""
@@ -226,8 +226,8 @@ class Case(Bench):
     def _strike(self) -> None:
         assert self.wedge is not None
         if self.wedge(self):
-            self.wedged_at = self.scheduler.now
-            self.trace.note(self.scheduler.now, "WEDGED")
+            self.wedged_at = self.scheduler.host_time
+            self.trace.note(self.scheduler.host_time, "WEDGED")
         elif not self._is_over():
             self.later(self.dice.log_between(0.1, 10.0), self._strike)
 

@@ -29,7 +29,7 @@ from llama_worker import (
     WorkerState,
     llama_server_cmd,
 )
-from llama_worker.gaps import FORGIVEN_IN_A_ROW, LATE_S
+from llama_worker.clock import LATE_S, STANDS_S
 from tests.ports import held_ports
 from tests.reality.limits import found_within_s, tight_limits
 from tests.reality.plan import SLOT_TOKENS, Episode, Job, Shape
@@ -86,23 +86,24 @@ def worker_config(
 
 
 class Standstills:
-    """Times in which this process did not run, as the library counts them: nothing is concluded
-    right after one. Its thread ends with the program."""
+    """Times in which this process did not run, as the library counts them. Its thread ends with the
+    program."""
 
     def __init__(self) -> None:
-        self.ends_at: list[float] = []
+        self._seen: list[tuple[float, float]] = []  # when one ended, and how much was lost
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
             due_at = time.monotonic() + _LOOK_EVERY_S
             time.sleep(_LOOK_EVERY_S)
-            if time.monotonic() - due_at > LATE_S:
-                self.ends_at.append(time.monotonic())
+            late_s = time.monotonic() - due_at
+            if late_s > LATE_S:
+                self._seen.append((time.monotonic(), late_s + STANDS_S))
 
-    def since(self, at: float) -> list[float]:
-        """The ends of those that came after that instant, as many as are forgiven in a row."""
-        return [end_at for end_at in self.ends_at if end_at > at][:FORGIVEN_IN_A_ROW]
+    def lost_s(self, since: float) -> float:
+        """What counts for no limit, of the time since that instant."""
+        return sum(lost_s for end_at, lost_s in self._seen if end_at > since)
 
 
 class Host:
@@ -220,9 +221,9 @@ class Host:
         stopped_at = time.monotonic()
         bound_s = found_within_s(self._limits, in_flight=bool(phases))
         found_s = None
-        stood = list[float]()
-        while found_s is None and time.monotonic() < max([stopped_at, *stood]) + bound_s:
-            stood = self._standstills.since(stopped_at)
+        lost_s = 0.0
+        while found_s is None and time.monotonic() < stopped_at + bound_s + lost_s:
+            lost_s = self._standstills.lost_s(stopped_at)
             if self._status()["restart_count"] > during["restart_count"]:
                 found_s = time.monotonic() - stopped_at
             time.sleep(0.05)
@@ -230,9 +231,9 @@ class Host:
             "hang",
             phases=phases,
             found_s=found_s,
-            bound_s=bound_s,
+            bound_s=bound_s + lost_s,
             early_restarts=early,
-            standstills_at_s=[round(end_at - stopped_at, 2) for end_at in stood],
+            lost_s=lost_s,
         )
         if found_s is None:
             os.kill(during["pid"], signal.SIGKILL)

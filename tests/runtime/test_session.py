@@ -17,12 +17,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
 
+from llama_worker import clock
 from llama_worker.errors import is_shortage
 from llama_worker.responses.generation import ChatExchange
+from llama_worker.runtime.host import timers
+from llama_worker.runtime.host.timers import TimerThread
 from llama_worker.runtime.http import abortable_socket, session
 from llama_worker.runtime.http.abortable_socket import Abort, AbortableSocket, Aborted
 from llama_worker.runtime.http.session import Endpoint
@@ -434,11 +438,37 @@ def test_a_reply_that_is_there_when_the_time_is_up_counts(make_server: MakeServe
     """As after a stop of the host."""
     server = make_server(sends(EMPTY_OBJECT))
     endpoint = Endpoint(base_url=server.url, connect_timeout_s=WAIT_S)
-    reply = session.send(Abort(), endpoint, "GET", "/", deadline=time.monotonic() + WAIT_S)
-    assert server.served.wait(WAIT_S)
-    reply._connection.deadline = time.monotonic() - 1.0
-    with contextlib.closing(reply):
-        assert reply.read() == b"{}"
+    abort = Abort()
+    with abort.within(WAIT_S):
+        reply = session.send(abort, endpoint, "GET", "/")
+        assert server.served.wait(WAIT_S)
+        with abort._lock:
+            abort._end(TimeoutError())
+        with contextlib.closing(reply):
+            assert reply.read() == b"{}"
+    assert abort.error is None
+
+
+def test_time_in_which_this_program_did_not_run_is_not_the_servers(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped for an hour as soon as it has asked, and the server, too."""
+    stopped_s, own, monotonic = [0.0], TimerThread(), time.monotonic
+    monkeypatch.setattr(
+        timers, "time", Mock(wraps=time, monotonic=lambda: monotonic() + stopped_s[0])
+    )
+    monkeypatch.setattr(timers, "_timers", own)
+    monkeypatch.setattr(clock, "STANDS_S", 100 * WAIT_S)  # however slow this machine is
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        stopped_s[0] = 3600.0
+        with own._changed:
+            own._changed.notify()  # it sees what time it is
+        eventually(lambda: own._clock._stands_until is not None, "the clock stands")
+        connection.sendall(EMPTY_OBJECT)
+
+    assert ask(make_server(serve).port, within_s=WAIT_S) == (200, b"{}")
 
 
 # ------------------------------------------------------------ aborts

@@ -110,7 +110,7 @@ class Costs:
         """Another has had text for certain, within the time that counts, and the watch knows it: a
         request tells of its present turn only."""
         now = self._invariants.now
-        if not self._invariants.ran_since(now - 2 * self._window_s - 60.0):
+        if not self._invariants.ran_for(2 * self._window_s + 60.0):
             return False
         return any(
             now - self._window_s + 1.0 <= at <= now - _LAG_S
@@ -122,7 +122,7 @@ class Costs:
     def _nobody_is_served(self, truth: Truth) -> bool:
         """No other has been sent anything for longer than the time that counts."""
         now = self._invariants.now
-        if not self._invariants.ran_since(now - 60.0):
+        if not self._invariants.ran_for(60.0):
             return False
         quiet_since = now - self._window_s - _LAG_S
         sent = (exchange.sent_at for each in self._others(truth) for exchange in each.exchanges)
@@ -163,7 +163,7 @@ class Costs:
         server = invariants.living_server
         if server is None or server.epoch != truth.epoch or server.answers:
             return
-        if not invariants.ran_since(now - 60.0):  # it may lack the threads for a probe
+        if not invariants.ran_for(60.0):  # it may lack the threads for a probe
             return
 
         def is_over() -> bool:

@@ -50,8 +50,6 @@ class Kind:
     weight: float = 1.0
     # where others of the server receive data, the bound counts from the last of it
     neighbours_spare: bool = False
-    # behind a halt of the host it gets its whole time again, once
-    halts_spare: bool = False
     most_records: int | None = None  # of nonsense, before the request is over
 
 
@@ -119,7 +117,6 @@ _KINDS = (
         Scope.REPLY,
         found_within=lambda profile, stage: 10.0 + SLACK_S,
         kills=False,
-        halts_spare=True,
     ),
     Kind("frozen progress", Scope.REPLY, found_within=_silent_work, neighbours_spare=True),
     Kind("empty frames", Scope.REPLY, found_within=_silent_work, neighbours_spare=True),

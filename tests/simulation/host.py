@@ -90,7 +90,7 @@ class Host:
     # ------------------------------------------------------------ calls
 
     def start(self) -> WorkerFuture[Any]:
-        self._invariants.called_at = self._scheduler.now
+        self._invariants.called_at = self._scheduler.host_time
         future = self._world.worker.start()
         self._invariants.expect_answer(future, self.start_bound_s, "start()")
         return self._told_of_launch(future)
@@ -117,7 +117,7 @@ class Host:
     def stop(self) -> WorkerFuture[Any]:
         self._crowd()
         invariants = self._invariants
-        invariants.stop_called_at = invariants.called_at = self._scheduler.now
+        invariants.stop_called_at = invariants.called_at = self._scheduler.host_time
         launched = tuple(self._world.machine.launched)
         future = self._world.worker.stop()
         invariants.expect_answer(future, self.stop_bound_s, "stop()")
@@ -129,7 +129,7 @@ class Host:
         """`drain()`, which resolves soon after the last request has ended."""
         self._crowd()
         invariants = self._invariants
-        invariants.drain_called_at = invariants.called_at = self._scheduler.now
+        invariants.drain_called_at = invariants.called_at = self._scheduler.host_time
         launched = tuple(self._world.machine.launched)
         return self._checked(
             self._world.worker.drain(),
@@ -138,7 +138,7 @@ class Host:
 
     def restart(self) -> WorkerFuture[Any]:
         self._invariants.restarts_ordered += 1
-        self._invariants.called_at = self._scheduler.now
+        self._invariants.called_at = self._scheduler.host_time
         future = self._world.worker.restart("a new model")
         self._invariants.expect_answer(future, self.start_bound_s, "restart()")
         return self._told_of_launch(future)
@@ -200,10 +200,10 @@ class Host:
 
     def close(self) -> None:
         """`close()`, which blocks this thread and must return in good time."""
-        self._invariants.stop_called_at = self._scheduler.now
-        began = self._scheduler.host_time
+        self._invariants.stop_called_at = self._scheduler.host_time
+        elapsed_s = self._scheduler.stopwatch()
         self._world.worker.close()
-        took_s = self._scheduler.host_time - began
+        took_s = elapsed_s()
         if took_s > self.stop_bound_s + 5.0:
             raise Violation(Promise.ANSWERS, f"close() took {took_s:.1f} s")
 
@@ -411,7 +411,9 @@ class Host:
         ended_at = self._invariants.requests[request_id].ended_at
         ttl_s = self._result_ttl_s
         return (
-            ttl_s is not None and ended_at is not None and self._scheduler.now - ended_at >= ttl_s
+            ttl_s is not None
+            and ended_at is not None
+            and self._scheduler.host_time - ended_at >= ttl_s
         )
 
     def _await(self, request_id: int) -> Plan:
@@ -533,10 +535,9 @@ class Host:
             if self.is_leaving:
                 return
             yield 60.0
-        yield self._result_ttl_s
-        old_at = self._scheduler.host_time
-        while self._scheduler.host_time < old_at + QUICK_S:  # the worker, too, has to run
-            yield QUICK_S
+        gone_at = truth.ended_at + self._result_ttl_s + QUICK_S
+        while (left_s := gone_at - self._scheduler.host_time) > 0.0:  # the worker, too, has to run
+            yield max(left_s, QUICK_S)
         yield from self._is_gone(request_id, f"result_ttl_s {self._result_ttl_s:.0f}")
 
     def meddler(self, *, every_s: float) -> Plan:

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 from llama_worker.actors.messages import WaitSlot
-from llama_worker.gaps import LATE_S
+from llama_worker.clock import LATE_S
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import RequestEnded, StreamEvents
 from llama_worker.request.table import RequestRecord, RequestTable
@@ -63,7 +63,7 @@ from tests.simulation.costs import Costs
 from tests.simulation.faults import Kind, Scope
 from tests.simulation.instants import LATEST_TIMER_S, Backoff, Signals
 from tests.simulation.promises import Promise
-from tests.simulation.runtime import SimServerProcess
+from tests.simulation.runtime import UNIX_EPOCH, SimServerProcess
 from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange, LlamaServer
 from tests.simulation.told import Told
@@ -134,7 +134,7 @@ class Invariants:
         self.stop_bound_s = math.inf
         self._drains: list[Any] = []  # futures of `drain()` whose bound has not begun
         self._slot_waiters: list[Any] = []  # futures of `wait_slot()`
-        self.blind_s = 0.0  # how long the host could not look, in all
+        self.blind_until = -math.inf  # the host could not look
         self._blocked: list[list[float]] = []  # since when an actor was, and until when
         self.on_admitted: Callable[[Truth], object] = lambda truth: None
         self._scheduler, self._worker, self._machine = bench.scheduler, bench.actor, bench.machine
@@ -149,7 +149,7 @@ class Invariants:
         self.state = WorkerState.STOPPED  # the worker's
         # launches that ended as planned, or for the nonsense that they said
         self._replaced: set[int] = set()
-        self.ready_at = 0.0
+        self.ready_at = self.ready_unix = 0.0
         self._backoff = Backoff(bench.config.restart)
         self._signals = Signals(
             self, bench.config.timeouts.stop_grace_s, bench.config.timeouts.kill_timeout_s
@@ -158,7 +158,8 @@ class Invariants:
         self._ending: Ending | None = None
         self._decisions: list[tuple[int, str, str]] = []  # on restarts, by this message
         self.restarts_count = 0  # as seen
-        self.killed_with_evidence: list[tuple[float, int | None]] = []  # when, which process
+        # when, by both clocks, which process
+        self.killed_with_evidence: list[tuple[float, float, int | None]] = []
         self._costs = Costs(self, bench.config.restart, bench.config.timeouts)
         self.told = Told(self, bench.build, bench.config.slots)
         self._termed_at: dict[int, float] = {}  # by launch, when SIGTERM was first ordered
@@ -207,7 +208,8 @@ class Invariants:
         def kept(now: float, **known: Any) -> None:
             keep(now, **known)
             server = self._machine.launched[-1].server if self._machine.launched else None
-            self.killed_with_evidence.append((now, None if server is None else server.pid))
+            kept_at = now, self.unix_now
+            self.killed_with_evidence.append((*kept_at, None if server is None else server.pid))
 
         journal.keep_evidence = kept  # type: ignore[method-assign]
 
@@ -218,7 +220,11 @@ class Invariants:
 
     @property
     def now(self) -> float:
-        return self._scheduler.now
+        return self._scheduler.host_time
+
+    @property
+    def unix_now(self) -> float:
+        return self.now + (UNIX_EPOCH + self._scheduler.lost_s)  # rounded as the worker does
 
     @property
     def living_server(self) -> LlamaServer | None:
@@ -255,8 +261,8 @@ class Invariants:
         """What was due is done, and not due again at once: an actor has fewer deadlines than that
         at a time."""
         rang_at = self._rang_at.setdefault(actor.name, deque(maxlen=_MOST_TICKS))
-        rang_at.append(self._scheduler.now)
-        if len(rang_at) == _MOST_TICKS and self._scheduler.now - rang_at[0] < 1.0:
+        rang_at.append(self.now)
+        if len(rang_at) == _MOST_TICKS and self.now - rang_at[0] < 1.0:
             what = f"the alarm of {actor.name} rings {_MOST_TICKS} times within a second"
             raise Violation(Promise.ANSWERS, what)
 
@@ -277,7 +283,7 @@ class Invariants:
         """The watch says what it knows just before it gives anything up."""
         if type(message) is Observed:
             self._observed_at = message.at
-        elif type(message) in _GIVES_UP and self._observed_at != self._scheduler.now:
+        elif type(message) in _GIVES_UP and self._observed_at != self.now:
             what = f"{message} is told, and what is known of it was told at {self._observed_at}"
             raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
 
@@ -308,7 +314,7 @@ class Invariants:
         self._check_waiters(message)
 
     def _expect_launch(self, backing_off: BackingOff) -> None:
-        left_s = max(0.0, self._backoff.resume_at - self._scheduler.now)
+        left_s = max(0.0, self._backoff.resume_at - self.now)
         self.expect(
             Promise.KILLS_AND_RESTARTS,
             left_s + LATEST_TIMER_S,
@@ -320,7 +326,7 @@ class Invariants:
         if self._ending is None or self._ending.epoch != ending.epoch:
             is_killed = ending.closing_until is None and type(cause) is not Died
             kept_at = self.killed_with_evidence[-1][0] if self.killed_with_evidence else -math.inf
-            if is_killed and kept_at < self._scheduler.now:
+            if is_killed and kept_at < self.now:
                 what = f"launch {ending.epoch} is killed for {cause}, and no evidence is kept"
                 raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
             for process in self._machine.launched[-1:]:
@@ -373,7 +379,7 @@ class Invariants:
             raise Violation(Promise.ENDS_ONCE, f"requests {active} hold {self._slots} slots")
         for request_id in active:
             if request_id not in self.requests:
-                truth = Truth(request_id, self._scheduler.now, epoch=self.lifecycle.epoch)
+                truth = Truth(request_id, self.now, epoch=self.lifecycle.epoch)
                 self.requests[request_id] = truth
                 self.on_admitted(truth)
             elif self.requests[request_id].record is not None:
@@ -410,7 +416,7 @@ class Invariants:
             )
 
     def _left_s(self, max_age_s: float) -> float:
-        return max(0.0, self.ready_at + max_age_s - self._scheduler.now)
+        return max(0.0, self.ready_at + max_age_s - self.now)
 
     def _has_served_enough(self, epoch: int) -> bool:
         most = self._policy.recycle.max_requests if self._policy.recycle else None
@@ -432,10 +438,10 @@ class Invariants:
                 Promise.KILLS_AND_RESTARTS, f"READY with requests {self._active} of the life before"
             )
         if state is WorkerState.READY:
-            self.ready_at = self._scheduler.now
+            self.ready_at, self.ready_unix = self.now, self.unix_now
             self._backoff.ready(self.ready_at)
         elif self.state is WorkerState.READY:
-            self._backoff.left_ready(self._scheduler.now)
+            self._backoff.left_ready(self.now)
         self.state = state
         self._expect_recycling()
 
@@ -470,8 +476,7 @@ class Invariants:
                 f"launch {epoch} is recycled under requests {self.active}: {detail}",
             )
         is_old = (
-            policy.max_age_s is not None
-            and self._scheduler.now - self.ready_at >= policy.max_age_s - 1e-6
+            policy.max_age_s is not None and self.now - self.ready_at >= policy.max_age_s - 1e-6
         )
         if not (is_old or self._has_served_enough(epoch) or self._is_too_large()):
             raise Violation(
@@ -501,17 +506,17 @@ class Invariants:
             raise Violation(
                 Promise.ENDS_ONCE, f"request {truth.request_id} lost its slot without a record"
             )
-        truth.record, truth.ended_at = record, self._scheduler.now
+        truth.record, truth.ended_at = record, self.now
         result = record.result
         self._check_excuse(truth, result["state"], result.get("fail_reason"))
         if result.get("fail_reason") in _BY_TIME and not record.is_leased:  # else not heard here
             check_words(
                 result.get("fail_detail") or "",
                 self._profile,
-                in_time=self.ran_since(self._scheduler.now - 2 * OLD_EXCUSE_S),
+                in_time=self.ran_for(2 * OLD_EXCUSE_S),
                 heard_at=truth.heard_at,
                 records_at=truth.records_at,
-                now=self._scheduler.now,
+                now=self.now,
             )
         self._note_found(truth)
         for future in truth.waiting:
@@ -521,13 +526,14 @@ class Invariants:
             self.expect(Promise.CANCELS, QUICK_S, what, partial(_is_closed, exchange))
         for fault in self.faults[-20:]:
             if fault.request_id == truth.request_id and fault.ended_at is None:
-                fault.ended_at = self._scheduler.host_time
+                fault.ended_at = self.now
         self._check_output(truth, record)
 
-    def ran_since(self, at: float) -> bool:
-        """Whether nothing has held up the host."""
-        return self._scheduler.halted_until < at and not any(
-            fault.kind.scope is Scope.HOST and (fault.ended_at is None or fault.began_at > at)
+    def ran_for(self, seconds: float) -> bool:
+        """Whether nothing has held up the host for so long."""
+        return self.ran_s > seconds and not any(
+            fault.kind.scope is Scope.HOST
+            and (fault.ended_at is None or fault.began_at > self.now - seconds)
             for fault in reversed(self.faults)
         )
 
@@ -659,7 +665,7 @@ class Invariants:
     def fault(
         self, kind: Kind, *, epoch: int | None = None, request_id: int | None = None
     ) -> Fault:
-        fault = Fault(kind, self._scheduler.now, epoch, request_id)
+        fault = Fault(kind, self.now, epoch, request_id)
         self.faults.append(fault)
         where = (
             f"request {request_id}"
@@ -673,7 +679,7 @@ class Invariants:
 
     def _has_excuse(self, epoch: int, request_id: int | None) -> bool:
         """Whether there is a fault for which the request, or (None) the server, may be given up."""
-        oldest = self._scheduler.host_time - OLD_EXCUSE_S
+        oldest = self.now - OLD_EXCUSE_S
         return any(
             fault.kind.kills or (request_id is not None and fault.request_id in (None, request_id))
             for fault in reversed(self.faults)
@@ -684,7 +690,7 @@ class Invariants:
     def signaled(self, process: SimServerProcess, signal: Signal) -> None:
         """The worker sends the server a signal: it is to end for a reason, and who may shut down in
         peace has its grace period."""
-        now, epoch, launched_at = self._scheduler.now, process.epoch, process.launched_at
+        now, epoch, launched_at = self.now, process.epoch, process.launched_at
         self._signals.sent(process, signal)
         if signal is Signal.TERMINATE:
             self._termed_at.setdefault(epoch, now)
@@ -729,14 +735,14 @@ class Invariants:
     def actor_blocked(self, blocked: SimulatedActor) -> Callable[[], object]:
         """Nobody waits for less than the time in which the actor is not given up; call what is
         returned once it is."""
-        entry = [self._scheduler.host_time, math.inf]
+        entry = [self.now, math.inf]
         self._blocked.append(entry)
-        return lambda: entry.__setitem__(1, self._scheduler.host_time)
+        return lambda: entry.__setitem__(1, self.now)
 
     @property
     def _blocked_s(self) -> float:
         """In all, of the host's time."""
-        now = self._scheduler.host_time
+        now = self.now
         return sum(min(until, now) - since for since, until in self._blocked)
 
     def expect(
@@ -750,25 +756,23 @@ class Invariants:
         """Raise Violation unless `done` within so many seconds of the host's time, and those that
         `spared_s` adds then.
 
-        Nothing that hangs has to be found while the host lacks the threads to look.
+        Where the host lacked the threads to look, what hangs may have worked until then.
         """
         scheduler = self._scheduler
-        due, blind_s, blocked_s = scheduler.host_time + bound_s, self.blind_s, self._blocked_s
+        began_at, elapsed_s = scheduler.host_time, scheduler.stopwatch()
+        allowed_s, blocked_s = bound_s, self._blocked_s
 
         def check() -> None:
-            nonlocal due, blind_s, blocked_s
+            nonlocal began_at, allowed_s, elapsed_s, blocked_s
             if done():
                 return
-            left_s = (
-                due
-                - scheduler.host_time
-                + (self.blind_s - blind_s if promise is Promise.HUNG_OR_SLOW else 0.0)
-            )
-            left_s += self._blocked_s - blocked_s
+            if promise is Promise.HUNG_OR_SLOW and self.blind_until > began_at:
+                allowed_s = max(allowed_s, self.blind_until - began_at + bound_s)
+            left_s = allowed_s - elapsed_s() + self._blocked_s - blocked_s
             if left_s <= 1e-6:
                 left_s = spared_s()
-                due, blind_s = scheduler.host_time + left_s, self.blind_s
-                blocked_s = self._blocked_s
+                allowed_s, elapsed_s = left_s, scheduler.stopwatch()
+                began_at, blocked_s = scheduler.host_time, self._blocked_s
             if left_s <= 0:
                 raise Violation(promise, f"not within {bound_s:.1f} s: {what}")
             scheduler.after(left_s, check, "a bound is due", of_host=False)
@@ -778,7 +782,7 @@ class Invariants:
     def expect_found(self, fault: Fault, bound_s: float | None, truth: Truth) -> None:
         """The request must have ended within the bound, for whatever reason; None: it is only noted
         when."""
-        self._awaited.setdefault(truth.request_id, []).append((fault, self._scheduler.now))
+        self._awaited.setdefault(truth.request_id, []).append((fault, self.now))
         if bound_s is None:
             return
 
@@ -786,8 +790,6 @@ class Invariants:
             return truth.ended_at is not None or fault.ended_at is not None
 
         def spared_s() -> float:
-            if fault.kind.halts_spare:
-                return bound_s - self.ran_s
             if not fault.kind.neighbours_spare:
                 return 0.0
             others = [
@@ -799,7 +801,7 @@ class Invariants:
                 (each.advanced_at for other in others[-50:] for each in other.exchanges),
                 default=0.0,
             )
-            return bound_s - (self._scheduler.host_time - self._scheduler.host_time_at(heard_at))
+            return bound_s - (self.now - heard_at)
 
         self.expect(
             Promise.HUNG_OR_SLOW,
@@ -815,7 +817,7 @@ class Invariants:
             return
         for fault, since in self._awaited.pop(truth.request_id, ()):
             if fault.ended_at is None:
-                self.found.append((fault.kind.name, self._scheduler.now - since))
+                self.found.append((fault.kind.name, self.now - since))
 
     def expect_answer(self, future: Any, bound_s: float, what: str) -> None:
         self.expect(Promise.ANSWERS, bound_s, f"the future of {what}", future.done)
@@ -828,12 +830,11 @@ class Invariants:
             self._backoff.started_by_hand()
         elif (
             self.called_at < self._backoff.decided_at - QUIET_S
-            and self._scheduler.now < self._backoff.resume_at - 1e-6
+            and self.now < self._backoff.resume_at - 1e-6
         ):
             raise Violation(
                 Promise.KILLS_AND_RESTARTS,
-                f"launch {epoch} begins "
-                f"{self._backoff.resume_at - self._scheduler.now:.3f} s early",
+                f"launch {epoch} begins {self._backoff.resume_at - self.now:.3f} s early",
             )
 
     def check_gone(self, processes: Sequence[Any], what: str) -> None:

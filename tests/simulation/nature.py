@@ -259,7 +259,7 @@ class Nature:
         for each in (fault, *self._on_server.get(server.epoch, ())):
             each.ended_at = self._scheduler.host_time
         server.http_dead = server.ignores_term = server.slots_silent = False
-        server.back_at = self._scheduler.now
+        server.back_at = self._scheduler.host_time
         server.thaw()
         self._machine.resume(server)
 
@@ -445,7 +445,9 @@ class Nature:
         self._invariants.signaled(process, signal)
         fault = self._loading_faults.pop(process.epoch, None)
         if fault is not None and signal is not Signal.TERMINATE:
-            self._invariants.found.append((fault.kind.name, self._scheduler.now - fault.began_at))
+            self._invariants.found.append(
+                (fault.kind.name, self._scheduler.host_time - fault.began_at)
+            )
         if process.epoch in self._held_up and process.server is not None:
             self._held_up.remove(process.epoch)
             seconds = self._dice.log_between(20.0, 900.0)
@@ -489,7 +491,7 @@ class Nature:
             case "host lacks threads":
                 machine.lacks_threads = True
                 seconds = dice.log_between(0.1, 30.0)
-                self._invariants.blind_s += seconds
+                self._invariants.blind_until = self._scheduler.host_time + seconds
                 self._later(
                     seconds,
                     partial(setattr, machine, "lacks_threads", False),
@@ -516,22 +518,21 @@ class Nature:
         self._blocked.append(blocked)
         ends = self._invariants.actor_blocked(blocked)
         what = f"{blocked.name}, which is blocked while there is work"
-        busy_since: float | None = None
+        busy_s: Callable[[], float] | None = None
 
         def look() -> None:
-            nonlocal busy_since
+            nonlocal busy_s
             scheduler = self._scheduler
             if blocked.actor.is_given_up or not blocked.is_blocked:
                 fault.ended_at = scheduler.host_time
                 ends()
                 return
-            now = scheduler.host_time
-            busy_since = (busy_since or now) if self._invariants.active else None
-            if busy_since is not None and now - busy_since > _GIVEN_UP_S:
+            busy_s = (busy_s or scheduler.stopwatch()) if self._invariants.active else None
+            if busy_s is not None and busy_s() > _GIVEN_UP_S:
                 raise Violation(
                     Promise.HUNG_OR_SLOW, f"not given up within {_GIVEN_UP_S:g} s: {what}"
                 )
-            self._later(10.0 if busy_since is None else 1.0, look, "the blocked actor")
+            self._later(10.0 if busy_s is None else 1.0, look, "the blocked actor")
 
         look()
         if self._dice.chance(0.5):

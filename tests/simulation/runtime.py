@@ -9,9 +9,9 @@ from functools import partial
 from signal import Signals
 from typing import Any, Literal
 
+from llama_worker.clock import ClockTimer
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError
-from llama_worker.gaps import gap_s
 from llama_worker.mailbox import Mailbox, Reply
 from llama_worker.request.messages import (
     BiosWritten,
@@ -84,15 +84,15 @@ class SimRuntime:
         self.server: SimServerProcess | None = None  # launched last
 
     def now(self) -> float:
-        return self.scheduler.now
+        return self.scheduler.host_time
 
     def unix_offset(self) -> float:
-        return UNIX_EPOCH
+        return UNIX_EPOCH + self.scheduler.lost_s
 
     def unix_now(self) -> float:
         return UNIX_EPOCH + self.scheduler.now + self.machine.unix_jump_s
 
-    def call_at(self, at: float, call: Callable[[], object]) -> Event:
+    def call_at(self, at: float, call: Callable[[], object]) -> ClockTimer:
         return self.scheduler.timer(at, call)
 
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
@@ -136,11 +136,10 @@ class SimRuntime:
         self.machine.need_thread()
 
         limit_s = probe_timeout_s(self._config.timeouts)
-        due_at = self.now() + limit_s
 
         def probed(reply: tuple[int, bytes] | Exception) -> Probed:
             server = self.machine.listening()
-            outcome, detail = models_outcome(reply, lost_s=gap_s(due_at, self.now()))
+            outcome, detail = models_outcome(reply)
             if server is not None and first and outcome is ProbeOutcome.READY:
                 outcome = server.first_outcome
             props = server.props() if server is not None else {}
@@ -179,9 +178,9 @@ class SimRuntime:
                     or not server.loaded
                 }
                 self._activity, evidence = self._activity.observe(
-                    ProcessSample(at=self.now(), processes=processes)
+                    ProcessSample(at=self.scheduler.now, processes=processes)
                 )
-            now = self.scheduler.now
+            now = self.now()
             if evidence is None:
                 reply_to.tell(EvidenceSeen(look=look, at=now))
             else:
@@ -197,7 +196,7 @@ class SimRuntime:
         self.slots_asked += 1
         looks = self._looks.setdefault(epoch, Looks())
         looks.asked(self.now())
-        asked_at, nothing = self.scheduler.now, SlotsSeen(epoch=epoch, look=None)
+        asked_at, nothing = self.now(), SlotsSeen(epoch=epoch, look=None)
 
         def answer(server: LlamaServer | None) -> SlotsSeen | None:
             if server is None or not server.build.shows_slots or not server.loaded:
@@ -264,7 +263,7 @@ class SimRuntime:
                     call_id=order.call.id,
                     ok=ok,
                     text=text,
-                    at=self.scheduler.now,
+                    at=self.now(),
                 )
             )
             if thread.given_up_to is not None:
@@ -282,7 +281,7 @@ class SimServerProcess:
         self.ended_at = math.inf  # when it was told that nothing of its tree is left
         self.epoch = epoch
         self.server: LlamaServer | None = None
-        self.launched_at = runtime.scheduler.now
+        self.launched_at = runtime.now()
         self._scheduler, self._machine, self._log = runtime.scheduler, runtime.machine, runtime.log
         self._reply_to = reply_to
         self._orders: list[Signal] = []  # given before the process was there
@@ -363,7 +362,7 @@ class SimServerProcess:
         if set(self._orders) - {Signal.TERMINATE}:
             failure = failure or (StartFailReason.SPAWN_FAILED, "killed before it ran")
         if failure is not None:
-            self.ended_at = self._scheduler.now
+            self.ended_at = self._scheduler.host_time
             self._reply_to.tell(
                 LaunchFailed(epoch=self.epoch, reason=failure[0], detail=failure[1])
             )
@@ -402,7 +401,7 @@ class SimServerProcess:
     def _exited(self) -> None:
         if self.ended:
             return
-        self.ended_at = self._scheduler.now
+        self.ended_at = self._scheduler.host_time
         self._reply_to.tell(
             Exited(
                 epoch=self.epoch,
@@ -456,11 +455,11 @@ class SimStream:
     def flush(self) -> None:
         if self._opened and not self._ended:
             self._decode(len(self._buffer))
-            self._tell(self._lazy.all(self._scheduler.now))
+            self._tell(self._lazy.all(self._runtime.now()))
 
     def hurry(self) -> None:
         if self._opened and not self._ended:
-            self._tell(self._lazy.hurry(self._scheduler.now))
+            self._tell(self._lazy.hurry(self._runtime.now()))
             self._read_soon()
 
     # ------------------------------------------------------------ the server's end
@@ -523,8 +522,8 @@ class SimStream:
                 self._fail(RequestFailReason.HTTP_ERROR, f"HTTP {self._status}", self._status)
                 return
             self._opened = True
-            self._lazy = LazyReading(self._scheduler.now, tell_s=self._order.tell_s)
-            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._scheduler.now))
+            self._lazy = LazyReading(self._runtime.now(), tell_s=self._order.tell_s)
+            self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._runtime.now()))
         if self._aborted:
             if self._opened and self._buffer:
                 self._decode(len(self._buffer))
@@ -536,7 +535,7 @@ class SimStream:
                 size = 1 + dice.below(size)  # bytes are cut anywhere
             self._decode(size)
         if self._opened and not self._ended:
-            self._tell(self._lazy.due(self._scheduler.now, over=False))
+            self._tell(self._lazy.due(self._runtime.now(), over=False))
             self._look_again()
         if self._buffer:
             self._read_soon()
@@ -552,7 +551,7 @@ class SimStream:
             return
         events = self._decoder.feed(bytes(self._buffer[:size]))
         del self._buffer[:size]
-        self._lazy.took(events, size, self._scheduler.now)
+        self._lazy.took(events, size, self._runtime.now())
         if self._decoder.error is not None:
             if self._server is not None and self.exchange is not None and not self.exchange.over:
                 self._server.client_closed(self.exchange)
@@ -563,7 +562,7 @@ class SimStream:
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
-        wait_s = self._lazy.wait_s(self._scheduler.now)
+        wait_s = self._lazy.wait_s(self._runtime.now())
         if wait_s is not None:
             self._looking = self._scheduler.after(wait_s, self._look, "look for text")
 
@@ -581,14 +580,14 @@ class SimStream:
             return
         self._ended = True
         if self._opened:
-            self._tell(self._lazy.all(self._scheduler.now))
+            self._tell(self._lazy.all(self._runtime.now()))
         if self._looking is not None:
             self._looking.cancel()
         self._runtime.streams.remove(self)
         closed = StreamClosed(
             turn_id=self.turn_id,
             failure=failure,
-            at=self._scheduler.now,
+            at=self._runtime.now(),
             is_aborted=self._aborted,
         )
         self._order.reply_to.tell(closed)
@@ -609,31 +608,34 @@ class SimQuestion:
         otherwise: Callable[[], Any],
     ) -> None:
         self._scheduler, self._machine = runtime.scheduler, runtime.machine
-        self._what, self._limit_s, self._reply_to = what, limit_s, reply_to
+        self._what, self._reply_to, self._is_told = what, reply_to, False
         self._answer, self._otherwise = answer, otherwise
         self._event = self._scheduler.after(_PROBE_S * self._machine.slowness, self._ask, what)
+        self._timer = runtime.call_at(runtime.now() + limit_s, self.abort)
 
     def abort(self) -> None:
-        if self._event.call is not None:
-            self._fail_after(0.001 * self._machine.slowness)
+        if not self._is_told:
+            self._end_soon()
 
     def _ask(self) -> None:
         answer = self._answer(self._machine.listening())
-        if answer is None:
-            self._fail_after(self._limit_s)
-        else:
+        if answer is not None:
             self._tell(answer)
 
-    def _fail_after(self, seconds: float) -> None:
+    def _end_soon(self) -> None:
         self._event.cancel()
 
         def fail() -> None:
             self._tell(self._otherwise())
 
-        self._event = self._scheduler.after(seconds, fail, f"{self._what} ends without an answer")
+        self._event = self._scheduler.after(
+            0.001 * self._machine.slowness, fail, f"{self._what} ends without an answer"
+        )
 
     def _tell(self, message: Any) -> None:
+        self._is_told = True
         self._event.cancel()
+        self._timer.cancel()
         self._reply_to.tell(message)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,9 +21,12 @@ from functools import partial
 from typing import Any
 
 from llama_worker.actors.base import Child
+from llama_worker.clock import STANDS_S, ClockTimer, PatientClock
 from llama_worker.mailbox import Tick
 from tests.simulation.promises import Promise
 from tests.simulation.trace import Trace
+
+_LATEST_TIMER_S = 0.8
 
 
 class Violation(AssertionError):
@@ -63,7 +65,8 @@ class Choices:
 
     def timer_delay_s(self) -> float:
         """How late a timer fires."""
-        return 0.001 * 800.0 ** self.random() if self._happens(self.late) else 0.0  # 1 ms to 0.8 s
+        longest = _LATEST_TIMER_S / 0.001
+        return 0.001 * longest ** self.random() if self._happens(self.late) else 0.0
 
     def _happens(self, rate: float) -> bool:
         return rate > 0.0 and self.random() < rate
@@ -124,24 +127,35 @@ class Scheduler:
         self._events_count = 0
         self._starts: dict[str, int] = {}
         self._breaks: set[str] = set()
+        self._clock = PatientClock()  # of the host
+        self._timers: list[ClockTimer] = []
+        self._alarm: Event | None = None  # when its timer thread runs next
+        self._alarm_due_at = math.inf  # when that is meant to be
         self.halted_until = now  # the host does not run before
-        self._halt_begins: list[float] = []
-        self._halts: list[tuple[float, float, float]] = []  # from, to, lost in those before
+        self._ran_before_s = 0.0  # the host, before the last halt
+        self._most_lost_s = 0.0  # what halts explain
 
     # ------------------------------------------------------------ time
 
     @property
     def host_time(self) -> float:
-        """Seconds that the host has run: the clock without the times in which it did not."""
-        return self.host_time_at(self.now)
+        """What the host's clock shows: the time without that in which the host did not run."""
+        return self._clock.now(self.now)
 
-    def host_time_at(self, instant: float) -> float:
-        """The same at an earlier instant."""
-        later = bisect_right(self._halt_begins, instant)
-        if not later:
-            return instant
-        begin, end, lost_s = self._halts[later - 1]
-        return instant - lost_s - (min(end, instant) - begin)
+    @property
+    def _ran_s(self) -> float:
+        return self._ran_before_s + max(0.0, self.now - self.halted_until)
+
+    def stopwatch(self) -> Callable[[], float]:
+        """How long the host has run since then, and its clock, which learns of a halt only behind
+        it: the shorter of both."""
+        clock, ran_s = self.host_time, self._ran_s
+        return lambda: min(self.host_time - clock, self._ran_s - ran_s)
+
+    @property
+    def lost_s(self) -> float:
+        """By how much that is behind."""
+        return self._clock.lost_s
 
     def at(
         self, when: float, call: Callable[[], object], what: str, *, of_host: bool = True
@@ -160,20 +174,43 @@ class Scheduler:
     ) -> Event:
         return self.at(self.now + seconds, call, what, of_host=of_host)
 
-    def timer(self, when: float, call: Callable[[], object]) -> Event:
-        """A timer of the host's; it may be late, never early."""
-        return self.at(max(when, self.now) + self._choices.timer_delay_s(), call, "timer")
+    def timer(self, at: float, call: Callable[[], object]) -> ClockTimer:
+        """A timer of the host's clock; it may be late, never early."""
+        timer = self._clock.call_at(at, call, self.now)
+        self._timers = [*self.waiting_timers, timer]
+        self._set_alarm()
+        return timer
+
+    @property
+    def waiting_timers(self) -> list[ClockTimer]:
+        """Those that somebody waits for."""
+        return [timer for timer in self._timers if not timer.is_cancelled]
+
+    def _set_alarm(self) -> None:
+        """The timer thread wakes for its first timer."""
+        due_at = self._clock.wakes_at
+        if due_at is None or due_at >= self._alarm_due_at:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_due_at = due_at
+        delay_s = self._choices.timer_delay_s()
+        self._alarm = self.at(max(due_at, self.now) + delay_s, self._fire, "timer")
+
+    def _fire(self) -> None:
+        self._alarm, self._alarm_due_at = None, math.inf
+        while (timer := self._clock.due(self.now)) is not None:
+            timer.fire()
+        if self.lost_s > self._most_lost_s:
+            raise Violation(Promise.HUNG_OR_SLOW, f"the clock has lost {self.lost_s:.1f} s")
+        self._set_alarm()
 
     def halt_host(self, seconds: float) -> None:
         """The host does not run for so long: no actor, no thread, no timer of it."""
-        begin = max(self.halted_until, self.now)
-        until = begin + seconds
-        last_began_at, last_until, lost_before_s = (
-            self._halts[-1] if self._halts else (0.0, 0.0, 0.0)
-        )
-        lost_s = lost_before_s + last_until - last_began_at
-        self._halt_begins.append(begin)
-        self._halts.append((begin, until, lost_s))
+        if self.now >= self.halted_until:
+            self._ran_before_s = self._ran_s
+        until = max(self.halted_until, self.now) + seconds
+        self._most_lost_s += seconds + STANDS_S + 2 * _LATEST_TIMER_S
         self.halted_until = until
         self.at(until, lambda: None, "the host runs again", of_host=False)
 
@@ -308,11 +345,6 @@ class Scheduler:
         """Nothing more happens, and nobody is kept alive by what would have."""
         self._heap.clear()
         self._due.clear()
-
-    def pending(self, what: str) -> int:
-        """How many events of that name are still to come."""
-        waiting = [*(event for _, _, event in self._heap), *self._due]
-        return sum(event.what == what for event in waiting if event.call is not None)
 
     def _serve(self, simulated: SimulatedActor) -> None:
         """Resume the actor if it was preempted, else hand it its oldest message."""

@@ -178,7 +178,7 @@ class LlamaServer:
         self.back_at = -math.inf  # when it last answered again
         self.port_taken = False  # it ends for this
         self.lack_of_memory: str | None = None  # the same
-        self.advanced_at = scheduler.now
+        self.advanced_at = scheduler.host_time
         self.exchanges: list[Exchange] = []
         self.slots: list[Exchange | None] = [None] * build.slots
         self.queue: list[Exchange] = []
@@ -220,7 +220,7 @@ class LlamaServer:
                 self.die(returncode)
             else:
                 self.loaded = True
-                self.advanced_at = self._scheduler.now
+                self.advanced_at = self._scheduler.host_time
                 self._uses(self.build.idle)
                 self.work()
 
@@ -275,7 +275,7 @@ class LlamaServer:
     def continue_signal(self) -> None:
         if not self.stopped:
             return
-        self.stopped, self.back_at = False, self._scheduler.now
+        self.stopped, self.back_at = False, self._scheduler.host_time
         if not self.loaded:
             self._show_load()
         self._go_on()
@@ -384,7 +384,7 @@ class LlamaServer:
             request_id=turn_id[0],
             has_image=_has_image(body),
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
-            advanced_at=self._scheduler.now,
+            advanced_at=self._scheduler.host_time,
         )
         self.exchanges.append(exchange)
         self._served_count += 1
@@ -545,7 +545,7 @@ class LlamaServer:
 
     def _batch_done(self) -> None:
         self._batch, self._pages_in = None, False
-        self.advanced_at = self._scheduler.now
+        self.advanced_at = self._scheduler.host_time
         for exchange in [each for each in self.busy if not each.dead]:
             if exchange.closed_by_client:
                 self._drop(exchange)
@@ -562,7 +562,8 @@ class LlamaServer:
         if exchange.in_batch:
             exchange.processed += exchange.in_batch
             exchange.in_batch = 0
-            exchange.advanced_at = exchange.read_at = self._scheduler.now
+            exchange.advanced_at = self._scheduler.host_time
+            exchange.read_at = self._scheduler.now
         if exchange.wants_progress:
             self.send_progress(exchange)
         return exchange.has_read
@@ -590,7 +591,7 @@ class LlamaServer:
             )
             self.send_words(exchange, words, reasons=exchange.decoded < reply.reasoning_tokens)
             exchange.decoded += count
-            exchange.advanced_at = self._scheduler.now
+            exchange.advanced_at = self._scheduler.host_time
         if exchange.decoded >= reply.answer_tokens and reply.twist is None:
             self._finish(exchange)
 

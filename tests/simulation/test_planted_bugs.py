@@ -6,6 +6,7 @@ These are bugs that a person could have made; each is put into the library for o
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,7 +183,7 @@ BUGS: tuple[Bug, ...] = (
         NOTHING,
     ),
     Bug("no verdict is ever given", _WATCH + ".step", then(_no_verdict)),
-    Bug("gaps are not noticed", "server.watch:gap_s", returns(0.0), "host and server stalled"),
+    Bug("lost time counts", "clock:LATE_S", lambda right: math.inf, "host and server stalled"),
     Bug(
         "whatever comes is progress",
         "request.progress:Advance.by",

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from llama_worker.clock import ClockTimer
 from llama_worker.server.termination import Signal
 from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import quiet_bench
 from tests.simulation.runtime import SimServerProcess
-from tests.simulation.scheduler import Event
 from tests.simulation.server import Reply
 
 
@@ -78,9 +78,9 @@ def test_what_is_stuck_has_no_next_restart() -> None:
 def test_no_alarm_outlives_a_server_whose_handle_was_lost() -> None:
     bench = quiet_bench()
     scheduler, runtime = bench.scheduler, bench.runtime
-    alarms: list[Event] = []
+    alarms: list[ClockTimer] = []
 
-    def call_at(at: float, call: Callable[[], object]) -> Event:
+    def call_at(at: float, call: Callable[[], object]) -> ClockTimer:
         alarms.append(scheduler.timer(at, call))
         return alarms[-1]
 
@@ -90,4 +90,4 @@ def test_no_alarm_outlives_a_server_whose_handle_was_lost() -> None:
         scheduler.run_for(0.5)
         assert all(server.ended for server in bench.machine.launched)
         assert alarms
-        assert [alarm.at for alarm in alarms if alarm.call is not None] == []
+        assert all(alarm.is_cancelled for alarm in alarms)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 from tests.simulation.promises import Promise
-from tests.simulation.runtime import UNIX_EPOCH
 from tests.simulation.scheduler import Violation
 from tests.simulation.server import Build
 
@@ -38,7 +37,7 @@ class Told:
     def heard(self, event: Mapping[str, Any]) -> None:
         endings = self._endings
         newest_at = self._events[-1]["at"] if self._events else 0.0
-        if not newest_at <= event["at"] <= UNIX_EPOCH + self._invariants.now:
+        if not newest_at <= event["at"] <= self._invariants.unix_now:
             _fail(f"{event} comes behind an event of {newest_at}")
         self._events.append(event)
         match event["event"], event.get("request_id", 0):
@@ -108,7 +107,7 @@ class Told:
             "draining": False,
             "restart_count": truth.restarts_count,
             "pid": server.pid if server is not None else None,
-            "last_ready_at": UNIX_EPOCH + ready_at if ready_at else None,
+            "last_ready_at": truth.ready_unix if ready_at else None,
             "next_restart_at": None,
             "n_ctx": 4096 if ready_at else None,
             "model": "small" if ready_at else None,
@@ -161,8 +160,8 @@ class Told:
             _fail(f"the evidence is {evidence}")
         if not evidence:
             return
-        at, pid = self._invariants.killed_with_evidence[-1]
-        _compare("when the evidence was kept", evidence["at"], UNIX_EPOCH + at)
+        _, at, pid = self._invariants.killed_with_evidence[-1]
+        _compare("when the evidence was kept", evidence["at"], at)
         seen = (evidence["pid"], evidence.get("processes", {}).get("root_pid"))
         if not {*seen} <= {pid, None}:
             _fail(f"the evidence of process {pid} is of {seen}")

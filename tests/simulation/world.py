@@ -333,7 +333,7 @@ class World(Bench):
         left += [
             f"process of launch {each.epoch}" for each in self.machine.launched if not each.ended
         ]
-        left += ["timer"] * self.scheduler.pending("timer")
+        left += ["timer"] * len(self.scheduler.waiting_timers)
         if not self.ends_by_death:
             left += [
                 f"request {i}"

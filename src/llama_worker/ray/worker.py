@@ -7,7 +7,6 @@ import inspect
 import logging
 import os
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +18,6 @@ import ray
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import checked_seconds
 from llama_worker.errors import ConfigError, WorkerClosed, WorkerStartError
-from llama_worker.gaps import LATE_S, gap_s
 from llama_worker.ray.types import ConfigFor, Place, RequestUpdate
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process.free_port import free_port
@@ -28,6 +26,7 @@ from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from llama_worker.worker import LlamaWorker, no_such_request
 
 _PORTS_TRIED = 10
+_HEARD_S = 1.0  # from the end of a lease on, for a renewal that has come
 _FOLLOW_INTERVAL_S = 0.05  # between two pieces
 _STATUS_INTERVAL_S = 0.5  # between two looks at the status of a request that puts out nothing
 _logger = logging.getLogger("llama_worker.ray")
@@ -211,14 +210,9 @@ class RayWorker:
     def _end_without_renewal(self) -> None:
         """On a thread of its own: while the fleet is out of reach, Ray's report of a streamed piece
         holds up the event loop (2.60)."""
-        until = 0.0
-        while self._renewed.wait(self._lease_s) or (
-            # This process did not run: a renewal may have come, and be about to be heard.
-            gap_s(until, time.monotonic()) and self._renewed.wait(LATE_S)
-        ):
+        # Where this process did not run a renewal may have come, and be about to be heard.
+        while self._renewed.wait(self._lease_s) or self._renewed.wait(_HEARD_S):
             self._renewed.clear()
-            assert self._lease_s is not None
-            until = time.monotonic() + self._lease_s
         _logger.error("no renewal for %g s: the fleet is out of reach; ending", self._lease_s)
         os._exit(1)  # Ray's own way out asks the head, which may be out of reach too
 

@@ -143,9 +143,6 @@ class Request:
         due_at = self.deadline
         if due_at is None or now < due_at:
             return []
-        if (waiting := states.put_off(self.state, now)) is not None:
-            self.state = waiting
-            return []
         match self.state:
             case states.Prompting(limit_s=limit_s):
                 detail = f"the BIOS provider did not return within bios_timeout_s {limit_s:g} s"

@@ -32,9 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from llama_worker.gaps import gap_s
 from llama_worker.request.ending import Outcome
 from llama_worker.request.table import RequestRecord
 from llama_worker.request.tools import ToolBatch
@@ -54,11 +52,10 @@ class _Timed(Struct, frozen=True, kw_only=True):
 
     since: float
     limit_s: float
-    put_off_s: float = 0.0  # for a gap in which the host did not run
 
     @property
     def until(self) -> float:
-        return self.since + self.limit_s + self.put_off_s
+        return self.since + self.limit_s
 
 
 class Prompting(_Timed, frozen=True, kw_only=True):
@@ -121,10 +118,3 @@ PHASES: Mapping[type[State], RequestPhase] = {  # of the other states: the turn'
 def deadline(state: State) -> float | None:
     """When a Tick is due; None: none is."""
     return state.until if isinstance(state, _Timed) else None
-
-
-def put_off(state: State, now: float) -> State | None:
-    """Behind a gap: the state with the time again that was lost, at most its whole limit, once."""
-    if not isinstance(state, _Timed) or state.put_off_s or not (lost_s := gap_s(state.until, now)):
-        return None
-    return replace(state, put_off_s=lost_s + min(lost_s, state.limit_s))

@@ -33,6 +33,7 @@ from llama_worker.responses.errors import ApiError, error_code
 from llama_worker.responses.exchange import Exchange, Upstream, no_stream
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import forwarded
+from llama_worker.runtime.host import timers
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, HttpReply
@@ -111,12 +112,12 @@ class ChatExchange:
             self.failure = self._leased.closed(reply.failure())
             self.close()
             return False
-        self._leased.opened(time.monotonic())
+        self._leased.opened(timers.now())
         self._connection, self._body = reply.take_over()
         self._connection.set_silence(self.silence_s)
         self._events = self._body.feed(b"")
         if self._events:
-            self._leased.heard(self._events, time.monotonic())
+            self._leased.heard(self._events, timers.now())
         return True
 
     def read(self, before_waiting: Callable[[], object] = lambda: None) -> list[StreamEvent] | None:
@@ -140,7 +141,7 @@ class ChatExchange:
                 else:
                     aborted = self._abort.error
                     body.end(None if aborted is None else str(aborted))
-            self._leased.heard(events, time.monotonic())
+            self._leased.heard(events, timers.now())
         if body.over and not events:  # else they go to the client first
             self.failure = self._leased.closed(body.failure)
             self.close()

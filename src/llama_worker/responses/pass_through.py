@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
@@ -18,6 +17,7 @@ from llama_worker.responses.exchange import Exchange, no_stream
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import MalformedReply
 from llama_worker.responses.http.request_reader import HttpRequest, header_words
+from llama_worker.runtime.host import timers
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import HttpReply
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -92,7 +92,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
         raise no_stream(failure, exchange) from error
     with contextlib.closing(reply):
         if reply.status == HTTPStatus.OK:
-            leased.opened(time.monotonic())
+            leased.opened(timers.now())
         _pass_back(reply, exchange, client)
 
 
@@ -126,7 +126,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
             said += piece
         events = decoder.feed(piece) if decoder is not None else ()
         if piece:
-            leased.heard(events, time.monotonic())
+            leased.heard(events, timers.now())
         is_whole = not piece or reply.is_complete
         if is_whole:
             leased.closed(refusal())

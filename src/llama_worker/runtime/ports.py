@@ -45,11 +45,11 @@ class Host(Protocol):
     """Time, calls at an instant, and threads for actors and for the host's code."""
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Seconds of a clock that stands while this program does not run: see `clock`."""
 
     def unix_offset(self) -> float:
-        """What makes Unix seconds of an instant of now: it never falls, and grows only by what the
-        machine was suspended."""
+        """What makes Unix seconds of an instant of now: it never falls, and grows only by the
+        time in which this program did not run."""
 
     def unix_now(self) -> float:
         """Unix seconds; may jump in both directions."""

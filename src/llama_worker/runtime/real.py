@@ -22,7 +22,7 @@ from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
-from llama_worker.runtime.host.timers import call_at, start_timers
+from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.http.token_count import count_tokens
 from llama_worker.runtime.ports import Waitable
@@ -55,7 +55,7 @@ class RealHost:
         self._unix_at_boot = time.time() - time.monotonic() - self._suspended_s
         start_timers()
 
-    now = staticmethod(time.monotonic)
+    now = staticmethod(now)
     unix_now = staticmethod(time.time)
     call_at = staticmethod(call_at)
     call_host = staticmethod(call_host)
@@ -64,7 +64,7 @@ class RealHost:
         suspended_s = _suspended_s()
         if suspended_s - self._suspended_s > _SUSPENDED_S:
             self._suspended_s = suspended_s
-        return self._unix_at_boot + self._suspended_s
+        return self._unix_at_boot + self._suspended_s + lost_s()
 
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
         start_thread()

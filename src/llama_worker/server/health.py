@@ -10,7 +10,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.gaps import FORGIVEN_IN_A_ROW, NO_GAPS, Gaps
 from llama_worker.server.messages import ProbeOutcome
 
 PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
@@ -52,10 +51,9 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
         """When to look again: every 0.5 s, less often once the start has taken 30 s."""
         return now + (_EARLY_INTERVAL_S if now - self.began_at < _EARLY_S else _LATE_INTERVAL_S)
 
-    def overdue(self, profile: TimeoutProfile, now: float, gaps: Gaps = NO_GAPS) -> str | None:
-        """Why the launch is to be given up; None while it is not. Time in `gaps` does not count."""
-        loading_s = now - self.began_at - gaps.lost_s(self.began_at)
-        silent_s = now - self.worked_at - gaps.lost_s(self.worked_at)
+    def overdue(self, profile: TimeoutProfile, now: float) -> str | None:
+        """Why the launch is to be given up; None while it is not."""
+        loading_s, silent_s = now - self.began_at, now - self.worked_at
         if silent_s >= profile.startup_timeout_s:
             return (
                 "not ready, and no sign of work for startup_timeout_s "
@@ -103,7 +101,7 @@ class ProbeMeaning(Enum):
     """What a probe that has ended says of the server."""
 
     NEWS = auto()
-    TO_BE_REPEATED = auto()  # this machine did not run, or could not make it
+    TO_BE_REPEATED = auto()  # this machine could not make it
     NOTHING = auto()  # it failed, and only a success would have counted
 
 
@@ -115,8 +113,6 @@ class ReadinessProbes:
         self.cause: str | None = None  # why the latest one was made out of turn
         self.wanted: str | None = None  # why another one is wanted
         self._counts = True  # a failure of the one under way
-        self._is_outdated = False  # it was begun before a gap
-        self._late_in_a_row = 0
 
     def want(self, cause: str | None) -> None:
         """Ask for a probe out of turn, also where one is under way: that one began before."""
@@ -132,22 +128,9 @@ class ReadinessProbes:
         self.cause, self.wanted = self.wanted, None
         return True
 
-    def outdate(self) -> None:
-        """The one under way may fail for no fault of the server's."""
-        self._is_outdated = self.began_at is not None
-
     def ended(self, outcome: ProbeOutcome) -> ProbeMeaning:
-        """What the probe that was under way says. Only a few late failures in a row are forgiven:
-        a hang has to be found on a machine that is always late, too."""
-        is_outdated, self._is_outdated, self.began_at = self._is_outdated, False, None
-        is_late = outcome is ProbeOutcome.LATE
-        self._late_in_a_row = self._late_in_a_row + 1 if is_late else 0
+        """What the probe that was under way says."""
+        self.began_at = None
         if outcome is not ProbeOutcome.READY and not self._counts:
             return ProbeMeaning.NOTHING
-        if (
-            outcome is ProbeOutcome.NO_NEWS
-            or (is_late and self._late_in_a_row <= FORGIVEN_IN_A_ROW)
-            or (is_outdated and outcome is ProbeOutcome.FAILED)
-        ):
-            return ProbeMeaning.TO_BE_REPEATED
-        return ProbeMeaning.NEWS
+        return ProbeMeaning.TO_BE_REPEATED if outcome is ProbeOutcome.NO_NEWS else ProbeMeaning.NEWS

@@ -216,7 +216,6 @@ class ProbeOutcome(Enum):
     FAILED = "failed"  # no answer, or not the right one
     STRANGER = "stranger"  # an answer, from somebody else's process
     UNFIT = "unfit"  # it answers, and its canary's answer was not the right one
-    LATE = "late"  # it failed so long after its time was over that this machine did not run
     NO_NEWS = "no_news"  # it was not asked: this machine had no thread, descriptor or address
 
 

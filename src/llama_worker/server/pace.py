@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from llama_worker.gaps import Gaps
 from llama_worker.request.progress import Batch
 
 # A standstill is a hang only beyond this many times what such a batch should take, and never before
@@ -23,7 +22,6 @@ _COLD_MULTIPLE = 2.0
 
 _KEPT = 16  # batches of each size, up to a factor of two
 _SMALLEST_SHARE = 4  # one of fewer tokens tells little: part of its time is the pass itself
-_SETTLE_S = 10.0  # behind a gap reports come together, as if their batches had taken no time
 
 
 class _Learnt(NamedTuple):
@@ -48,17 +46,15 @@ class Pace:
         other._cold_s = self._cold_s.copy()
         return other
 
-    def learn(
-        self, request_id: int, batches: Iterable[Batch], gaps: Gaps, *, is_cold: bool = False
-    ) -> None:
-        """From what a request tells, again and again: each batch counts once, one near a gap not.
-        `is_cold`: they are the first of a launch."""
+    def learn(self, request_id: int, batches: Iterable[Batch], *, is_cold: bool = False) -> None:
+        """From what a request tells, again and again: each batch counts once, and one whose report
+        came together with the one before not. `is_cold`: they are the first of a launch."""
         known_until = self._known_until.get(request_id, -math.inf)
         for batch in batches:
             if batch.ended_at <= known_until:
                 continue
             self._known_until[request_id] = batch.ended_at
-            if batch.tokens > 0 and not gaps.lost_s(batch.began_at - _SETTLE_S, batch.ended_at):
+            if batch.tokens > 0 and batch.ended_at > batch.began_at:
                 learnt = _Learnt(batch.tokens, batch.depth, batch.ended_at - batch.began_at)
                 size = self._learnt.setdefault(batch.tokens.bit_length(), deque(maxlen=_KEPT))
                 size.append(learnt)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.gaps import NO_GAPS
 from llama_worker.request.progress import Batch, Progress, newest
 from llama_worker.server.blame import Blame, Verdict, is_busy
 from llama_worker.server.messages import EvidenceSeen, Stalled, Unwatch
@@ -33,7 +32,6 @@ class RequestWatch:
         # What `/slots` shows is of the server that has the requests. Else it may be another's,
         # behind the same address: then it excuses a request, and accuses none.
         self.slots_are_theirs = True
-        self.gaps = NO_GAPS
         self.liveness_at: float | None = None
         self.build_answers_in_batches = False
         # when a probe began that was answered within the time that a look has
@@ -47,6 +45,7 @@ class RequestWatch:
         self._owing: set[int] = set()  # ids that have not answered in the present round
         self._answered: list[int] = []  # ids that have
         self._blame = Blame()
+        self._blind_at: float | None = None  # when nobody could see what the server did
         self._reads_at: float | None = None  # when its memory was last seen to come from disk
         self._media_left_at: float | None = None  # when a request with images or sounds ended
         # when the first request was broken off since the latest sign of work
@@ -99,6 +98,8 @@ class RequestWatch:
         """What a liveness probe saw the server do."""
         if seen.alive:
             self.liveness_at = seen.at
+        if seen.blind:
+            self._blind_at = seen.at
         if seen.reads:
             self._reads_at = seen.at
 
@@ -133,7 +134,7 @@ class RequestWatch:
             self._data_at[request_id] = max(at, self._data_at.get(request_id, at))
 
     def _learn(self, request_id: int, batches: tuple[Batch, ...]) -> None:
-        self._pace.learn(request_id, batches, self.gaps, is_cold=self._is_cold)
+        self._pace.learn(request_id, batches, is_cold=self._is_cold)
         self._is_cold = self._is_cold and not batches
 
     # ------------------------------------------------------------ verdicts
@@ -177,7 +178,7 @@ class RequestWatch:
     def _judge(self, progress: Progress, heard: Sequence[Progress], now: float) -> Verdict | None:
         is_suspect, slots = self._is_suspect(progress, now), self.slots
         if is_suspect and slots.apart is not None:
-            # Where gaps, or looks without an answer, leave no round complete. That nothing moved
+            # Where looks without an answer leave no round complete. That nothing moved
             # meanwhile accuses nobody.
             self._judge_looks(slots.apart, slots.apart[0].asked_at, progress, heard, now)
         accusation = self._judge_by_times(progress, now)
@@ -209,7 +210,6 @@ class RequestWatch:
             ),
             profile=self._profile,
             now=now,
-            gaps=self.gaps,
         )
 
     def _judge_silent_slots(
@@ -229,7 +229,7 @@ class RequestWatch:
         if slots.silent_looks < SILENT_LOOKS or (may_be_a_batch and not slots.answers_in_batches):
             return None
         since = newest(since, self.data_at, self._reads_at)
-        silent_s = now - since - self.gaps.lost_s(since)
+        silent_s = now - since
         answered_at = self.probe_answered_at
         if silent_s < SILENT_S or answered_at is None or answered_at <= max(since, now - SILENT_S):
             return None
@@ -257,7 +257,6 @@ class RequestWatch:
             is_cold=self._is_cold,
             liveness_at=self.liveness_at,
             now=now,
-            gaps=self.gaps,
         )
         judgement = slots_round.judge()
         if not isinstance(judgement, SlotMoves):
@@ -274,7 +273,7 @@ class RequestWatch:
     def _is_suspect_age(self, at: float | None, now: float) -> bool:
         """For data, and what slots did: so long ago that who received it is suspected."""
         limit_s = self._profile.suspect_after_s
-        return limit_s is not None and (at is None or now - at - self.gaps.lost_s(at) >= limit_s)
+        return limit_s is not None and (at is None or now - at >= limit_s)
 
     @property
     def _unfinished_batch_since(self) -> float | None:
@@ -294,6 +293,6 @@ class RequestWatch:
 
     def _worked_at(self, request_id: int) -> float | None:
         """The newest sign of work: by the server's processes, or by what may be the request's
-        slot."""
-        signs = (self.liveness_at, self._moved_at.get(request_id))
+        slot. Where nobody could look there may have been one."""
+        signs = (self.liveness_at, self._blind_at, self._moved_at.get(request_id))
         return max((at for at in signs if at is not None), default=None)

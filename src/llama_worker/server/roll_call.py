@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from llama_worker.gaps import NO_GAPS, gap_s
-
 
 class Member(NamedTuple):
     """One of the actors of a launch."""
@@ -25,26 +23,19 @@ ANSWER_S = 30.0
 
 
 class RollCall:
-    """Who was asked, and since when each owes its answer; gaps do not count. Not thread-safe."""
+    """Who was asked, and since when each owes its answer. Not thread-safe."""
 
     def __init__(self) -> None:
         self._next_at: float | None = None
         self._owing: dict[Member, float] = {}  # since when
-        self._gaps = NO_GAPS
 
     @property
     def deadline(self) -> float | None:
         """When to look again; None: there is nothing to do."""
-        instants = [self._due_at(at) for at in self._owing.values()]
+        instants = [at + ANSWER_S for at in self._owing.values()]
         if self._next_at is not None:
             instants.append(self._next_at)
         return min(instants, default=None)
-
-    def notice_gap(self, now: float) -> None:
-        """Call it first with each `now`: where the deadline is long past there was a gap."""
-        due_at = self.deadline
-        if due_at is not None and (lost_s := gap_s(due_at, now)):
-            self._gaps = self._gaps.with_gap(now, lost_s)
 
     def keep(self, *, busy: bool, now: float) -> None:
         """Ask from now on, or, with nothing to do and nothing owed, no more."""
@@ -58,8 +49,6 @@ class RollCall:
         if self._next_at is None or now < self._next_at:
             return []
         self._next_at = now + EVERY_S
-        if not self._owing:
-            self._gaps = NO_GAPS
         return [member for member in members if member not in self._owing]
 
     def asked(self, member: Member, now: float) -> None:
@@ -72,7 +61,4 @@ class RollCall:
 
     def silent(self, now: float) -> list[Member]:
         """Those that count as dead."""
-        return [member for member, at in self._owing.items() if now >= self._due_at(at)]
-
-    def _due_at(self, asked_at: float) -> float:
-        return asked_at + self._gaps.lost_s(asked_at) + ANSWER_S
+        return [member for member, at in self._owing.items() if now >= at + ANSWER_S]

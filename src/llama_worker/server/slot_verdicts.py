@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Progress
 from llama_worker.server.blame import Verdict
 from llama_worker.server.pace import Pace
@@ -44,7 +43,6 @@ class SlotsRound:
     is_cold: bool  # this launch has computed nothing so far
     liveness_at: float | None  # the latest work of the server's processes; for the verdict's reader
     now: float
-    gaps: Gaps = NO_GAPS  # no part of a batch
 
     def judge(self) -> Verdict | SlotMoves | None:
         """What the looks tell about the request; None: nothing."""
@@ -91,7 +89,7 @@ class SlotsRound:
         busy = [track[-1] for track in self._tracks if track[-1].is_processing]
         if not self.all_are_silent or not busy or any(slot.may_read_unseen for slot in busy):
             return None
-        still_s = self.now - self.still_since - self.gaps.lost_s(self.still_since)
+        still_s = self.now - self.still_since
         what = f"no slot of the server moved in {still_s:.1f} s"
         if all(slot.decoded_tokens for slot in busy):
             return self._stalled(f"{what}, and none is in prefill")

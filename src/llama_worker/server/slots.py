@@ -147,7 +147,7 @@ class SlotsWatch:
         self._has_answered = False
         self._asked_at = 0.0
         self._last: SlotsLook | None = None  # of any round
-        # by a gap, or by looks without an answer, since the last one
+        # by looks without an answer, since the last one
         self._was_interrupted = True
         # The looks before and behind the latest interruption: what moved between them did move.
         self.apart: tuple[SlotsLook, SlotsLook] | None = None
@@ -162,7 +162,7 @@ class SlotsWatch:
             self.deadline = max(now, self._paused_until)
 
     def stop_looking(self) -> None:
-        """Stop looking: nobody is suspected any more, or what was seen is from before a gap."""
+        """Stop looking: nobody is suspected any more."""
         self.deadline, self._was_interrupted, self._active = None, True, False
         self.silent_since, self.silent_looks = None, 0
         self.looks = []

@@ -14,7 +14,6 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.gaps import gap_s
 from llama_worker.mailbox import Tick
 from llama_worker.server.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate
 
@@ -92,9 +91,6 @@ def step(
         case Terminating(repeat_at=float(repeat_at)) as ending, Tick() if now >= repeat_at:
             return replace(ending, repeat_at=None), Signal.TERMINATE
         case Killing() as killing, Tick() if now >= killing.give_up_at:
-            if gap_s(min(killing.force_at, killing.give_up_at), now):
-                # in a gap the processes had no time to end, either
-                return Killing(killing.epoch, now + FORCE_S, now + FORCE_S), Signal.FORCE
             return Stuck(killing.epoch), None
         case Killing() as killing, Tick() if now >= killing.force_at:
             return replace(killing, force_at=now + FORCE_S), Signal.FORCE

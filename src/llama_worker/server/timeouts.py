@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Progress, newest
 from llama_worker.server.blame import Verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
@@ -57,12 +56,11 @@ def verdict(
     slots: SlotSigns = NO_SLOT_SIGNS,
     profile: TimeoutProfile,
     now: float,
-    gaps: Gaps = NO_GAPS,
 ) -> Verdict | None:
     """Whether the request has to be given up, and why; None while it may go on.
 
     `liveness_at` is the newest evidence of work by the server's processes; evidence from before the
-    turn began does not count. `slots` is what `/slots` has shown. Time in `gaps` does not count.
+    turn began does not count. `slots` is what `/slots` has shown.
 
     Of several limits that are over, the one that was over first gives the reason: a late tick tells
     the same as one in time, and a verdict, once due, stays the same until something new is heard.
@@ -71,13 +69,13 @@ def verdict(
     for limit in _limits(progress, liveness_at, neighbours, slots, profile):
         limit_s = getattr(profile, limit.setting)
         if limit_s is not None:
-            due_at = limit.since + gaps.lost_s(limit.since) + limit.multiple * limit_s
+            due_at = limit.since + limit.multiple * limit_s
             if due_at <= now:
                 over.append((due_at, limit_s, limit))
     if not over:
         return None
     _, limit_s, first = min(over, key=lambda each: each[0])
-    waited_s = now - first.since - gaps.lost_s(first.since)
+    waited_s = now - first.since
     times = f"{first.multiple} x " if first.multiple > 1 else ""
     silence = f"{first.what} for {waited_s:.1f} s (limit: {times}{first.setting} {limit_s:g})"
     return Verdict(

@@ -23,9 +23,7 @@ READY, UNFIT and STRANGER are outcomes of a probe; everything else leaves the st
 WorkerActor decides whether a server that is ill or stalls is ended.
 
 While ready it wakes for the health probe, for verdicts only while a request is in flight, and for
-the slots only while one is suspected. A message that comes long after the deadline comes after a
-gap, in which this machine or this program did not run: then nothing is concluded before the world
-has been looked at anew.
+the slots only while one is suspected.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ import math
 from typing import Literal, assert_never
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.gaps import FORGIVEN_IN_A_ROW, gap_s
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.server import health, messages
@@ -72,9 +69,6 @@ class ServerWatch:
         self._requests = RequestWatch(self._profile, self._pace, epoch)
         self._watched_since: float | None = None  # until the first look of this watching
         self._activity: dict[int, str] = {}  # what each liveness probe said last
-        self._gaps_in_a_row = 0
-        self._round_began_at = 0.0
-        self._is_blind = False  # in the present round of looks
 
     @property
     def request_ids(self) -> set[int]:
@@ -89,7 +83,6 @@ class ServerWatch:
     def step(self, message: messages.WatchdogMessage, now: float) -> list[messages.WatchEffect]:
         """What is to be done now, in order. News of another launch is dropped."""
         self._effects = []
-        self._notice_gap(now)
         if not self._is_of_another_launch(message):
             self._take(message, now)
         return self._effects
@@ -184,39 +177,11 @@ class ServerWatch:
             self._is_looking_at_slots = True
             self._effects.append(messages.LookAtSlots(epoch=self._epoch))
 
-    def _notice_gap(self, now: float) -> None:
-        """Whatever comes first after a gap finds the deadline long past."""
-        due_at = self.deadline
-        if due_at is None or now < due_at:
-            return
-        lost_s = gap_s(due_at, now)
-        if not lost_s:
-            if self._look_at is None or now >= self._look_at:  # not for a probe between late looks
-                self._gaps_in_a_row = 0
-            return
-        self._requests.gaps = self._requests.gaps.with_gap(now, lost_s)
-        self._gaps_in_a_row += 1
-        if self._gaps_in_a_row <= FORGIVEN_IN_A_ROW:
-            self._look_anew(now)
-
-    def _look_anew(self, now: float) -> None:
-        """What is known is out of date, and what is under way may fail for no fault of the
-        server's."""
-        self._probes.outdate()
-        self._requests.forget_round()
-        self._requests.slots.stop_looking()
-        if self._probe_at is not None and now >= self._probe_at:
-            self._probe_at = now + _RETRY_S
-        if self._look_at is not None and now >= self._look_at:
-            self._begin_round(now, fresh=True)
-            self._watched_since = None
-            self._look_at = now + self._profile.liveness_probe_interval_s
-
     # ------------------------------------------------------------ startup and health
 
     def _probe_due(self, now: float) -> None:
         if isinstance(self._stage, health.StartupWatch):
-            overdue = self._stage.overdue(self._profile, now, self._requests.gaps)
+            overdue = self._stage.overdue(self._profile, now)
             if overdue is not None:
                 self._fail_startup(StartFailReason.STARTUP_TIMEOUT, overdue, now)
                 return
@@ -301,7 +266,7 @@ class ServerWatch:
 
     def _watch(self, request_id: int, now: float) -> None:
         if self._requests.begin(request_id):
-            self._watched_since, self._is_blind = now, False
+            self._watched_since = now
             # Most are over by then, or have their first token, which a look would delay.
             self._look_at = now + min(FIRST_LOOK_S, self._profile.liveness_probe_interval_s / 2)
 
@@ -326,10 +291,6 @@ class ServerWatch:
             self._ask_for_verdicts(now)  # judge by what the others saw
 
     def _begin_round(self, now: float, *, fresh: bool) -> None:
-        if self._is_blind:  # nobody could see what the server did in the round before
-            blind_s = now - self._round_began_at
-            self._requests.gaps = self._requests.gaps.with_gap(now, blind_s)
-        self._round_began_at, self._is_blind = now, False
         self._effects += self._rounds.begin(self._epoch, fresh=fresh)
 
     def _evidence_seen(self, seen: messages.EvidenceSeen, now: float) -> None:
@@ -340,13 +301,13 @@ class ServerWatch:
         if is_old or seen.look.epoch != self._epoch:
             return
         self._activity[seen.look.probe] = seen.detail
-        self._is_blind = self._is_blind or seen.blind
-        if isinstance(self._stage, health.StartupWatch) and seen.alive:
+        # Where nobody could see what the server did it may have worked.
+        if isinstance(self._stage, health.StartupWatch) and (seen.alive or seen.blind):
             self._stage = self._stage.saw_work(seen.at)
         if self._requests.ids:
             self._requests.saw(seen)
             self._tell_observed(seen.at)
-            if self._rounds.complete and not seen.look.fresh and not self._is_blind:
+            if self._rounds.complete and not seen.look.fresh:
                 self._ask_for_verdicts(now)
 
     def _slots_seen(self, seen: messages.SlotsSeen, now: float) -> None:

@@ -431,9 +431,9 @@ def test_the_provider_is_told_time_and_budget() -> None:
     play = in_tools(with_tools(bios_provider=once, timezone_name="Europe/Vienna"))
     detail = "the BIOS provider raised LookupError: no prompt today"
     end = Ends("prompt_error", text="Let me add.", fail_detail=detail)
-    assert play >> 160.0 >> returned("1") << end
+    assert play >> 110.0 >> returned("1") << end
     assert [context.tool_iters_remaining for context in seen] == [8, 7]
-    assert [context.now.timestamp() for context in seen] == [1100.0, 1160.0]
+    assert [context.now.timestamp() for context in seen] == [1100.0, 1110.0]
     first = seen[0]
     assert (first.worker_name, first.tool_call_mode) == ("w", "native")
     assert (first.timezone_name, first.now.utcoffset() is None) == ("Europe/Vienna", False)
@@ -827,37 +827,6 @@ def test_the_template_opens_a_think_each_turn(
     assert (assistant.get("reasoning_content"), assistant["content"]) == sent_back
     end = Ends("stop", reasoning=reasoning, text=text)
     assert play >> (TextDelta(second), STOP, Done()) << CLOSE_SECOND << end
-
-
-# -------------------------------------------------------------- a host that did not run for a while
-
-WAITING: dict[str, Callable[[], Play]] = {
-    "bios": prompting,
-    "settling": settling,
-    "disconnected": disconnected,
-    "dead": reading_rest,
-    "tools": in_tools,
-}
-
-
-@pytest.mark.parametrize("waiting", WAITING)
-@pytest.mark.parametrize(("gap_s", "most_s"), [(1.5, 1.5), (3600.0, 10.0)])
-def test_a_gap_puts_off_what_was_waited_for(waiting: str, gap_s: float, most_s: float) -> None:
-    play = WAITING[waiting]()
-    assert play.request.deadline is not None
-    now = play.request.deadline + gap_s
-    assert play >> now
-    again_at = play.request.deadline
-    assert now < again_at <= now + most_s
-    assert play >> again_at - 0.01
-    play >> again_at + gap_s
-    play.drop_effects()
-    assert play.request.deadline != again_at, "one gap is forgiven, not every one"
-
-
-def test_what_was_waited_for_may_come_after_the_gap() -> None:
-    assert in_tools() >> 4000.0 >> returned("3") << PostChat
-    assert prompting() >> 4000.0 >> bios() << PostChat
 
 
 # ---------------------------------------------------------------- loops

@@ -39,15 +39,6 @@ def test_each_is_asked_again_once_it_has_answered() -> None:
     assert roll_call.due(MEMBERS, 100.0 + EVERY_S) == [MEMBERS[0]]
 
 
-def test_time_in_which_nothing_ran_counts_for_nobody() -> None:
-    roll_call = asked_at(100.0)
-    roll_call.notice_gap(2000.0)  # 110.0 was due
-    assert roll_call.silent(2000.0) == []
-    assert roll_call.due(MEMBERS, 2000.0) == [MEMBERS[0]]
-    assert roll_call.silent(2019.9) == []
-    assert roll_call.silent(2020.0) == [STUCK]
-
-
 def test_an_idle_worker_is_woken_only_by_what_is_still_owed() -> None:
     roll_call = asked_at(100.0)
     roll_call.keep(busy=False, now=101.0)
@@ -55,11 +46,3 @@ def test_an_idle_worker_is_woken_only_by_what_is_still_owed() -> None:
     roll_call.answered(STUCK)
     roll_call.keep(busy=False, now=102.0)
     assert roll_call.deadline is None
-
-
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_stop_after_the_question_kills_nobody(busy: bool) -> None:
-    roll_call = asked_at(100.0)
-    roll_call.keep(busy=busy, now=100.1)
-    roll_call.notice_gap(2000.0)
-    assert roll_call.silent(2000.0) == []

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.gaps import NO_GAPS, Gaps
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.blame import Verdict
 from llama_worker.server.messages import (
@@ -177,12 +176,11 @@ def judge(
     suspect: Progress,
     *others: Progress,
     still_s: float = NOW - 100.0,
-    gaps: Gaps = NO_GAPS,
     pace: Pace | None = None,
     is_cold: bool = False,
 ) -> Any:
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
-    times: Any = {"still_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW, "gaps": gaps}
+    times: Any = {"still_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
     times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
@@ -341,7 +339,7 @@ def learnt(*batches: tuple[int, int, float]) -> Pace:
     """Of prompts that were read long ago: tokens, depth and seconds of each batch."""
     pace = Pace()
     for number, (tokens, depth, seconds) in enumerate(batches):
-        pace.learn(number, [Batch(-1e5, -1e5 + seconds, tokens, depth)], NO_GAPS)
+        pace.learn(number, [Batch(-1e5, -1e5 + seconds, tokens, depth)])
     return pace
 
 
@@ -401,13 +399,12 @@ def test_an_unknown_batch_may_take_any_time(suspect: Progress, track: Track) -> 
     assert judge(looks(track), suspect, still_s=1e6, pace=learnt((512, 512, 1.0))) is None
 
 
-def test_a_batch_teaches_once_near_gaps_never() -> None:
-    pace, gaps = Pace(), NO_GAPS.with_gap(100.0, 50.0)
-    for began_at in (90.0, 100.0, 109.0):  # over it, and reports that had waited for its end
-        pace.learn(1, [Batch(began_at, began_at + 0.1, 512, 512)], gaps)
+def test_a_batch_teaches_once_and_never_where_its_report_came_with_another() -> None:
+    pace = Pace()
+    pace.learn(1, [Batch(100.0, 100.0, 512, 512), Batch(100.0, 100.0, 512, 1024)])
     assert pace.expected_s(512, 512) is None
     for _ in range(100):
-        pace.learn(1, [Batch(120.0, 150.0, 512, 512), Batch(150.0, 151.0, 512, 1024)], gaps)
+        pace.learn(1, [Batch(120.0, 150.0, 512, 512), Batch(150.0, 151.0, 512, 1024)])
     assert pace.expected_s(512, 512) == 30.0
 
 
@@ -482,7 +479,7 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
             return (reads_at(now, began_at=0.0, stuck_at=stuck_at)[1],)
 
         watch = watched(slots, reads=lambda now: reads)
-        watch.watch._pace.learn(7, earlier, NO_GAPS)
+        watch.watch._pace.learn(7, earlier)
         watch.begin(request)
         found = watch.run(1100.0, Stalled)
         return None if found is None else found[0]
@@ -499,7 +496,7 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
 def test_first_batches_are_measured_by_first_batches() -> None:
     pace = learnt((512, 512, 1.0))
     assert pace.longest_standstill_s(512, 512, is_cold=True) == 2 * PACE_MIN_S
-    pace.learn(100, [Batch(-60.0, 0.0, 7, 7)], NO_GAPS, is_cold=True)
+    pace.learn(100, [Batch(-60.0, 0.0, 7, 7)], is_cold=True)
     assert pace.longest_standstill_s(512, 512, is_cold=True) == PACE_MULTIPLE * 60.0
     assert pace.longest_standstill_s(512, 512, is_cold=False) == PACE_MIN_S
 

@@ -125,15 +125,6 @@ def test_a_short_kill_timeout_is_kept(kill_timeout_s: float) -> None:
     assert step(state, Tick(), 5.0 + kill_timeout_s, kill_timeout_s) == (Stuck(1), None)
 
 
-def test_a_gap_in_which_the_host_did_not_run_is_no_time_to_end() -> None:
-    assert tick(Killing(1, 16.0, 16.0), 17.0) == (Stuck(1), None)  # a second late: a busy machine
-    assert tick(Killing(1, 16.0, 16.0), 17.1) == (Killing(1, 18.1, 18.1), Signal.FORCE)
-    assert tick(Killing(1, 16.0, 17.0), 17.5) == (Killing(1, 18.5, 18.5), Signal.FORCE)
-    state, signal = tick(Killing(1, 16.0, 19.0), 500.0)
-    assert (signal, deadline(state)) == (Signal.FORCE, 501.0)
-    assert tick(state, 501.0) == (Stuck(1), None)  # time passes again as it should
-
-
 def test_a_person_is_told_what_the_kernel_waits_for() -> None:
     process = {"pid": 5, "state": "D", "uid": 0, "wchan": "nfs_wait_bit_killable", "stack": ""}
     told = termination.describe_stuck(5, {"processes": [process, {"pid": 6, "state": "Z"}]})

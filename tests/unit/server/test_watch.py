@@ -8,13 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.gaps import FORGIVEN_IN_A_ROW
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server import messages, watch
 from llama_worker.server.blame import GpuFault
-from llama_worker.server.health import HealthCounter
 from llama_worker.server.messages import (
     AskForProgress,
     EvidenceSeen,
@@ -137,7 +135,6 @@ def test_data_since_the_probe_began_outweighs_a_doubt(data_at: float | None, wor
     ("interval_s", "outcome", "answered_at"),
     [
         pytest.param(None, ProbeOutcome.NO_NEWS, 1.1, id="it could not be made"),
-        pytest.param(30.0, ProbeOutcome.FAILED, 100.0, id="it failed over a gap"),
     ],
 )
 def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_news(
@@ -152,27 +149,6 @@ def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_ne
     assert step(probed(ProbeOutcome.NO_NEWS), answered_at + 1.1) == []
     assert step(Tick(), answered_at + 2.1) == [PROBE]
     assert step(probed(ProbeOutcome.FAILED), answered_at + 2.2) == [DOUBT_CONFIRMED]
-
-
-def test_probes_that_fail_late_count_from_the_fourth_in_a_row_on() -> None:
-    step = ready(TimeoutProfile(health_probe_interval_s=None, health_failures_before_restart=1))
-    assert step(DOUBT, 1.0) == [PROBE]
-    now = 1.0
-    for _ in range(FORGIVEN_IN_A_ROW):
-        assert step(probed(ProbeOutcome.LATE), now + 12.0) == []
-        now += 13.0
-        assert step(Tick(), now) == [PROBE]
-    assert step(probed(ProbeOutcome.LATE), now + 12.0) == [DOUBT_CONFIRMED]
-
-
-def test_a_late_probe_behind_one_in_time_is_forgiven_anew() -> None:
-    step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
-    now = 1.0
-    for outcome in [*[ProbeOutcome.LATE] * FORGIVEN_IN_A_ROW, ProbeOutcome.READY] * 2:
-        now = step.watch.deadline or now
-        assert step(Tick(), now) == [PROBE]
-        step(probed(outcome), now + 0.1)
-    assert step.watch._stage == HealthCounter(since=now + 0.1)
 
 
 def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
@@ -338,23 +314,3 @@ def test_a_launch_before_ready_ignores_causes_to_probe(news: messages.WatchdogMe
     watch.step(Launch(epoch=1), 0.0)
     watch.step(Launched(epoch=1, pid=5), 0.01)
     assert watch.step(news, 0.02) == []
-
-
-def test_a_hang_is_found_though_every_look_is_late() -> None:
-    """The probe that failed over each gap is made again in time."""
-    step = ready(
-        TimeoutProfile(
-            idle_stream_timeout_s=1.0,
-            suspect_after_s=None,
-            liveness_probe_interval_s=8.0,
-            health_probe_interval_s=10.0,
-        )
-    )
-    step(Watch(request_id=1, request=Nobody()), 0.2)
-    asked: list[bool] = []
-    for now in range(20, 20 * (FORGIVEN_IN_A_ROW + 2), 20):
-        effects = [*step(Tick(), now), *step(Tick(), now + 1.0)]
-        assert PROBE in effects
-        step(probed(ProbeOutcome.READY), now + 1.1)
-        asked.append(any(type(each) is AskForProgress and each.for_verdict for each in effects))
-    assert asked == [*[False] * FORGIVEN_IN_A_ROW, True]

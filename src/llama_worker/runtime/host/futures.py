@@ -323,13 +323,13 @@ class _CallbackThread:
                 self._starting.release()
 
     def _start_later(self) -> None:
-        from llama_worker.runtime.host.timers import call_at  # which imports this module
+        from llama_worker.runtime.host.timers import call_at, now  # which imports this module
 
         if not self._is_late:
             log_exception(_logger, "a callback of the host has to wait")
         self._is_late = False
         with contextlib.suppress(RuntimeError):  # the timers have no thread, either
-            call_at(time.monotonic() + _RETRY_S, self._start)
+            call_at(now() + _RETRY_S, self._start)
             self._is_late = True
 
     def _run(self) -> None:

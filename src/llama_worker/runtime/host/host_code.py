@@ -21,6 +21,7 @@ from llama_worker.errors import described_error, is_shortage
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.tools import ToolResultError, encode_result
+from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.threads import run_probe, start_thread
 from llama_worker.server.messages import EvidenceSeen, Look
@@ -78,7 +79,7 @@ class ToolCallThread:
             # SystemExit and KeyboardInterrupt in a tool are its failures, no more.
             text = f"tool {call.name!r} raised {described_error(raised)}"
         ended = messages.CallEnded(
-            turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=time.monotonic()
+            turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=timers.now()
         )
         with self._lock:
             self._has_returned = True
@@ -160,7 +161,7 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
         blind = is_shortage(error)
         if not blind:
             log_exception(_logger, "a liveness probe failed")
-    now = time.monotonic()
+    now = timers.now()
     reply_to.tell(
         EvidenceSeen(look=order, at=now, alive=alive, detail=detail, reads=reads, blind=blind)
     )

@@ -11,12 +11,11 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 from llama_worker.runtime.host.futures import log_exception
-from llama_worker.runtime.host.timers import call_at
+from llama_worker.runtime.host.timers import call_at, now
 
 PATIENCE_S = 0.05  # how long a probe keeps the next one waiting; a server answers within 10 ms
 _SPARE = 4  # threads that are kept, 16 KiB each
@@ -90,7 +89,7 @@ class ProbeQueue:
     def _watch(self) -> None:
         if not self._is_watched:
             self._is_watched, begun_count = True, self._begun_count
-            call_at(time.monotonic() + PATIENCE_S, lambda: self._help(begun_count))
+            call_at(now() + PATIENCE_S, lambda: self._help(begun_count))
 
     def _help(self, begun_count: int) -> None:
         with self._lock:

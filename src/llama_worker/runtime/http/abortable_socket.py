@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -10,10 +11,11 @@ import socket
 import ssl
 import struct
 import threading
-import time
+from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 from llama_worker.errors import is_shortage
+from llama_worker.runtime.host import timers
 
 _MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s
@@ -32,7 +34,9 @@ class Abort:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self.error: Aborted | None = None  # what whoever waits for it gets; None: not aborted
+        # what whoever waits for it gets; None: it goes on
+        self.error: Aborted | TimeoutError | None = None
+        self._limit: object = None  # that of `within`, until it is over
         # A connection was made, with TLS if there is to be; for the thread that makes it.
         self.connected = False
 
@@ -40,9 +44,34 @@ class Abort:
         """Close the connection both ways, which wakes whoever reads, writes or connects, and refuse
         a later one."""
         with self._lock:
-            self.error = self.error or Aborted("the request was aborted")
-            if self._socket is not None:
-                shut_down(self._socket)
+            if not isinstance(self.error, Aborted):
+                self._end(Aborted("the request was aborted"))
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float) -> Iterator[None]:
+        """For what is done meanwhile the time is up after so many seconds, in which this program
+        ran: it ends as by `abort`, with TimeoutError. A reply that has come is still read."""
+        limit = self._limit = object()
+
+        def time_is_up() -> None:
+            with self._lock:
+                if self._limit is limit and self.error is None:
+                    self._end(TimeoutError("the time for the reply is up"))
+
+        timer = timers.call_at(timers.now() + timeout_s, time_is_up)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._limit = None
+                if isinstance(self.error, TimeoutError):
+                    self.error = None
+
+    def _end(self, error: Aborted | TimeoutError) -> None:
+        self.error = error
+        if self._socket is not None:
+            shut_down(self._socket)
 
     def wait_readable(self, timeout_s: float | None) -> bool:
         """Wait until there is something to read, or the connection's end, however it comes; False:
@@ -56,7 +85,7 @@ class Abort:
         return _wait(connection, select.POLLIN, timeout_s)
 
     def attach(self, connection: socket.socket) -> None:
-        """Hand over the socket, as soon as it connects. Raises Aborted where `abort` came
+        """Hand over the socket, as soon as it connects. Raises what ended it where that came
         first."""
         with self._lock:
             if self.error is not None:
@@ -99,9 +128,10 @@ class _Abortable:
             if self.waiter is not None:
                 self.waiter.before_reading()
                 silence_s = self.waiter.silence_s
-            if self.abort.wait_readable(left_s(self.deadline, silence_s)):
+            left_s = None if self.deadline is None else max(self.deadline - timers.now(), 0.0)
+            if self.abort.wait_readable(_shorter(left_s, silence_s)):
                 return
-            if self.deadline is not None and time.monotonic() >= self.deadline:
+            if self.deadline is not None and timers.now() >= self.deadline:
                 raise TimeoutError("the time for the reply is up")
 
     def close(self) -> None:
@@ -154,13 +184,9 @@ class _TlsSocket(_Abortable, ssl.SSLSocket):
 # ---------------------------------------------------------------- connecting
 
 
-def connect(
-    abort: Abort, host: str, port: int, timeout_s: float | None, deadline: float | None = None
-) -> AbortableSocket:
-    """A connected socket, which `abort` knows from the moment at which it begins to connect.
-
-    Each of the host's addresses has `timeout_s`, all of them together until the deadline.
-    """
+def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> AbortableSocket:
+    """A connected socket, which `abort` knows from the moment at which it begins to connect. Each
+    of the host's addresses has `timeout_s`."""
     refused: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
@@ -172,7 +198,7 @@ def connect(
             code = connection.connect_ex(address)
             # Not earlier: to shut down a socket that does not connect yet is without effect.
             abort.attach(connection)
-            _finish_connecting(connection, code, left_s(deadline, timeout_s))
+            _finish_connecting(connection, code, timeout_s)
             return connection
         except BaseException as error:
             abort.detach()
@@ -242,9 +268,5 @@ def _timeval(timeout_s: float | None) -> bytes:
     return struct.pack("ll", *divmod(micros, 1_000_000))
 
 
-def left_s(deadline: float | None, timeout_s: float | None) -> float | None:
-    """The shorter of what is left until then and the timeout."""
-    if deadline is None:
-        return timeout_s
-    until_deadline_s = max(deadline - time.monotonic(), 0.0)
-    return until_deadline_s if timeout_s is None else min(until_deadline_s, timeout_s)
+def _shorter(one_s: float | None, other_s: float | None) -> float | None:
+    return min((each for each in (one_s, other_s) if each is not None), default=None)

@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import socket
-import time
 from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
@@ -26,13 +25,13 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error, is_shortage
+from llama_worker.runtime.host import timers
 from llama_worker.runtime.http.abortable_socket import (
     Abort,
     AbortableSocket,
     Aborted,
     Waiter,
     connect,
-    left_s,
     secure,
 )
 from llama_worker.stream.failure import StreamFailure, describe_http_error, disconnected
@@ -108,7 +107,7 @@ class HttpReply:
 
     def read(self, *, until: float | None = None) -> bytes:
         """The next of the body, as it comes; b"" at its end. Raises OSError where it breaks off,
-        TimeoutError where nothing comes `until` (monotonic seconds), ValueError where it is no
+        TimeoutError where nothing comes `until` (of `timers.now`), ValueError where it is no
         longer HTTP."""
         parser = self._parser
         if until is not None:
@@ -126,7 +125,7 @@ class HttpReply:
 
     def failure(self) -> StreamFailure:
         """What an error status says in its body, as far as that comes soon."""
-        body, until = b"", time.monotonic() + _ERROR_BODY_S
+        body, until = b"", timers.now() + _ERROR_BODY_S
         with contextlib.suppress(OSError, ValueError):
             while len(body) < _MAX_ERROR_BODY_BYTES and (data := self.read(until=until)):
                 body += data
@@ -150,18 +149,15 @@ def send(
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
     waiter: Waiter | None = None,
-    deadline: float | None = None,
 ) -> HttpReply:
     """Wait for the reply's headers, however long that takes; only connecting has its time.
 
-    `deadline`, in monotonic seconds, is for all of it, the body too; what lies there then counts.
     Raises Aborted; OSError where there is no connection, where it breaks, or (TimeoutError) where
     the time is up; ValueError for what is not an HTTP response.
     """
     abort.connected = False
     request = _Request()
     request.abort, request.endpoint, request.waiter = abort, endpoint, waiter
-    request.deadline = deadline
     request.prepare_method(method)
     request.url = _server_url(endpoint.base_url).url + target
     sent = {"Accept-Encoding": "identity", "Connection": "close", **(headers or {})}
@@ -213,25 +209,26 @@ def ask(
     abort: Abort | None = None,
     max_bytes: int = _MAX_REPLY_BYTES,
 ) -> tuple[int, bytes]:
-    """(status, body) of a small question, all of it within `timeout_s`; `body` goes as JSON.
+    """(status, body) of a small question; `body` goes as JSON. `timeout_s` is for all of it but a
+    TLS handshake, and what lies there then counts; time in which this program did not run does not.
 
     Raises as `send`; ValueError for a body of more than `max_bytes`.
     """
-    reply = send(
-        abort or Abort(),
-        endpoint,
-        method,
-        target,
-        headers={"Content-Type": "application/json", **(headers or {})},
-        body=None if body is None else json.dumps(body).encode(),
-        deadline=time.monotonic() + timeout_s,
-    )
-    received = bytearray()
-    with contextlib.closing(reply):
-        while data := reply.read():
-            received += data
-            if len(received) > max_bytes:
-                raise ValueError(f"a reply of more than {max_bytes} bytes")
+    abort, received = abort or Abort(), bytearray()
+    with abort.within(timeout_s):
+        reply = send(
+            abort,
+            endpoint,
+            method,
+            target,
+            headers={"Content-Type": "application/json", **(headers or {})},
+            body=None if body is None else json.dumps(body).encode(),
+        )
+        with contextlib.closing(reply):
+            while data := reply.read():
+                received += data
+                if len(received) > max_bytes:
+                    raise ValueError(f"a reply of more than {max_bytes} bytes")
     return reply.status, bytes(received)
 
 
@@ -272,7 +269,6 @@ class _Request(requests.PreparedRequest):
     abort: Abort
     endpoint: Endpoint
     waiter: Waiter | None
-    deadline: float | None
 
 
 class _Session(requests.Session):
@@ -307,18 +303,16 @@ class _Adapter(requests.adapters.BaseAdapter):
         endpoint, server = request.endpoint, _server_url(request.endpoint.base_url)
         kind = HTTPSConnection if server.scheme == "https" else HTTPConnection
         http = kind((server.host or "").strip("[]"), server.port)
-        connection = connect(
-            request.abort, http.host, http.port, endpoint.connect_timeout_s, request.deadline
-        )
+        connection = connect(request.abort, http.host, http.port, endpoint.connect_timeout_s)
         if kind is HTTPSConnection:
             ca_file = endpoint.ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH
             connection = secure(request.abort, connection, http.host, ca_file)
         request.abort.connected = True
         connection.abort, connection.waiter = request.abort, request.waiter
-        connection.deadline, connection.body_follows = request.deadline, bool(request.body)
+        connection.body_follows = bool(request.body)
         http.sock = connection
         # From now on: a busy server may leave a long request unread for minutes.
-        http.timeout = left_s(request.deadline, None)
+        http.timeout = None
         try:
             # A server may reply, and close, before it has read the whole request.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):

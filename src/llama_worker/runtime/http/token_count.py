@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from llama_worker.request.messages import CountTokens
 from llama_worker.request.prompt import Prompts
 from llama_worker.runtime.host.host_code import bios_text
 from llama_worker.runtime.host.threads import run_on_thread
-from llama_worker.runtime.host.timers import call_at
+from llama_worker.runtime.host.timers import call_at, now
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.types.request import TokenCount
@@ -36,7 +35,7 @@ def count_tokens(
 
     Raises RuntimeError where the system has no thread left.
     """
-    abort, deadline = Abort(), time.monotonic() + COUNT_S
+    abort = Abort()
 
     def give_up() -> None:
         """The BIOS provider may be what takes so long: nobody waits for the thread."""
@@ -49,12 +48,11 @@ def count_tokens(
 
     def asked(path: str, body: Mapping[str, Any], key: str) -> Any:
         """What the server's answer has under the key."""
-        left_s = max(0.0, deadline - time.monotonic())
         status, reply = ask(
             endpoint,
             "POST",
             path,
-            timeout_s=left_s,
+            timeout_s=COUNT_S,
             body=dict(body),
             abort=abort,
             max_bytes=_MAX_REPLY_BYTES,
@@ -86,7 +84,7 @@ def count_tokens(
         finally:
             timer.cancel()
 
-    timer = call_at(deadline, give_up)
+    timer = call_at(now() + COUNT_S, give_up)
     try:
         run_on_thread(name, run)
     except RuntimeError:

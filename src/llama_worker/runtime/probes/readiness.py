@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +14,8 @@ import psutil
 from llama_worker.config.profiles import Canary
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error, is_shortage, masked
-from llama_worker.gaps import gap_s
 from llama_worker.mailbox import Mailbox
+from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
@@ -87,13 +86,12 @@ class ReadinessProbe(_Question):
 
     def _run(self) -> None:
         timeout_s = probe_timeout_s(self._config.timeouts)
-        deadline = time.monotonic() + timeout_s
         traits = ServerTraits()
         try:
             reply: Exception | tuple[int, bytes] = self._ask("GET", "/v1/models", timeout_s)
         except Exception as error:
             reply = error
-        outcome, detail = models_outcome(reply, lost_s=gap_s(deadline, time.monotonic()))
+        outcome, detail = models_outcome(reply)
         try:
             if outcome is ProbeOutcome.READY and self._first:
                 if owns_port(self._root_pid, self._config.port):
@@ -107,16 +105,15 @@ class ReadinessProbe(_Question):
         self._tell(outcome, detail, traits)
 
     def _ask_traits(self) -> ServerTraits:
-        """As far as the server tells them. Raises what this machine lacks, and what failed over a
-        gap: it is to be asked again."""
+        """As far as the server tells them. Raises what this machine lacks: it is to be asked
+        again."""
         chat = {"messages": [{"role": "user", "content": "-"}]}
         answers: list[dict[str, Any]] = []
         for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
-            deadline = time.monotonic() + _TRAITS_TIMEOUT_S
             try:
                 status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
             except (OSError, ValueError) as error:
-                if is_shortage(error) or gap_s(deadline, time.monotonic()):
+                if is_shortage(error):
                     raise
                 status, answer = 0, b""
             value = json_of(answer) if status == 200 else None
@@ -142,12 +139,11 @@ class AnswerProbe(_Question):
     """Does a server that this program did not start answer anything? Tells one Probed."""
 
     def _run(self) -> None:
-        deadline = time.monotonic() + PROBE_TIMEOUT_S
         try:
             status, _ = self._ask("GET", "/v1/models", PROBE_TIMEOUT_S)
             outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
         except Exception as error:
-            outcome, detail = models_outcome(error, lost_s=gap_s(deadline, time.monotonic()))
+            outcome, detail = models_outcome(error)
         self._tell(outcome, detail, ServerTraits())
 
 
@@ -155,7 +151,7 @@ class SlotsQuestion(_Question):
     """One look at `/slots`; tells one SlotsSeen."""
 
     def _run(self) -> None:
-        asked_at = time.monotonic()
+        asked_at = timers.now()
         look: SlotsLook | SlotsSilence | None = None
         try:
             status, body = self._ask("GET", "/slots", LOOK_TIMEOUT_S)
@@ -169,17 +165,10 @@ class SlotsQuestion(_Question):
         self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
 
 
-def models_outcome(
-    reply: tuple[int, bytes] | Exception, *, lost_s: float
-) -> tuple[ProbeOutcome, str]:
-    """What the reply to `/v1/models` says, its status and body, or that there is none, and
-    how much of the time past its deadline was lost. Pure."""
+def models_outcome(reply: tuple[int, bytes] | Exception) -> tuple[ProbeOutcome, str]:
+    """What the reply to `/v1/models` says, its status and body, or that there is none. Pure."""
     if isinstance(reply, Exception):
-        outcome = _outcome(reply)
-        # Long past its deadline, this process did not run, and so perhaps nothing else did.
-        if outcome is ProbeOutcome.FAILED and lost_s:
-            outcome = ProbeOutcome.LATE
-        return outcome, f"GET /v1/models: {type(reply).__name__}"
+        return _outcome(reply), f"GET /v1/models: {type(reply).__name__}"
     status, body = reply
     if status == 503:
         return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"

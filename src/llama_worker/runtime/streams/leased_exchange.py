@@ -4,13 +4,13 @@ ask. Locked; any thread."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted
+from llama_worker.runtime.host import timers
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
@@ -87,7 +87,7 @@ class LeasedExchange:
         takes longer than `SOON_S` in all: there is nothing to watch before, and to wake an actor
         costs more than a short reply."""
         if self._tell_lease is not None:
-            now = time.monotonic()
+            now = timers.now()
             self._soon_until = self._soon_until or now + SOON_S
             left_s = self._soon_until - now
             if left_s <= 0.0 or not self._abort.wait_readable(left_s):
@@ -115,7 +115,8 @@ class LeasedExchange:
 
     @property
     def settled_at(self) -> float | None:
-        """When nothing more is to be waited for; None: the server has not come to an end."""
+        """The instant (`timers.now`) at which nothing more is to be waited for; None: the server
+        has not come to an end."""
         return self._request.settled_at
 
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:

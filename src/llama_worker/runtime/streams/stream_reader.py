@@ -7,11 +7,11 @@ import contextlib
 import select
 import socket
 import threading
-import time
 
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
+from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, HttpReply, no_reply, post_chat
@@ -43,7 +43,7 @@ class StreamReader:
         self._lock = threading.Lock()  # guards what follows
         self._connection: socket.socket | None = None  # while there is a body to read
         self._body: ChatBody  # from then on
-        self._lazy = LazyReading(time.monotonic(), tell_s=order.tell_s)
+        self._lazy = LazyReading(timers.now(), tell_s=order.tell_s)
         self._low_water_bytes = 1
         run_on_thread(f"{name}-stream", self._run)
 
@@ -58,12 +58,12 @@ class StreamReader:
             if self._body.over:  # the thread may sleep on: there is nothing left that wakes it
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
-            self._tell(self._lazy.all(time.monotonic()))
+            self._tell(self._lazy.all(timers.now()))
 
     def hurry(self) -> None:
         with self._lock:
             if self._connection is not None:
-                self._tell(self._lazy.hurry(time.monotonic()))
+                self._tell(self._lazy.hurry(timers.now()))
                 self._set_low_water()
 
     # ---------------------------------------------------------------- the thread
@@ -78,7 +78,7 @@ class StreamReader:
         closed = StreamClosed(
             turn_id=self._order.turn_id,
             failure=failure,
-            at=time.monotonic(),
+            at=timers.now(),
             is_aborted=self._abort.error is not None,
         )
         self._order.reply_to.tell(closed)
@@ -102,13 +102,13 @@ class StreamReader:
                 self._connection.setblocking(False)
                 poll.register(self._connection, select.POLLIN)
                 self._order.reply_to.tell(
-                    StreamOpened(turn_id=self._order.turn_id, at=time.monotonic())
+                    StreamOpened(turn_id=self._order.turn_id, at=timers.now())
                 )
                 self._feed(b"")
             while True:
                 with self._lock:
                     self._take_in()
-                    now = time.monotonic()
+                    now = timers.now()
                     self._tell(self._lazy.due(now, over=self._body.over))
                     if self._body.over:
                         return self._body.failure
@@ -118,7 +118,7 @@ class StreamReader:
         finally:
             with self._lock:
                 self._connection = None
-                self._tell(self._lazy.all(time.monotonic()))  # whatever it is that ends it
+                self._tell(self._lazy.all(timers.now()))  # whatever it is that ends it
 
     # ---------------------------------------------------------------- with the lock held
 
@@ -147,7 +147,7 @@ class StreamReader:
         read_before = self._body.bytes_read
         events = self._body.feed(data)
         if self._body.bytes_read > read_before:
-            self._lazy.took(events, self._body.bytes_read - read_before, time.monotonic())
+            self._lazy.took(events, self._body.bytes_read - read_before, timers.now())
 
     def _set_low_water(self) -> None:
         """Also for what lies ready already."""

@@ -1,0 +1,152 @@
+"""The time that this program has run: the system's clock without what was lost. Sans-IO.
+
+A machine is suspended, or a program is stopped, starved, or its interpreter held: nobody is to
+blame for a silence then. A timer that comes late shows it. Instants are seconds: `system` that of
+the system's monotonic clock, `now` and `at` the reading of this one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+
+LATE_S = 1.0  # no thread of a machine that runs is later than this
+# Behind a gap, before anything is due: what came meanwhile is told first, and whoever was stopped
+# with this program goes on, too.
+STANDS_S = 1.0
+_WATCH_S = 1.0
+_SWEEP_MIN = 64
+
+
+class ClockTimer:
+    """One call that is due at an instant. Thread-safe."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call: Callable[[], object] | None = call
+
+    def cancel(self) -> None:
+        """Make no call; one that is being made goes on."""
+        self._call = None
+
+    def fire(self) -> None:
+        """Make the call, unless it was cancelled."""
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._call is None
+
+
+class PatientClock:
+    """A clock with timers, which never passes one that is still to be fired.
+
+    One that is more than LATE_S overdue shows that the time since was lost. The clock stands at its
+    instant for STANDS_S, and goes on from there; so nobody who reads it learns of the gap, not even
+    who comes first behind it. Not thread-safe, but for `now` and `lost_s`.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, ClockTimer]] = []
+        self._numbers = itertools.count()
+        self._sweep_at = _SWEEP_MIN
+        self._stands_until: float | None = None  # `system`
+        self._watch: ClockTimer | None = None  # of its own
+        # What was lost, and where the clock stops; replaced as a whole, since threads read it.
+        self._reading = (0.0, math.inf)
+
+    @property
+    def lost_s(self) -> float:
+        """All that was lost so far."""
+        return self._reading[0]
+
+    def now(self, system: float) -> float:
+        """The reading. It never falls."""
+        lost_s, stops_at = self._reading
+        at = system - lost_s
+        return at if at < stops_at else stops_at
+
+    def call_at(self, at: float, call: Callable[[], object], system: float) -> ClockTimer:
+        """The timer, which `due` returns when it is its turn."""
+        self._sweep()
+        timer = ClockTimer(call)
+        self._push(at, timer, system)
+        return timer
+
+    @property
+    def wakes_at(self) -> float | None:
+        """The instant of the *system's* clock at which `due` is to be asked; None: never."""
+        if not self._heap:
+            return None
+        lost_s, stops_at = self._reading
+        system = stops_at + lost_s
+        while system - lost_s < stops_at:  # rounded
+            system = math.nextafter(system, math.inf)
+        return max(system, self._stands_until or -math.inf)
+
+    def due(self, system: float) -> ClockTimer | None:
+        """The next timer that is to be fired; None: none is yet."""
+        self._drop_cancelled(system)
+        lost_s, at = self._reading
+        if system - lost_s < at:
+            return None
+        if system - lost_s > at + LATE_S:
+            if self._is_standing(system):
+                return None
+            self._go_on_from(at, system)
+        timer = self._pop()
+        self._stands_until = None
+        self._watch_behind(timer, system)
+        return timer
+
+    def _drop_cancelled(self, system: float) -> None:
+        """Whoever waits is to be woken by none of them; but one that is overdue may show a gap."""
+        while self._heap and self._heap[0][2].is_cancelled and self.now(system) < self._reading[1]:
+            self._pop()
+
+    def _is_standing(self, system: float) -> bool:
+        if self._stands_until is None:
+            self._stands_until = system + STANDS_S
+        return system < self._stands_until
+
+    def _go_on_from(self, at: float, system: float) -> None:
+        lost_s = system - at
+        while system - lost_s < at:  # rounded
+            lost_s = math.nextafter(lost_s, 0.0)
+        self._reading = (lost_s, at)
+
+    def _watch_behind(self, fired: ClockTimer, system: float) -> None:
+        """Its receiver may set the next timer only after a gap."""
+        if fired is self._watch:
+            self._watch = None
+        elif self._watch is None and not fired.is_cancelled:
+            self._watch = ClockTimer(_nothing)
+            self._push(self.now(system) + _WATCH_S, self._watch, system)
+
+    def _push(self, at: float, timer: ClockTimer, system: float) -> None:
+        now = self.now(system)
+        heapq.heappush(self._heap, (at, next(self._numbers), timer))
+        self._reading = (self.lost_s, max(self._heap[0][0], now))
+
+    def _pop(self) -> ClockTimer:
+        lost_s, stops_at = self._reading
+        timer = heapq.heappop(self._heap)[2]
+        self._reading = (lost_s, max(self._heap[0][0], stops_at) if self._heap else math.inf)
+        return timer
+
+    def _sweep(self) -> None:
+        """Now and then forget all that were cancelled: far timers that change often would pile
+        up."""
+        if len(self._heap) >= self._sweep_at:
+            first, *others = sorted(self._heap)  # a gap may be seen by the first alone
+            self._heap = [first, *(entry for entry in others if not entry[2].is_cancelled)]
+            self._sweep_at = max(_SWEEP_MIN, 2 * len(self._heap))
+
+
+def _nothing() -> None:
+    """The watch's call."""
