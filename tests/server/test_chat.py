@@ -123,9 +123,8 @@ def test_a_prompt_beyond_the_context_fails_with_the_servers_own_words(chat: Llam
 def test_a_cancel_frees_the_servers_slots_and_keeps_the_output(
     chat: LlamaWorker, chat_config: WorkerConfig, words: int, reached: Reached, phase: RequestPhase
 ) -> None:
-    for request_id in [
-        submitted(chat, "endless", prompt_of(words, name), **ENDLESS) for name in ("Alpha", "Omega")
-    ]:
+    for name in ("Alpha", "Omega"):  # one after the other: meanwhile the second would go on
+        request_id = submitted(chat, "endless", prompt_of(words, name), **ENDLESS)
         assert wait_status(chat, request_id, reached)["phase"] is phase
         assert [chat.cancel(request_id).get(timeout=patience()) for _ in range(2)] == [True, False]
         result = ended(chat, request_id)
