@@ -1,6 +1,7 @@
 """python -m tests.ray.scenarios FOLDER: a cluster, and every scenario on it, one after the other.
 
-Prints a line of JSON for each: `{"scenario", "error"}`, where `error` is None or a traceback.
+Writes a line of JSON for each to FOLDER/told: `{"scenario", "error"}`, where `error` is None or a
+traceback. Standard output is Ray's, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tests.ray import actor_scenarios, fleet_scenarios
 from tests.ray.cluster import two_nodes
 from tests.ray.stage import Stage
 
+TOLD = "told"
 # Those of the shared fleet end with a killed node, and so they are the last.
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     name: scenario
@@ -28,7 +30,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
 
 
 def main(folder: str) -> None:
-    with two_nodes() as nodes:
+    with two_nodes() as nodes, (Path(folder) / TOLD).open("w") as told:
         stage = Stage(nodes, Path(folder))
         for name, scenario in SCENARIOS.items():
             error = None
@@ -36,7 +38,7 @@ def main(folder: str) -> None:
                 scenario(stage)
             except BaseException:
                 error = traceback.format_exc()
-            print(json.dumps({"scenario": name, "error": error}), flush=True)
+            print(json.dumps({"scenario": name, "error": error}), file=told, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 
 from tests.actors.conftest import eventually
 from tests.ray.cluster import cluster_environment, cluster_processes
-from tests.ray.scenarios import SCENARIOS
+from tests.ray.scenarios import SCENARIOS, TOLD
 from tests.ray.stage import WAIT_S
 from tests.server.pace import HANG_GUARD_S
 
@@ -38,7 +38,7 @@ def errors() -> Iterator[dict[str, str | None]]:
             timeout=HANG_GUARD_S / 2,  # of all scenarios: each has bounds of its own
         )
         assert done.returncode == 0, done.stderr
-        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        told = [json.loads(line) for line in (folder / TOLD).read_text().splitlines()]
         eventually(
             lambda: not cluster_processes(folder), "end of every process of the cluster", WAIT_S
         )
