@@ -22,10 +22,8 @@ from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
     ReadinessProbe,
     SlotsQuestion,
-    canary_body,
-    canary_problem,
-    models_outcome,
     owns_port,
+    unanswered,
 )
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from tests.actors.conftest import WAIT_S
@@ -50,21 +48,7 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
     ],
 )
 def test_a_probe_without_an_answer(error: Exception, outcome: ProbeOutcome) -> None:
-    assert models_outcome(error) == (outcome, f"GET /v1/models: {type(error).__name__}")
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "outcome"),
-    [
-        (503, b"{}", ProbeOutcome.LOADING),
-        *((status, b"{}", ProbeOutcome.FAILED) for status in (404, 401)),
-        (200, b"<html>", ProbeOutcome.FAILED),
-        (200, b"", ProbeOutcome.FAILED),
-        (200, b"{}", ProbeOutcome.READY),
-    ],
-)
-def test_a_probe_with_an_answer(status: int, body: bytes, outcome: ProbeOutcome) -> None:
-    assert models_outcome((status, body))[0] is outcome
+    assert unanswered(error) == (outcome, f"GET /v1/models: {type(error).__name__}")
 
 
 @pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.EMFILE, "no descriptor")])
@@ -147,45 +131,6 @@ def test_without_proc_a_launched_server_is_believed(
 
 
 # ---------------------------------------------------------------- canary
-
-
-def answer(content: Any) -> Any:
-    return {"choices": [{"message": {"content": content}}]}
-
-
-def raises(text: str) -> bool:
-    raise SystemExit(3)
-
-
-@pytest.mark.parametrize(
-    ("check", "status", "told", "problem"),
-    [
-        (lambda text: "4" in text, 200, answer("2 + 2 = 4"), None),
-        (
-            lambda text: "4" in text,
-            200,
-            answer("????"),
-            "the canary's check refused the answer '????'",
-        ),
-        (lambda text: "4" in text, 200, answer(None), "refused the answer ''"),
-        (lambda text: not text, 200, [], None),
-        (lambda text: True, 500, {"error": "no"}, "the canary got HTTP 500: {'error': 'no'}"),
-        (raises, 200, answer("x"), "the canary's check raised SystemExit: 3"),
-    ],
-)
-def test_a_canary_lives_or_not(check: Any, status: int, told: Any, problem: str | None) -> None:
-    found = canary_problem(check, status, told)
-    assert (found is None) == (problem is None)
-    assert (problem or "") in (found or "")
-
-
-def test_a_canary_is_greedy() -> None:
-    body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
-    assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (
-        0,
-        5,
-        "2 + 2?",
-    )
 
 
 async def async_check(text: str) -> bool:

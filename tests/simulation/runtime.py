@@ -30,9 +30,9 @@ from llama_worker.request.messages import (
 )
 from llama_worker.runtime.http.token_count import COUNT_S
 from llama_worker.runtime.ports import Waitable
-from llama_worker.runtime.probes.readiness import models_outcome
+from llama_worker.runtime.probes.readiness import unanswered
 from llama_worker.runtime.process.log_ring import LogRing
-from llama_worker.server.health import probe_timeout_s
+from llama_worker.server.health import models_outcome, probe_timeout_s
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
 from llama_worker.server.messages import (
     Died,
@@ -137,9 +137,11 @@ class SimRuntime:
 
         limit_s = probe_timeout_s(self._config.timeouts)
 
-        def probed(reply: tuple[int, bytes] | Exception) -> Probed:
+        def probed(reply: int | Exception) -> Probed:
             server = self.machine.listening()
-            outcome, detail = models_outcome(reply)
+            outcome, detail = (
+                models_outcome(reply, {}) if isinstance(reply, int) else unanswered(reply)
+            )
             if server is not None and first and outcome is ProbeOutcome.READY:
                 outcome = server.first_outcome
             props = server.props() if server is not None else {}
@@ -151,7 +153,7 @@ class SimRuntime:
                 return probed(ConnectionRefusedError())
             if not server.answers:
                 return None
-            return probed((200, b"{}") if server.loaded else (503, b""))
+            return probed(200 if server.loaded else 503)
 
         return SimQuestion(
             self, "probe", limit_s, reply_to, answer, otherwise=lambda: probed(TimeoutError())

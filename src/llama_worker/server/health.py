@@ -1,15 +1,18 @@
-"""Readiness probes: when each is due, what it counts for, when a launch takes too long, and when
-failed probes mean a restart. Sans-IO; instants are monotonic seconds."""
+"""Readiness probes: when each is due, what its reply says, what it counts for, when a launch takes
+too long, and when failed probes mean a restart. Sans-IO; instants are monotonic seconds."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import Enum, auto
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.config.profiles import Canary, TimeoutProfile
+from llama_worker.errors import described_error
 from llama_worker.server.messages import ProbeOutcome
 
 PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
@@ -18,6 +21,7 @@ _PROBE_TIMEOUT_MIN_S = 1.0
 _TOGETHER_FROM_S = 10.0
 # before READY
 FIRST_PROBE_S = 0.1  # after the process was started
+_SHOWN_CHARS = 200  # of a canary's answer
 _EARLY_S, _EARLY_INTERVAL_S, _LATE_INTERVAL_S = 30.0, 0.5, 2.0
 
 
@@ -134,3 +138,45 @@ class ReadinessProbes:
         if outcome is not ProbeOutcome.READY and not self._counts:
             return ProbeMeaning.NOTHING
         return ProbeMeaning.TO_BE_REPEATED if outcome is ProbeOutcome.NO_NEWS else ProbeMeaning.NEWS
+
+
+def models_outcome(status: int, answer: Any) -> tuple[ProbeOutcome, str]:
+    """What the reply to `GET /v1/models` says. `answer`: its body; None where that is no JSON."""
+    asked = "GET /v1/models"
+    if status == 503:
+        return ProbeOutcome.LOADING, f"{asked}: 503, loading the model"
+    if status != 200:
+        return ProbeOutcome.FAILED, f"{asked}: {status}"
+    if answer is None:
+        return ProbeOutcome.FAILED, f"{asked}: 200, but no JSON"
+    return ProbeOutcome.READY, f"{asked}: 200"
+
+
+def canary_body(canary: Canary) -> dict[str, Any]:
+    """The request: greedy, so that the same server says the same."""
+    return {
+        "messages": [{"role": "user", "content": canary.prompt}],
+        "max_tokens": canary.max_tokens,
+        "temperature": 0,
+        "stream": False,
+    }
+
+
+def canary_problem(check: Callable[[str], bool], status: int, answer: Any) -> str | None:
+    """What is wrong with the server's answer; None where `check`, the host's own, is content."""
+    if status != 200:
+        return f"the canary got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
+    text = _text_of(answer)
+    try:
+        fine = check(text)
+    except BaseException as error:  # SystemExit in the host's code is its failure, no more
+        return f"the canary's check raised {described_error(error)}"
+    return None if fine else f"the canary's check refused the answer {text[:_SHOWN_CHARS]!r}"
+
+
+def _text_of(answer: Any) -> str:
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        return ""
+    return content if isinstance(content, str) else ""

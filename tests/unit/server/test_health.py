@@ -6,11 +6,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from llama_worker import TimeoutProfile
-from llama_worker.server.health import HealthCounter, StartupWatch, probe_timeout_s
+from llama_worker import Canary, TimeoutProfile
+from llama_worker.server.health import (
+    HealthCounter,
+    StartupWatch,
+    canary_body,
+    canary_problem,
+    models_outcome,
+    probe_timeout_s,
+)
+from llama_worker.server.messages import ProbeOutcome
 from tests.tables import cases
 
 PROFILE = TimeoutProfile(health_failures_before_restart=2)
@@ -114,3 +123,58 @@ def test_readiness_is_probed_every_half_second_at_first_then_less_often(
     now: float, at: float
 ) -> None:
     assert watch().next_probe_at(now) == pytest.approx(at)
+
+
+# ---------------------------------------------------------------- replies
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "outcome"),
+    [
+        (503, {}, ProbeOutcome.LOADING),
+        *((status, {}, ProbeOutcome.FAILED) for status in (404, 401)),
+        (200, None, ProbeOutcome.FAILED),
+        (200, {}, ProbeOutcome.READY),
+    ],
+)
+def test_a_probe_with_an_answer(status: int, answer: Any, outcome: ProbeOutcome) -> None:
+    assert models_outcome(status, answer)[0] is outcome
+
+
+def replied(content: Any) -> Any:
+    return {"choices": [{"message": {"content": content}}]}
+
+
+def raises(text: str) -> bool:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "told", "problem"),
+    [
+        (lambda text: "4" in text, 200, replied("2 + 2 = 4"), None),
+        (
+            lambda text: "4" in text,
+            200,
+            replied("????"),
+            "the canary's check refused the answer '????'",
+        ),
+        (lambda text: "4" in text, 200, replied(None), "refused the answer ''"),
+        (lambda text: not text, 200, [], None),
+        (lambda text: True, 500, {"error": "no"}, "the canary got HTTP 500: {'error': 'no'}"),
+        (raises, 200, replied("x"), "the canary's check raised SystemExit: 3"),
+    ],
+)
+def test_a_canary_lives_or_not(check: Any, status: int, told: Any, problem: str | None) -> None:
+    found = canary_problem(check, status, told)
+    assert (found is None) == (problem is None)
+    assert (problem or "") in (found or "")
+
+
+def test_a_canary_is_greedy() -> None:
+    body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
+    assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (
+        0,
+        5,
+        "2 + 2?",
+    )

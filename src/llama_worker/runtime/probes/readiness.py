@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 
-from llama_worker.config.profiles import Canary
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error, is_shortage, masked
 from llama_worker.mailbox import Mailbox
@@ -20,15 +19,19 @@ from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask, json_of
 from llama_worker.runtime.probes.liveness_probes import PROC, listening_ports, tree_pids
-from llama_worker.server.health import PROBE_TIMEOUT_S, probe_timeout_s
+from llama_worker.server.health import (
+    PROBE_TIMEOUT_S,
+    canary_body,
+    canary_problem,
+    models_outcome,
+    probe_timeout_s,
+)
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 
 _LISTEN = "0A"  # a socket's state in /proc/net/tcp
-_READY = "GET /v1/models: 200"
 _TRAITS_TIMEOUT_S = 2.0
-_SHOWN_CHARS = 200  # of a canary's answer
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 
 
@@ -88,10 +91,11 @@ class ReadinessProbe(_Question):
         timeout_s = probe_timeout_s(self._config.timeouts)
         traits = ServerTraits()
         try:
-            reply: Exception | tuple[int, bytes] = self._ask("GET", "/v1/models", timeout_s)
+            status, body = self._ask("GET", "/v1/models", timeout_s)
         except Exception as error:
-            reply = error
-        outcome, detail = models_outcome(reply)
+            self._tell(*unanswered(error), traits)
+            return
+        outcome, detail = models_outcome(status, json_of(body))
         try:
             if outcome is ProbeOutcome.READY and self._first:
                 if owns_port(self._root_pid, self._config.port):
@@ -101,7 +105,7 @@ class ReadinessProbe(_Question):
                     outcome = ProbeOutcome.STRANGER
                     detail = f"another process answers on port {self._config.port}"
         except Exception as error:
-            outcome, detail = _outcome(error), described_error(error)
+            outcome, detail = unanswered(error)[0], described_error(error)
         self._tell(outcome, detail, traits)
 
     def _ask_traits(self) -> ServerTraits:
@@ -130,7 +134,7 @@ class ReadinessProbe(_Question):
                 "POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary)
             )
         except (OSError, ValueError) as error:
-            return _outcome(error), f"the canary: {described_error(error)}"
+            return unanswered(error)[0], f"the canary: {described_error(error)}"
         problem = canary_problem(canary.check, status, json_of(answer))
         return (outcome, detail) if problem is None else (ProbeOutcome.UNFIT, problem)
 
@@ -143,7 +147,7 @@ class AnswerProbe(_Question):
             status, _ = self._ask("GET", "/v1/models", PROBE_TIMEOUT_S)
             outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
         except Exception as error:
-            outcome, detail = models_outcome(error)
+            outcome, detail = unanswered(error)
         self._tell(outcome, detail, ServerTraits())
 
 
@@ -165,55 +169,12 @@ class SlotsQuestion(_Question):
         self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
 
 
-def models_outcome(reply: tuple[int, bytes] | Exception) -> tuple[ProbeOutcome, str]:
-    """What the reply to `/v1/models` says, its status and body, or that there is none. Pure."""
-    if isinstance(reply, Exception):
-        return _outcome(reply), f"GET /v1/models: {type(reply).__name__}"
-    status, body = reply
-    if status == 503:
-        return ProbeOutcome.LOADING, "GET /v1/models: 503, loading the model"
-    if status != 200:
-        return ProbeOutcome.FAILED, f"GET /v1/models: {status}"
-    if json_of(body) is None:
-        return ProbeOutcome.FAILED, "GET /v1/models: 200, but no JSON"
-    return ProbeOutcome.READY, _READY
-
-
-def _outcome(error: Exception) -> ProbeOutcome:
-    """Of a probe without an answer: what this machine lacks, or that it cannot look up a name, says
-    nothing about the server."""
+def unanswered(error: Exception) -> tuple[ProbeOutcome, str]:
+    """Of `GET /v1/models` without an answer: what this machine lacks, or that it cannot look up a
+    name, says nothing about the server."""
     blind = is_shortage(error) or isinstance(error, socket.gaierror)
-    return ProbeOutcome.NO_NEWS if blind else ProbeOutcome.FAILED
-
-
-def canary_body(canary: Canary) -> dict[str, Any]:
-    """The request: greedy, so that the same server says the same."""
-    return {
-        "messages": [{"role": "user", "content": canary.prompt}],
-        "max_tokens": canary.max_tokens,
-        "temperature": 0,
-        "stream": False,
-    }
-
-
-def canary_problem(check: Callable[[str], bool], status: int, answer: Any) -> str | None:
-    """What is wrong with the server's answer; None where `check`, the host's own, is content."""
-    if status != 200:
-        return f"the canary got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
-    text = _text_of(answer)
-    try:
-        fine = check(text)
-    except BaseException as error:  # SystemExit in the host's code is its failure, no more
-        return f"the canary's check raised {described_error(error)}"
-    return None if fine else f"the canary's check refused the answer {text[:_SHOWN_CHARS]!r}"
-
-
-def _text_of(answer: Any) -> str:
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
-        return ""
-    return content if isinstance(content, str) else ""
+    outcome = ProbeOutcome.NO_NEWS if blind else ProbeOutcome.FAILED
+    return outcome, f"GET /v1/models: {type(error).__name__}"
 
 
 def owns_port(root_pid: int, port: int) -> bool:
