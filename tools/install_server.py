@@ -29,7 +29,7 @@ from llama_worker.cli import run_report
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.servers import find_server
 from llama_worker.config.command_flags import PROGRAM
-from llama_worker.runtime.process.server_program import IN_ENVIRONMENT, FoundServer
+from llama_worker.config.server_program import IN_ENVIRONMENT, FoundServer
 from tools.build_server import built_server, pip, planned
 from tools.found import find_model
 from tools.progress import Progress

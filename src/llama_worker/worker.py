@@ -21,6 +21,7 @@ from llama_worker.actors.messages import (
     WaitSlot,
 )
 from llama_worker.backend import Backend
+from llama_worker.config.server_program import find_server
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import (
     checked_int,
@@ -37,7 +38,6 @@ from llama_worker.request.submission import valid_id, validate_submit
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
 from llama_worker.runtime.ports import Runtime
 from llama_worker.runtime.process.free_port import free_port
-from llama_worker.runtime.process.server_program import find_server
 from llama_worker.runtime.real import RealRuntime
 from llama_worker.server.messages import Drain, Restart, Start, Stop
 from llama_worker.startable import Startable

@@ -22,8 +22,9 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
+from llama_worker.config import server_program
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.process import server_process, server_program
+from llama_worker.runtime.process import server_process
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.testing.scripts import (
     ChildProcess,

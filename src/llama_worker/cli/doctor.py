@@ -23,7 +23,7 @@ from llama_worker.cli.text import harmless
 from llama_worker.config.command import flag_values
 from llama_worker.config.command_flags import PROGRAM, program_of
 from llama_worker.config.file import read_fleet
-from llama_worker.runtime.process.server_program import (
+from llama_worker.config.server_program import (
     FoundServer,
     host_environment,
     server_environment,

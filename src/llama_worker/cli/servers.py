@@ -12,11 +12,11 @@ from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import Model
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
+from llama_worker.config import server_program
 from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
+from llama_worker.config.server_program import FoundServer
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import ConfigError, WorkerStartError
-from llama_worker.runtime.process import server_program
-from llama_worker.runtime.process.server_program import FoundServer
 from llama_worker.types.worker import WorkerState
 from llama_worker.worker import LlamaWorker
 

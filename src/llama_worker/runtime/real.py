@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from llama_worker.config.server_program import host_environment, server_environment
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import (
@@ -31,7 +32,6 @@ from llama_worker.runtime.probes.liveness_probes import anon_bytes, default_prob
 from llama_worker.runtime.probes.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_process import GuardedServer
-from llama_worker.runtime.process.server_program import host_environment, server_environment
 from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.server.messages import (
     EvidenceSeen,

@@ -22,12 +22,12 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
+from llama_worker.config.server_program import ServerNotFound, interpreter, located
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.process import guard
 from llama_worker.runtime.process.free_port import can_listen
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
-from llama_worker.runtime.process.server_program import ServerNotFound, interpreter, located
 from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, ServerNews
 from llama_worker.server.termination import GuardSilence, Signal
 from llama_worker.start_advice import lack_of_memory, not_executed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.runtime.process.server_program import interpreter
+from llama_worker.config.server_program import interpreter
 from tests.conftest import shell_program
 
 
