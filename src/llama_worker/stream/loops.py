@@ -71,6 +71,8 @@ class TextLoopWatch:
             config.min_repeated_chars, config.min_text_repeats * config.max_period_chars
         )
         self._step_chars = max(1, min(_STEP_CHARS, config.min_repeated_chars // 8))
+        # The least that is a loop holds its end twice: it is two repeats or more.
+        self._end_chars = max(1, min(_END_CHARS, config.min_repeated_chars // 2))
         self._next = config.min_repeated_chars  # where to look
         self._chars = 0  # fed so far
         self._pieces: list[str] = []  # the end of what was fed, a window and a step at most
@@ -97,7 +99,7 @@ class TextLoopWatch:
     def _look(self) -> TextLoopFound | None:
         window = "".join(self._pieces)[-self._window_chars :]
         self._pieces = [window]
-        for period_chars in _periods(window, self._config.max_period_chars):
+        for period_chars in _periods(window, self._config.max_period_chars, self._end_chars):
             chars = max(
                 self._config.min_repeated_chars, self._config.min_text_repeats * period_chars
             )
@@ -111,7 +113,7 @@ class TextLoopWatch:
         return None
 
 
-def _periods(window: str, longest: int) -> Iterator[int]:
+def _periods(window: str, longest: int, end_chars: int) -> Iterator[int]:
     """What the period of the window's end may be: how far back its last characters were there
     before.
 
@@ -119,7 +121,7 @@ def _periods(window: str, longest: int) -> Iterator[int]:
     piece at least as long as the period comes again after one period, and not earlier.
     """
     size = len(window)
-    end = window[-_END_CHARS:]
+    end = window[-end_chars:]
     before = size - len(end)  # where it is now
     for _ in range(_CANDIDATES):
         before = window.rfind(end, max(0, size - len(end) - longest), before + len(end) - 1)

@@ -29,6 +29,7 @@ SHORT = "x" * 32  # the shortest line that counts
 LONG, LONG_2 = "y" * 64, "l" * 64  # the shortest that need fewer repeats
 NO_LINE_LOOPS = LoopDetector(long_line_repeats=10**9, short_line_repeats=10**9)
 SMALL = LoopDetector(max_period_chars=64, min_repeated_chars=128, min_text_repeats=4)
+SMALLEST = LoopDetector(max_period_chars=8, min_repeated_chars=32, min_text_repeats=4)
 
 
 def lines(*block: str, times: int = 1) -> str:
@@ -195,6 +196,8 @@ def test_any_block_that_comes_again_and_again_is_found(block: str) -> None:
         (words(100)[:65] * 40, SMALL, False),
         (words(9) + words(100)[:60] * 3, SMALL, False),  # min_text_repeats
         (words(9) + words(100)[:60] * 5, SMALL, True),
+        ("ab" * 16, SMALLEST, True),
+        ("ab" * 15, SMALLEST, False),
     ],
 )
 def test_the_thresholds_of_text_are_the_configs(
