@@ -84,12 +84,17 @@ def _check_keys(where: str, given: Collection[str], known: Collection[str]) -> N
 
 
 def _check_schema(where: str, schema: dict[str, Any]) -> None:
-    from jsonschema import Draft202012Validator  # takes longer to import than all of this package
+    # takes longer to import than all of this package
+    from jsonschema import Draft3Validator, Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
 
     checked_str(f"{where} $schema", schema.get("$schema", ""))
     validator = validator_for(schema, default=Draft202012Validator)
+    if validator is Draft3Validator:
+        raise ConfigError(
+            f"{where} $schema must name draft 4 or later, in which 'required' is a list of names"
+        )
     errors = validator(validator.META_SCHEMA).iter_errors(schema)
     error: SchemaError | None = best_match(errors)
     if error is not None:

@@ -12,6 +12,10 @@ from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from tests.unit.config.cases import refuses
 
 NUMBER = {"type": "number"}
+DRAFT_3 = {
+    "$schema": "http://json-schema.org/draft-03/schema#",
+    "properties": {"a": {"type": "number", "required": True}},
+}
 
 
 def tool(name: Any = "add", **function: Any) -> dict[str, Any]:
@@ -70,6 +74,7 @@ def test_a_slip_is_named_with_place_and_hint(given: dict[str, Any], says: str) -
         ([tool(name=7)], TypeError, ["[0]", "name", "str", "7"]),
         ([tool(parameters=[])], TypeError, ["[0]", "parameters", "JSON schema object", "[]"]),
         ([taking(**{"$schema": 7})], TypeError, ["[0]", "$schema", "str", "7"]),
+        ([taking(**DRAFT_3)], ConfigError, ["[0]", "$schema", "draft 4", "'required'"]),
         ([tool("a"), taking(x={1})], TypeError, ["[1]", "['x']", "what JSON can hold", "not set"]),
     ],
 )
