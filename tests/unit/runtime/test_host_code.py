@@ -118,24 +118,45 @@ def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert [evidence.alive for evidence in mailbox] == [True]
 
 
+class Awaited(SimpleQueue[Any]):
+    """A mailbox that another thread writes to."""
+
+    def tell(self, message: Any) -> bool:
+        """Keep it."""
+        self.put(message)
+        return True
+
+
+def run_tool(runner: Any, reply_to: Any) -> ToolCallThread:
+    """Its only tool is called."""
+    config = WorkerConfig(
+        "w", "127.0.0.1", 8080, ("llama-server",), normal_tools=(TOOL,), tool_runner=runner
+    )
+    call = ParsedCall("c00000001", "search", {}, "{}")
+    order = RunTool(turn_id=(1, 1), job_name="job", call=call, reply_to=reply_to)
+    return ToolCallThread(order, config, "test")
+
+
+def test_a_generator_is_no_result() -> None:
+    class Runner:
+        def run_tool(self, **about: Any) -> Any:
+            yield "a part"
+
+    asker = Awaited()
+    run_tool(Runner(), asker)
+    ended = asker.get(timeout=60.0)
+    assert not ended.ok
+    assert "returned what JSON cannot hold: a generator" in ended.text
+
+
 def test_a_tool_that_heeds_being_given_up_has_not_failed() -> None:
     class Runner:
         def run_tool(self, *, call: RunningCall, **about: Any) -> str:
             assert call.cancelled.wait(60.0)
             raise ValueError("nobody waits")
 
-    class Parent(SimpleQueue[Any]):
-        def tell(self, message: Any) -> bool:
-            self.put(message)
-            return True
-
-    asker, parent = Told(), Parent()
-    config = WorkerConfig(
-        "w", "127.0.0.1", 8080, ("llama-server",), normal_tools=(TOOL,), tool_runner=Runner()
-    )
-    call = ParsedCall("c00000001", "search", {}, "{}")
-    order = RunTool(turn_id=(1, 1), job_name="job", call=call, reply_to=asker)
-    ToolCallThread(order, config, "test").give_up(parent)
+    asker, parent = Told(), Awaited()
+    run_tool(Runner(), asker).give_up(parent)
     told = [parent.get(timeout=60.0) for _ in range(2)]
     assert told == [ToolThreadStuck(turn_id=(1, 1)), ToolThreadReturned(turn_id=(1, 1))]
     assert asker == []

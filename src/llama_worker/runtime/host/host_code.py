@@ -97,7 +97,7 @@ class ToolCallThread:
             job_name=self._order.job_name,
             **more,
         )
-        if not asyncio.iscoroutine(value):
+        if not isinstance(value, Coroutine):  # asyncio.iscoroutine takes generators, too (3.11)
             return value
         return loops.enter_context(asyncio.Runner()).run(self._awaited(value))
 
