@@ -183,12 +183,11 @@ def _events(
             yield PromptReport(processed, total, as_count(progress.get("cache")) or 0)
     for choice in _choices(chunk, every_choice=every_choice):
         yield from _choice_events(choice, delta_kinds)
-    usage = chunk.get("usage")
+    usage, timings = chunk.get("usage"), _timings(chunk.get("timings"))
     if isinstance(usage, dict):
-        yield _usage(usage)
-    timings = chunk.get("timings")
-    if isinstance(timings, dict):
-        yield _timings(timings)
+        yield _usage(usage, timings)
+    if timings is not None:
+        yield timings
     error = chunk.get("error")
     if error is not None and error is not False:
         yield _error(error)
@@ -263,16 +262,21 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
     )
 
 
-def _usage(usage: dict[str, Any]) -> UsageReport:
+def _usage(usage: dict[str, Any], timings: TimingsReport | None) -> UsageReport:
     details = usage.get("prompt_tokens_details")
+    cached = as_count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    if cached is None and timings is not None:  # builds before February 2026 say it there alone
+        cached = timings.cache_n
     return UsageReport(
         prompt_tokens=as_count(usage.get("prompt_tokens")) or 0,
         completion_tokens=as_count(usage.get("completion_tokens")) or 0,
-        cached_tokens=as_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
+        cached_tokens=cached,
     )
 
 
-def _timings(timings: dict[str, Any]) -> TimingsReport:
+def _timings(timings: object) -> TimingsReport | None:
+    if not isinstance(timings, dict):
+        return None
     return TimingsReport(
         cache_n=as_count(timings.get("cache_n")),
         prompt_n=as_count(timings.get("prompt_n")),

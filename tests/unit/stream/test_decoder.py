@@ -122,6 +122,10 @@ SAYS_NOTHING = [
         ({"prompt_progress": {"total": None, "processed": 5}}, [EmptyRecord()]),
         ({"choices": [], **usage(prompt_tokens=4, completion_tokens=2)}, [UsageReport(4, 2, None)]),
         (usage(prompt_tokens=4, prompt_tokens_details=CACHED), [UsageReport(4, 0, 3)]),
+        (
+            {**usage(prompt_tokens=4), "timings": TIMINGS},
+            [UsageReport(4, 0, 3), TimingsReport(3, 1, 8, 40.0, 4.5)],
+        ),
         (usage(prompt_tokens_details=None, completion_tokens=True), [UsageReport(0, 0, None)]),
         (
             {"usage": {"prompt_tokens": 1 << 63, "completion_tokens": (1 << 63) - 1}},
