@@ -65,6 +65,8 @@ def _checked_tool(where: str, given: object) -> ToolDef:
         )
     where = f"{where} ({name})"
     _check_keys(where, function, _FUNCTION_KEYS)
+    # A server answers each request with a 500 where it is anything else, null too (b11434).
+    checked_str(f"{where} description", function.get("description", ""))
     if (parameters := function.get("parameters")) is not None:
         if not isinstance(parameters, dict):
             raise TypeError(

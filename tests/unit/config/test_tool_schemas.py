@@ -72,6 +72,7 @@ def test_a_slip_is_named_with_place_and_hint(given: dict[str, Any], says: str) -
         ([{"type": "function", "name": "a"}], TypeError, ["[0]", "'function'", "None"]),
         ([tool("")], ConfigError, ["[0]", "name", "empty"]),
         ([tool(name=7)], TypeError, ["[0]", "name", "str", "7"]),
+        ([tool(description=None)], TypeError, ["[0]", "(add) description", "str", "NoneType"]),
         ([tool(parameters=[])], TypeError, ["[0]", "parameters", "JSON schema object", "[]"]),
         ([taking(**{"$schema": 7})], TypeError, ["[0]", "$schema", "str", "7"]),
         ([taking(**DRAFT_3)], ConfigError, ["[0]", "$schema", "draft 4", "'required'"]),
