@@ -305,6 +305,18 @@ def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(
     assert rig.journal.facts("exit", code=1), "by its own decision: it was not killed"
 
 
+def test_a_host_that_has_changed_its_user_stops_in_order(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a daemon that drops root's privileges: the guard is another user's."""
+    rig = make_worker(Script(term_delay_s=0.1))
+    monkeypatch.setattr(subprocess.Popen, "send_signal", Mock(side_effect=PermissionError))
+    rig.stop()
+    assert rig.journal.facts("exit", code=0), "by its own decision: it was not killed"
+    events = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
+    assert [event for event in events if event["event"] == "actor_died"] == []
+
+
 def test_a_tree_that_outlives_its_root_is_ended(make_worker: MakeWorker) -> None:
     rig = make_worker(
         Script(children=TREE, exits=[Exit(code=7, when="request")]), restart=RestartPolicy.never()

@@ -95,7 +95,7 @@ class GuardedServer:
                 self._control.send(order, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except OSError:
                 return  # the guard has ended: so has the tree
-            self._guard.send_signal(signal.SIGCONT)  # a stopped one must run to obey
+            _signal(self._guard, signal.SIGCONT)  # a stopped one must run to obey
 
     def is_gone(self) -> bool:
         with self._lock:
@@ -110,9 +110,9 @@ class GuardedServer:
             _kill(self._server)
             if self._guard is not None:
                 # one that was stopped after the order must run to reap
-                self._guard.send_signal(signal.SIGCONT)
+                _signal(self._guard, signal.SIGCONT)
         elif self._guard is not None:
-            self._guard.kill()  # it has not come to start a server
+            _signal(self._guard, signal.SIGKILL)  # it has not come to start a server
 
     def _run(self) -> None:
         try:
@@ -229,7 +229,7 @@ class GuardedServer:
                 owes = self.is_gone() and not self._told_death
                 number = silence.step(time.monotonic(), owes=owes)
                 if number is not None:
-                    guardian.send_signal(number)
+                    _signal(guardian, number)
         finally:
             os.close(ended)
 
@@ -306,6 +306,13 @@ class GuardedServer:
         if self._oom is not None:
             self._oom.look(time.monotonic())
         return bool(data)
+
+
+def _signal(guardian: subprocess.Popen[bytes], number: int) -> None:
+    """Without effect once it has ended, and where the host has changed its user since: orders
+    still reach it then."""
+    with contextlib.suppress(PermissionError):
+        guardian.send_signal(number)
 
 
 def _has_ended(pidfd: int, timeout_ms: int | None = 0) -> bool:
