@@ -41,6 +41,7 @@ from tests.actors.conftest import (
     running,
     tree,
 )
+from tests.conftest import running as running_program
 from tests.conftest import trace
 
 LEFT_WITHIN_S = 5.0  # of the host's end
@@ -177,6 +178,23 @@ def test_a_server_and_its_children_do_not_outlive_their_guard_and_nobody_elses_a
     assert not running(first), "there are two servers' trees side by side"
     assert living(others) == set(others)
     assert other.status()["restart_count"] == 0
+
+
+def test_an_orphan_that_nobody_reaps_holds_up_no_restart(make_worker: MakeWorker) -> None:
+    """As in a container whose first process does not wait for children that were not its own."""
+    rig = make_worker()
+    launched = rig.journal.wait("launched")
+    mark = psutil.Process(launched["pid"]).environ()["LLAMA_WORKER_LAUNCH"]
+    orphan = f"LLAMA_WORKER_LAUNCH={mark} sleep 120 & exec sleep 120"
+    with running_program("sh", "-c", orphan) as (no_reaper, _):
+        parent = psutil.Process(no_reaper.pid)
+        both = ["sleep", "sleep"]
+        eventually(
+            lambda: [each.name() for each in (parent, *parent.children())] == both, "the orphan"
+        )
+        os.kill(launched["ppid"], signal.SIGKILL)
+        rig.wait_restarted()
+        assert [child.status() for child in parent.children()] == [psutil.STATUS_ZOMBIE]
 
 
 def test_a_stopped_guard_that_owes_news_goes_on(make_worker: MakeWorker) -> None:

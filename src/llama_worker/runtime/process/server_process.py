@@ -36,6 +36,7 @@ from llama_worker.types.worker import StartFailReason
 _GUARD = Path(guard.__file__)
 _READ_BYTES = 65536
 _PAUSE_S = 0.1
+_SWEEP_S = 1.0  # then it is looked again who is left
 _MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
 
 
@@ -348,7 +349,8 @@ def _sweep(mark: str) -> None:
         for process in marked:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(marked)
+        # not for ever: a zombie bears no mark, but its new parent may leave it one
+        psutil.wait_procs(marked, timeout=_SWEEP_S)
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
