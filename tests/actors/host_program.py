@@ -104,6 +104,7 @@ def be_unharmed_by_a_child(worker: LlamaWorker) -> None:
 ENDS: dict[str, Callable[[], object]] = {
     "sys.exit": lambda: sys.exit(3),
     "os._exit": lambda: os._exit(4),
+    "exec": lambda: os.execvp("sleep", ("sleep", "60")),
     "killed": lambda: time.sleep(120),  # the test sends the signal
     "killed without children": lambda: time.sleep(120),  # likewise
 }

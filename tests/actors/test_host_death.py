@@ -134,6 +134,14 @@ def test_a_host_that_ends_without_close_leaves_nothing(
         assert [fact["signal"] for fact in host.journal.facts("signal")] == ["SIGTERM"]
 
 
+def test_a_host_that_becomes_another_program_leaves_nothing(run_host: RunHost) -> None:
+    host = run_host("exec", OBEDIENT)
+    seen = tree(host.journal)
+    host.go()
+    eventually(lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S)
+    assert host.process.poll() is None
+
+
 def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: RunHost) -> None:
     host = run_host("exit while starting", STUBBORN)
     host.process.kill()

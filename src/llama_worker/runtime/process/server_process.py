@@ -155,6 +155,8 @@ class GuardedServer:
         host = {name: os.environ[name] for name in ("LLAMA_SERVER",) if name in os.environ}
         command = located(self._command, {**host, **environment})
         guards_end, control = _socket_pair(cleanup)
+        _controls.add(control)
+        cleanup.callback(_controls.discard, control)
         report_read, report_write = _pipe(cleanup)
         guardian = subprocess.Popen(
             [
@@ -389,3 +391,16 @@ def _above_streams(fd: int) -> int:
     """A copy of the descriptor: in a host whose standard streams are closed it may have one of
     their numbers, which the guard's own are to have."""
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+_controls: set[socket.socket] = set()  # the host's ends of the connections to its guards
+
+
+def _close_in_child() -> None:
+    """A child's copies would hide from the guards that the host has become another program."""
+    for control in _controls:
+        control.close()
+    _controls.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
