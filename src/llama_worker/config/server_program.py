@@ -64,7 +64,9 @@ def find_server(
         return _executable(by_variable, "LLAMA_SERVER", how_to_get, path)
     if on_path := shutil.which(PROGRAM, path=path):
         return FoundServer(on_path, "on the PATH")
-    beside = shutil.which(PROGRAM, path=str(Path(sys.executable).parent)) or _packaged()
+    # A program that embeds Python may have no `executable`, and no folder is this environment's.
+    folder = os.path.dirname(sys.executable or "")
+    beside = shutil.which(PROGRAM, path=folder) or _packaged()
     if beside:
         return FoundServer(beside, IN_ENVIRONMENT)
     raise ServerNotFound(

@@ -1,4 +1,4 @@
-"""Which Python the guard runs on."""
+"""Which Python the guard runs on, and which server is found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.config.server_program import interpreter
+from llama_worker.config import server_program
+from llama_worker.config.server_program import ServerNotFound, find_server, interpreter
 from tests.conftest import shell_program
 
 
@@ -33,3 +34,15 @@ def test_an_interpreter_is_known_by_its_name(
     program = shell_program(tmp_path / name, "exit 3")
     monkeypatch.setattr(sys, "executable", program)
     assert interpreter() == program
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_without_a_folder_of_python_none_is_searched(
+    executable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell_program(tmp_path / "llama-server", "exit 3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(server_program, "_packaged", lambda: None)
+    with pytest.raises(ServerNotFound):
+        find_server(None, option="executable", environment={"PATH": "/nowhere"})
