@@ -234,7 +234,7 @@ def test_output_that_finds_no_memory_costs_no_server(
     assert rig.status()["restart_count"] == 0
 
 
-def test_a_host_without_descriptors_loses_none_over_a_pipe_that_cannot_be_made(
+def test_a_host_without_descriptors_loses_none_over_a_connection_that_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers
 ) -> None:
     moved: list[int] = []
@@ -248,7 +248,7 @@ def test_a_host_without_descriptors_loses_none_over_a_pipe_that_cannot_be_made(
 
     monkeypatch.setattr(fcntl, "fcntl", fcntl_once)
     with pytest.raises(OSError, match="Too many open files"), contextlib.ExitStack() as cleanup:
-        server_process._pipe(cleanup)
+        server_process._socket_pair(cleanup)
     assert moved
     assert not leftovers.now()
 

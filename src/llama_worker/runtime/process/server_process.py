@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
 import os
 import select
 import signal
@@ -148,8 +147,8 @@ class GuardedServer:
 
     def _start_guard(
         self, cleanup: contextlib.ExitStack
-    ) -> tuple[subprocess.Popen[bytes], io.FileIO]:
-        """The guard, which starts the server, and the pipe of its reports."""
+    ) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The guard, which starts the server, and the connection of its reports."""
         environment, self._environment = self._environment, {}
         # A server does not inherit LLAMA_SERVER; it is for who looks for one.
         host = {name: os.environ[name] for name in ("LLAMA_SERVER",) if name in os.environ}
@@ -157,12 +156,12 @@ class GuardedServer:
         guards_end, control = _socket_pair(cleanup)
         _controls.add(control)
         cleanup.callback(_controls.discard, control)
-        report_read, report_write = _pipe(cleanup)
+        reports_from, report_to = _socket_pair(cleanup)
         guardian = subprocess.Popen(
             [
                 interpreter(),
                 *("-I", "-S", str(_GUARD), str(os.getpid())),
-                *(str(guards_end.fileno()), str(report_write.fileno())),
+                *(str(guards_end.fileno()), str(report_to.fileno())),
                 *command,
             ],
             bufsize=0,
@@ -170,17 +169,17 @@ class GuardedServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**environment, _MARK: self._mark},
-            pass_fds=(guards_end.fileno(), report_write.fileno()),
+            pass_fds=(guards_end.fileno(), report_to.fileno()),
             start_new_session=True,
         )
         cleanup.callback(self._end_guard, guardian)
         guards_end.close()
-        report_write.close()
+        report_to.close()
         with self._lock:
             self._guard, self._control = guardian, control
             if self._orders:
                 control.send(self._orders, socket.MSG_NOSIGNAL)
-        return guardian, report_read
+        return guardian, reports_from
 
     def _end_guard(self, guardian: subprocess.Popen[bytes]) -> None:
         """Reap the guard. Should it still live, it ends the tree: a forked host may hold the
@@ -197,7 +196,7 @@ class GuardedServer:
         guardian.stdout.close()
 
     def _watch(
-        self, guardian: subprocess.Popen[bytes], reports_from: io.FileIO
+        self, guardian: subprocess.Popen[bytes], reports_from: socket.socket
     ) -> LaunchFailed | Exited:
         """Drain output and reports until the guard has ended."""
         assert guardian.stdout is not None
@@ -362,23 +361,9 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def _pipe(cleanup: contextlib.ExitStack) -> tuple[io.FileIO, io.FileIO]:
-    """(read end, write end), closed in the end unless that was done before."""
-    low = os.pipe()
-    try:
-        read, write = (
-            cleanup.enter_context(io.FileIO(_above_streams(end), mode))
-            for end, mode in zip(low, ("rb", "wb"), strict=True)
-        )
-    finally:
-        for end in low:
-            os.close(end)
-    return read, write
-
-
 def _socket_pair(cleanup: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
-    """As `_pipe`, but to write to it where nobody reads kills no host that has SIGPIPE as the
-    system does."""
+    """Closed in the end unless that was done before. No pipe: to write to one where nobody reads
+    kills a host that has SIGPIPE as the system does."""
     low = socket.socketpair()
     with low[0], low[1]:
         one, other = (
