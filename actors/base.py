@@ -16,7 +16,7 @@ from llama_worker.actors.messages import ActorDied, ReportedIn, ReportIn, Worker
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
-from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture, never_wait_here
 from llama_worker.runtime.ports import Host, Runtime, Timer
 from llama_worker.server.roll_call import Member
 
@@ -159,6 +159,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     def on_start(self) -> None:
         """Pykka's hook, on the actor's own thread."""
         threading.current_thread().name = f"llama_worker-{self.role}"
+        never_wait_here()
 
     def me(self) -> Ref[M]:
         """This actor's own address, for the messages and threads that answer to it."""

@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pykka
 import pytest
 
 from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
+from llama_worker.actors.messages import GetWorkerStatus
+from llama_worker.runtime.host.timers import call_at
 from llama_worker.testing.scripts import (
     Answer,
     Exit,
@@ -26,7 +29,7 @@ from llama_worker.testing.scripts import (
     WaitClose,
     plain_reply,
 )
-from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.conftest import Leftovers
 
 
@@ -118,6 +121,26 @@ def test_a_lost_handle_takes_its_server_along(
     gc.collect()
     rig.wait_gone()
     assert leftovers.wait_none() == []
+
+
+@pytest.mark.parametrize("thread", ["worker", "timers"])
+def test_a_close_on_a_thread_that_it_would_wait_for_returns(
+    make_worker: MakeWorker, thread: str
+) -> None:
+    """As by a `__del__` of the host's, which the garbage collector calls on any thread."""
+    rig = make_worker(Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.2))
+    closed = threading.Event()
+
+    def close(*_: object) -> None:
+        rig.worker.close()
+        closed.set()
+
+    if thread == "timers":
+        call_at(0.0, close)
+    else:
+        rig.worker._backend.tell(GetWorkerStatus(reply=Mock(answer=close)))
+    assert closed.wait(WAIT_S)
+    rig.wait_gone()
 
 
 # ------------------------------------------------------------ admission

@@ -34,6 +34,18 @@ _logger = logging.getLogger("llama_worker.futures")
 _awaited: set[WorkerFuture[Any]] = set()
 
 
+_this_thread = threading.local()
+
+
+def never_wait_here() -> None:
+    """The calling thread is one that others wait for.
+
+    The garbage collector runs on any thread, and may call a `__del__` of the host's there that
+    closes a worker: it gets no answer, rather than wait for ever.
+    """
+    _this_thread.never_waits = True
+
+
 class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
     """A value that an actor will answer. Any thread may wait; the first answer counts, later ones
     are ignored."""
@@ -91,14 +103,15 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         return self._result is not None or (self._get_hook is not None and self.wait(0))
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until resolved; False: not within `timeout_s` seconds."""
+        """Block until resolved; False: not within `timeout_s` seconds, or not yet on a thread that
+        `never_waits`."""
         if self._get_hook is not None:
             try:
                 self.get(timeout=timeout_s)
             except Exception as error:  # who calls get() will meet it
                 return not isinstance(error, pykka.Timeout)
             return True
-        if not self.done():
+        if not self.done() and not getattr(_this_thread, "never_waits", False):
             woken = threading.Lock()
             woken.acquire()
             self._on_resolved(woken.release)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from llama_worker.clock import ClockTimer, PatientClock
-from llama_worker.runtime.host.futures import log_exception
+from llama_worker.runtime.host.futures import log_exception, never_wait_here
 
 _PAUSE_S = 0.1
 _logger = logging.getLogger("llama_worker.timers")
@@ -55,6 +55,7 @@ class TimerThread:
         return timer
 
     def _run(self) -> None:
+        never_wait_here()
         while True:
             try:
                 timer = self._wait_for_due()

@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from llama_worker.config.server_program import ServerNotFound, interpreter, located
 from llama_worker.mailbox import Mailbox
+from llama_worker.runtime.host.futures import never_wait_here
 from llama_worker.runtime.process import guard
 from llama_worker.runtime.process.free_port import can_listen
 from llama_worker.runtime.process.log_ring import LogRing
@@ -115,6 +116,7 @@ class GuardedServer:
             _signal(self._guard, signal.SIGKILL)  # it has not come to start a server
 
     def _run(self) -> None:
+        never_wait_here()
         try:
             with contextlib.ExitStack() as cleanup:
                 last_word = self._live(cleanup)
