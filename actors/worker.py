@@ -31,7 +31,7 @@ from llama_worker.request.prompt import OWNED_PARAMS
 from llama_worker.request.report import lost_record
 from llama_worker.request.states import LAST_WORDS_S
 from llama_worker.request.table import RequestRecord, RequestTable
-from llama_worker.runtime.host.futures import OpenFutures, WeakList
+from llama_worker.runtime.host.open_futures import OpenFutures, WeakList
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal

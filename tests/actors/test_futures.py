@@ -17,7 +17,8 @@ import pykka
 import pytest
 
 from llama_worker.runtime.host import futures
-from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WorkerFuture
+from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
+from llama_worker.runtime.host.open_futures import OpenFutures
 from llama_worker.runtime.host.timers import start_timers
 from tests.actors.conftest import WAIT_S, no_threads, run_async
 

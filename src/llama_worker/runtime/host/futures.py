@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import logging
 import math
 import os
@@ -14,15 +13,12 @@ import queue
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import pykka
 
 T = TypeVar("T")
-W = TypeVar("W")
-_SWEEP_MIN = 64
 _RETRY_S = 0.25  # a thread that could not be started is tried again
 _UNNOTICED_S = 1.0  # longest time a signal may go unnoticed by the main thread
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
@@ -240,70 +236,6 @@ class ResultFuture(WorkerFuture[T]):
         if on_taken is not None:
             on_taken(value)
         return value
-
-
-class WeakList(Generic[W]):
-    """Things that are held only as long as somebody else holds them. Thread-safe.
-
-    No WeakSet: its callbacks run on the thread that lets go of a thing, and a KeyboardInterrupt of
-    the host that comes just then would be swallowed.
-    """
-
-    def __init__(self) -> None:
-        self._refs: list[weakref.ref[W]] = []
-        self._sweep_at = _SWEEP_MIN
-        self._sweeping = threading.Lock()  # nobody waits for it
-
-    def add(self, thing: W) -> None:
-        """One more; now and then those that are gone are forgotten."""
-        self._refs.append(weakref.ref(thing))
-        if len(self._refs) >= self._sweep_at and self._sweeping.acquire(blocking=False):
-            try:
-                seen = len(self._refs)  # another thread, or a signal handler, may add one meanwhile
-                self._refs[:seen] = [ref for ref in self._refs[:seen] if ref() is not None]
-                self._sweep_at = max(_SWEEP_MIN, 2 * len(self._refs))
-            finally:
-                self._sweeping.release()
-
-    def __bool__(self) -> bool:
-        """False: nothing was added."""
-        return bool(self._refs)
-
-    def alive(self) -> list[W]:
-        return [thing for ref in self._refs if (thing := ref()) is not None]
-
-
-class OpenFutures:
-    """The futures of one worker that are still to be answered. Thread-safe.
-
-    Pykka does not fail a future that a message carries when the receiver dies, nor does a message
-    count that came a moment too late; here both are found and failed.
-    """
-
-    def __init__(self) -> None:
-        # one that nobody holds needs no answer
-        self._open: WeakList[WorkerFuture[Any]] = WeakList()
-        self._closed_by: BaseException | None = None
-
-    def add(self, future: WorkerFuture[Any]) -> None:
-        """Keep an eye on the future; it is failed at once where `close` came before."""
-        self._open.add(future)
-        # asked behind: `close` either finds the future or is seen here
-        if self._closed_by is not None:
-            future.fail(copy.copy(self._closed_by))
-
-    @property
-    def closed_by(self) -> BaseException | None:
-        """What `close` was called with; None before that."""
-        return self._closed_by
-
-    def close(self, error: BaseException) -> None:
-        """Fail every open future, and every one still to come. The first call counts."""
-        if self._closed_by is None:
-            self._closed_by = error
-        for future in self._open.alive():
-            # its own: what is raised holds the frames of who called `get`
-            future.fail(copy.copy(error))
 
 
 class _CallbackThread:
