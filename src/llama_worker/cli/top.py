@@ -36,7 +36,8 @@ from llama_worker.cli.top_rows import (
     plain_table,
 )
 from llama_worker.config.file import read_fleet
-from llama_worker.runtime.http.session import Endpoint, ask, json_of
+from llama_worker.config.validation import json_of
+from llama_worker.runtime.http.session import Endpoint, ask
 
 _STATE_STYLES = {
     "ready": "green",

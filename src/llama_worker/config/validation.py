@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -132,6 +133,14 @@ def as_count(value: object) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     return value if 0 <= value < _MAX_COUNT else None
+
+
+def json_of(text: bytes | str) -> Any:
+    """What the JSON says; None where it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def plain_str(text: str) -> str:

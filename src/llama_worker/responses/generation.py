@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from llama_worker.config.validation import json_of
 from llama_worker.responses.api.conversation import (
     TEMPLATE_PROBE,
     Message,
@@ -397,4 +398,4 @@ class ResponseGenerator:
             )
         except (OSError, ValueError):
             return None
-        return session.json_of(answer)
+        return json_of(answer)

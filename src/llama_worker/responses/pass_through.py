@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 from msgspec import Struct
 
+from llama_worker.config.validation import json_of
 from llama_worker.request.prompt import answers_asked
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange, no_stream
@@ -67,7 +68,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     client's connection is broken, or is to be."""
     is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
     if is_chat:
-        chat = session.json_of(request.body)
+        chat = json_of(request.body)
         chat = chat if isinstance(chat, Mapping) else {}
         exchange.lease(f"responses:chat_{uuid.uuid4().hex}", chat, answers=answers_asked(chat))
     leased, endpoint = exchange.leased, exchange.upstream.endpoint

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.config.validation import as_count
+from llama_worker.config.validation import as_count, json_of
 from llama_worker.stream.events import encodable
 from llama_worker.types.request import ContextUse, RequestFailReason
 
@@ -44,10 +43,7 @@ def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
     """The failure, with the server's own message and the status; 400 is meant by a 500 that refuses
     media."""
     text = body.decode(errors="replace").strip()
-    try:
-        reply = json.loads(text)
-    except (ValueError, RecursionError):
-        reply = None
+    reply = json_of(text)
     error = reply.get("error") if isinstance(reply, Mapping) else None
     reason, context = RequestFailReason.HTTP_ERROR, None
     if isinstance(error, Mapping):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from llama_worker.config.validation import json_of
 from llama_worker.responses.errors import ApiError
 from llama_worker.stream.events import encodable
 
@@ -116,10 +117,7 @@ def tool_set(*lists: object) -> ToolSet:
 def custom_input(arguments: str) -> str:
     """The free text in the arguments that the model wrote for a custom tool; all of them where they
     are malformed."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
+    value = json_of(arguments)
     text = value.get("input") if isinstance(value, dict) else None
     return encodable(text) if isinstance(text, str) else arguments
 

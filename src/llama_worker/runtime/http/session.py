@@ -232,14 +232,6 @@ def ask(
     return reply.status, bytes(received)
 
 
-def json_of(body: bytes) -> Any:
-    """None where it is not JSON."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-
-
 def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailure:
     """What `send` raised, as the failure of a chat request. What this machine lacks is no news of
     the server."""
