@@ -1,4 +1,4 @@
-"""What a turn sends: its messages, and the body that holds them. Pure; mutates no input.
+"""What a turn sends: the BIOS, its messages, and the body that holds them. Pure; mutates no input.
 
 The server's prompt cache is a prefix cache, so a `Conversation` only grows: what was sent in a turn
 is sent to the byte the same in every later one, and what changes from turn to turn (clock, budget)
@@ -12,21 +12,23 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, tagged_call
+from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, PromptError, run_bios, tagged_call
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import as_count
+from llama_worker.request.messages import BiosWritten, WriteBios
 from llama_worker.request.submission import Submission
 from llama_worker.request.tools import ToolBatch
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.lazy_reading import LOOK_S, TELL_S
 from llama_worker.types.chat import ChatMessage
-from llama_worker.types.hooks import BiosText, SystemPromptMode
+from llama_worker.types.hooks import BiosContext, BiosText, SystemPromptMode
 
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 
@@ -359,3 +361,35 @@ class Prompts:
         return self._conversation.since_prompt(
             text=turn.said_text, reasoning=turn.said_reasoning, has_answered=has_answered
         )
+
+
+# ---------------------------------------------------------------- the BIOS
+
+
+def write_bios(order: WriteBios, config: WorkerConfig, unix_now: float) -> BiosWritten:
+    """Ask the provider, which is the host's own code, on the calling thread."""
+    left, prompted = order.iterations_left, order.prompted
+    try:
+        bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
+        return BiosWritten(turn_id=order.turn_id, bios=bios, error=None)
+    except PromptError as error:
+        return BiosWritten(turn_id=order.turn_id, bios="", error=str(error))
+
+
+def bios_text(
+    config: WorkerConfig, unix_now: float, *, iterations_left: int, prompted: bool
+) -> BiosText | str:
+    """What the provider writes, on the calling thread; raises PromptError.
+
+    `unix_now` is the real time, which a suspended machine has caught up.
+    """
+    context = BiosContext(
+        now=datetime.fromtimestamp(unix_now, config.timezone),
+        timezone_name=config.timezone_name,
+        worker_name=config.name,
+        tool_iters_remaining=iterations_left,
+        normal_tools=tuple(config.normal_tools),
+        exit_tools=tuple(config.exit_tools),
+        tool_call_mode="prompted" if prompted else "native",
+    )
+    return run_bios(config.bios_provider, context)

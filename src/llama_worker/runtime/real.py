@@ -19,9 +19,9 @@ from llama_worker.request.messages import (
     StreamClosed,
     WriteBios,
 )
-from llama_worker.runtime.host import host_code
+from llama_worker.request.prompt import write_bios
 from llama_worker.runtime.host.futures import call_host, write_log
-from llama_worker.runtime.host.host_code import ToolCallThread
+from llama_worker.runtime.host.host_code import OneAtATime, ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
 from llama_worker.runtime.http.session import Endpoint
@@ -99,7 +99,7 @@ class RealRuntime(UpstreamQuestions):
         self._config = config
         self._name = f"llama_worker-{config.name}"
         probes = default_probes() if config.liveness_probes is None else config.liveness_probes
-        self._probes = [host_code.OneAtATime(probe) for probe in probes]
+        self._probes = [OneAtATime(probe) for probe in probes]
         self.probes_count = len(self._probes)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
 
@@ -140,7 +140,7 @@ class RealRuntime(UpstreamQuestions):
 
     def write_bios(self, order: WriteBios, reply_to: Mailbox[BiosWritten]) -> None:
         def tell_bios() -> None:
-            reply_to.tell(host_code.write_bios(order, self._config, self.unix_now()))
+            reply_to.tell(write_bios(order, self._config, self.unix_now()))
 
         if self._config.has_builtin_bios:  # pure and quick: it needs no thread
             tell_bios()

@@ -12,9 +12,9 @@ from llama_worker.actors.base import LiveSet
 from llama_worker.actors.request import RequestActor
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
+from llama_worker.request.prompt import write_bios
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.host.host_code import write_bios
 from llama_worker.server.roll_call import Member
 from llama_worker.stream.events import TextDelta
 from llama_worker.types.request import RequestFailReason

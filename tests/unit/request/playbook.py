@@ -33,10 +33,10 @@ from llama_worker.request.messages import (
     TurnId,
     WriteBios,
 )
+from llama_worker.request.prompt import write_bios
 from llama_worker.request.request import Request
 from llama_worker.request.submission import Submission
 from llama_worker.request.table import RequestRecord
-from llama_worker.runtime.host.host_code import write_bios
 from llama_worker.stream.events import (
     Done,
     Finish,

@@ -1,5 +1,5 @@
-"""The threads that run the host's own code: tools, BIOS providers, liveness probes. Each only tells
-what came of it."""
+"""The threads that run the host's own code: tools and liveness probes. Each only tells what came of
+it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from datetime import datetime
 from functools import partial
 from typing import Any
 
-from llama_worker.bios import PromptError, run_bios
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import takes
 from llama_worker.errors import described_error, is_shortage
@@ -25,7 +23,7 @@ from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.threads import run_probe, start_thread
 from llama_worker.server.messages import EvidenceSeen, Look
-from llama_worker.types.hooks import BiosContext, BiosText, LivenessProbe, RunningCall
+from llama_worker.types.hooks import LivenessProbe, RunningCall
 
 _logger = logging.getLogger("llama_worker")
 
@@ -113,37 +111,6 @@ class ToolCallThread:
         if self._call.cancelled.is_set():  # before there was a task
             task.cancel()
         return await coroutine
-
-
-def write_bios(
-    order: messages.WriteBios, config: WorkerConfig, unix_now: float
-) -> messages.BiosWritten:
-    """Ask the provider, on the calling thread."""
-    left, prompted = order.iterations_left, order.prompted
-    try:
-        bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
-        return messages.BiosWritten(turn_id=order.turn_id, bios=bios, error=None)
-    except PromptError as error:
-        return messages.BiosWritten(turn_id=order.turn_id, bios="", error=str(error))
-
-
-def bios_text(
-    config: WorkerConfig, unix_now: float, *, iterations_left: int, prompted: bool
-) -> BiosText | str:
-    """What the provider writes, on the calling thread; raises PromptError.
-
-    `unix_now` is the real time, which a suspended machine has caught up.
-    """
-    context = BiosContext(
-        now=datetime.fromtimestamp(unix_now, config.timezone),
-        timezone_name=config.timezone_name,
-        worker_name=config.name,
-        tool_iters_remaining=iterations_left,
-        normal_tools=tuple(config.normal_tools),
-        exit_tools=tuple(config.exit_tools),
-        tool_call_mode="prompted" if prompted else "native",
-    )
-    return run_bios(config.bios_provider, context)
 
 
 def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:

@@ -10,8 +10,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import json_of
 from llama_worker.errors import LlamaWorkerError, described_error, masked
 from llama_worker.request.messages import CountTokens
-from llama_worker.request.prompt import Prompts
-from llama_worker.runtime.host.host_code import bios_text
+from llama_worker.request.prompt import Prompts, bios_text
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.host.timers import call_at, now
 from llama_worker.runtime.http.abortable_socket import Abort
