@@ -10,6 +10,7 @@ beside it (b11434).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -35,6 +36,10 @@ MIN_READ_BYTES = 1 << 20
 MIN_READ_BYTES_PER_S = float(1 << 19)
 MIN_MAJOR_FAULTS = 20
 MIN_MAJOR_FAULTS_PER_S = 20.0
+
+_READ_BYTES = re.compile(r"^read_bytes: *(\d+)$", re.MULTILINE)
+_UID = re.compile(r"^Uid:\t\d+\t(\d+)\t", re.MULTILINE)
+_ANON = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
 # pid and creation time: a pid alone may come back as another process
 ProcessKey = tuple[int, float]
@@ -178,3 +183,62 @@ class LookRounds:
         self._to_reset.discard(probe)
         self._out.add(probe)
         return Look(epoch=self._epoch, probe=probe, round=self._round, fresh=fresh)
+
+
+# ---------------------------------------------------------------- what files of /proc/PID say
+
+
+class ProcessStat(Struct, frozen=True, kw_only=True):
+    """The line of `stat`: one read for what costs psutil three, and major faults, which it
+    lacks."""
+
+    name: str
+    state: str
+    major_faults: int
+    cpu_ticks: int
+    threads_count: int
+    started_ticks: int  # since boot
+    rss_pages: int
+
+    @property
+    def dead(self) -> bool:
+        return self.state in "ZXx"
+
+    def key(self, pid: int) -> ProcessKey:
+        return pid, float(self.started_ticks)
+
+
+def parse_stat(line: str) -> ProcessStat | None:
+    """None where it is no such line."""
+    try:
+        # the name may itself hold brackets and blanks
+        head, tail = line.rsplit(")", 1)
+        fields = tail.split()  # from the third on, in the count of proc(5)
+        return ProcessStat(
+            name=head.split("(", 1)[1],
+            state=fields[0],
+            major_faults=int(fields[9]),
+            cpu_ticks=int(fields[11]) + int(fields[12]),
+            threads_count=int(fields[17]),
+            started_ticks=int(fields[19]),
+            rss_pages=int(fields[21]),
+        )
+    except (ValueError, IndexError):
+        return None
+
+
+def parse_read_bytes(io: str) -> int | None:
+    """What was read from storage, by `io`; None where that does not say."""
+    match = _READ_BYTES.search(io)
+    return int(match[1]) if match else None
+
+
+def parse_uid(status: str) -> int | None:
+    """The effective user, by `status`; None where that does not say."""
+    match = _UID.search(status)
+    return int(match[1]) if match else None
+
+
+def parse_anon(status: str) -> list[int]:
+    """Bytes of anonymous memory, by `status`: what is resident, and what is swapped out."""
+    return [int(kib) * 1024 for kib in _ANON.findall(status)]

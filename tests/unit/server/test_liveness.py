@@ -1,4 +1,4 @@
-"""Evidence of work from samples of a process tree, with a literal clock."""
+"""Evidence of work from samples of a process tree, with a literal clock, and what /proc says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
+from llama_worker.server.liveness import (
+    Counters,
+    ProcessActivity,
+    ProcessKey,
+    ProcessSample,
+    parse_anon,
+    parse_read_bytes,
+    parse_stat,
+    parse_uid,
+)
 from llama_worker.types.hooks import LivenessEvidence
 
 ROOT: ProcessKey = (100, 5.0)
@@ -176,3 +185,29 @@ def test_fewer_than_five_ticks_a_second_are_never_evidence(steps: list[tuple[flo
         assert evidence is not None
         # Whole ticks may lag by one: at the window's start one less, at its end none.
         assert not evidence.alive or rate == 4
+
+
+# ---------------------------------------------------------------- what files of /proc/PID say
+
+
+def test_a_name_may_look_like_the_fields_behind_it() -> None:
+    stat = parse_stat(
+        "77 (we(ird ) 1 name) S 1 77 77 0 -1 4194560 500 0 6 0 3 2 0 0 20 0 9 0 4242 1000 300 1 1"
+    )
+    assert stat is not None
+    assert (stat.name, stat.state, stat.dead) == ("we(ird ) 1 name", "S", False)
+    assert (stat.major_faults, stat.cpu_ticks, stat.threads_count) == (6, 5, 9)
+    assert (stat.key(77), stat.rss_pages) == ((77, 4242.0), 300)
+
+
+@pytest.mark.parametrize("line", ["", "garbage", "77 (x) S 1", "77 (x) S " + "x " * 40])
+def test_a_line_that_cannot_be_read_is_no_stat(line: str) -> None:
+    assert parse_stat(line) is None
+
+
+def test_status_and_io_say_what_they_have() -> None:
+    status = "Name:\tx\nUid:\t1\t2\t3\t4\nRssAnon:\t   8 kB\nRssFile:\t 9 kB\nVmSwap:\t  1 kB\n"
+    assert (parse_uid(status), parse_anon(status)) == (2, [8192, 1024])
+    assert (parse_uid(""), parse_anon("")) == (None, [])
+    assert parse_read_bytes("rchar: 99\nread_bytes: 7\nwrite_bytes: 8\n") == 7
+    assert parse_read_bytes("cancelled_read_bytes: 7\nread_bytes: no\n") is None

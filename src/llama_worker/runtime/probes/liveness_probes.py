@@ -12,16 +12,24 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
 import psutil
-from msgspec import Struct
 
 from llama_worker.errors import is_shortage
-from llama_worker.server.liveness import Counters, ProcessActivity, ProcessKey, ProcessSample
+from llama_worker.server.liveness import (
+    Counters,
+    ProcessActivity,
+    ProcessKey,
+    ProcessSample,
+    ProcessStat,
+    parse_anon,
+    parse_read_bytes,
+    parse_stat,
+    parse_uid,
+)
 from llama_worker.types.hooks import LivenessEvidence, LivenessProbe
 
 # a walk over the tree costs about 20 us a thread, a look at one process 12 us
@@ -31,8 +39,6 @@ MAX_PROCESSES: Final = 16
 PROC: Final = "/proc"
 # a kernel with CONFIG_PROC_CHILDREN
 _LISTS_CHILDREN: Final = os.path.exists(f"{PROC}/thread-self/children")
-_UID: Final = re.compile(r"^Uid:\t\d+\t(\d+)\t", re.MULTILINE)
-_ANON: Final = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
 
 def default_probes() -> tuple[LivenessProbe, ...]:
@@ -80,7 +86,7 @@ class ProcessProbe:
             if stat is not None:
                 processes[stat.key(pid)] = Counters(
                     cpu_ticks=stat.cpu_ticks,
-                    read_bytes=_read_storage_bytes(f"{self._proc}/{pid}/io"),
+                    read_bytes=parse_read_bytes(_read(f"{self._proc}/{pid}/io") or ""),
                     major_faults=stat.major_faults,
                 )
         self._activity, evidence = self._activity.observe(
@@ -156,11 +162,10 @@ class NvidiaProbe:
 def anon_bytes(root_pid: int) -> int | None:
     """RssAnon and VmSwap of the tree: what a leak grows, and mapped model files do not. None: it
     cannot be seen. Never raises."""
-    amounts: list[list[str]] = []
+    sizes: list[int] = []
     with suppress(OSError):
         pids = tree_pids(root_pid)
-        amounts = [_ANON.findall(_read(f"{PROC}/{pid}/status") or "") for pid in pids]
-    sizes = [int(kib) * 1024 for amount in amounts for kib in amount]
+        sizes = [size for pid in pids for size in parse_anon(_read(f"{PROC}/{pid}/status") or "")]
     return sum(sizes) if sizes else None
 
 
@@ -187,10 +192,10 @@ def _process_state(pid: int) -> dict[str, Any] | None:
         "pid": pid,
         "name": stat.name,
         "state": stat.state,
-        "uid": _effective_uid(pid),
+        "uid": parse_uid(_read(f"{PROC}/{pid}/status") or ""),
         "cpu_ticks": stat.cpu_ticks,
         "major_faults": stat.major_faults,
-        "read_bytes": _read_storage_bytes(f"{PROC}/{pid}/io"),
+        "read_bytes": parse_read_bytes(_read(f"{PROC}/{pid}/io") or ""),
         "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
         "wchan": _read(f"{PROC}/{pid}/wchan") or "",
         # root alone may read it
@@ -198,11 +203,6 @@ def _process_state(pid: int) -> dict[str, Any] | None:
         "threads_count": stat.threads_count,
         "threads": thread_states(pid),
     }
-
-
-def _effective_uid(pid: int) -> int | None:
-    match = _UID.search(_read(f"{PROC}/{pid}/status") or "")
-    return int(match[1]) if match else None
 
 
 def thread_states(pid: int) -> list[dict[str, Any]]:
@@ -303,50 +303,8 @@ def _children_by_psutil(root_pid: int) -> list[int]:
         return []
 
 
-class _Stat(Struct, frozen=True, kw_only=True):
-    """A line of /proc/PID/stat: one read for what costs psutil three, and major faults, which it
-    lacks."""
-
-    name: str
-    state: str
-    major_faults: int
-    cpu_ticks: int
-    threads_count: int
-    started_ticks: int  # since boot
-    rss_pages: int
-
-    @property
-    def dead(self) -> bool:
-        return self.state in "ZXx"
-
-    def key(self, pid: int) -> ProcessKey:
-        return pid, float(self.started_ticks)
-
-
-def _read_stat(path: str) -> _Stat | None:
-    try:
-        # the name may itself hold brackets and blanks
-        head, tail = (_read(path) or "").rsplit(")", 1)
-        fields = tail.split()  # from the third on, in the count of proc(5)
-        return _Stat(
-            name=head.split("(", 1)[1],
-            state=fields[0],
-            major_faults=int(fields[9]),
-            cpu_ticks=int(fields[11]) + int(fields[12]),
-            threads_count=int(fields[17]),
-            started_ticks=int(fields[19]),
-            rss_pages=int(fields[21]),
-        )
-    except (ValueError, IndexError):
-        return None
-
-
-def _read_storage_bytes(path: str) -> int | None:
-    for line in (_read(path) or "").splitlines():
-        key, _, value = line.partition(":")
-        if key == "read_bytes" and value.strip().isdecimal():
-            return int(value)
-    return None
+def _read_stat(path: str) -> ProcessStat | None:
+    return parse_stat(_read(path) or "")
 
 
 def _read(path: str) -> str | None:
