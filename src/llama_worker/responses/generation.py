@@ -385,13 +385,12 @@ class ResponseGenerator:
         body: Mapping[str, Any] | None = None,
     ) -> object:
         """The answer's JSON; None without an answer, or if it is not JSON."""
-        headers = {"Authorization": request.header("authorization")}
         try:
             _, answer = session.ask(
                 self._endpoint,
                 method,
                 path,
-                headers=headers,
+                headers={"Authorization": request.header("authorization")},
                 body=body,
                 timeout_s=_QUESTION_S,
                 abort=exchange.abort,
