@@ -576,3 +576,10 @@ def test_a_forked_child_has_a_session_of_its_own() -> None:
     if pid == 0:
         os._exit(0 if session._session is not parents else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_forked_child_needs_no_lock_of_the_parents_requests(
+    free_port: Callable[[], int],
+) -> None:
+    with AbortableSocket.abort._lock, pytest.raises(ConnectionRefusedError):
+        abortable_socket.connect(Abort(), HOST, free_port(), WAIT_S)

@@ -192,6 +192,7 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
         host, port, type=socket.SOCK_STREAM
     ):
         connection = AbortableSocket(family, kind, protocol)
+        connection.abort = abort  # nobody else's, whose lock a fork may find taken
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
@@ -201,7 +202,6 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
             _finish_connecting(connection, code, timeout_s)
             return connection
         except BaseException as error:
-            abort.detach()
             connection.close()
             if error is abort.error or not isinstance(error, OSError) or is_shortage(error):
                 raise
