@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import queue
+import signal
 import socket
 import struct
 import threading
@@ -283,6 +284,28 @@ def test_without_trust_there_is_no_connection(
     ):
         reason, detail = make_client(url, ca_file=ca_file).failed()
         assert (reason, says in detail) == (RequestFailReason.CONNECT_FAILED, True), detail
+
+
+def test_a_broken_tls_connection_kills_no_host(make_server: MakeServer, certificate: Path) -> None:
+    came: list[int] = []
+    server = make_server(lambda connection: connection.sendall(b"x"), certificate)
+
+    def write() -> None:
+        abort = Abort()
+        plain = abortable_socket.connect(abort, "localhost", server.port, WAIT_S)
+        with abortable_socket.secure(abort, plain, "localhost", str(certificate)) as secured:
+            assert secured.recv(1) == b"x"  # it writes no more
+            abort.abort()
+            with pytest.raises(OSError):
+                secured.sendall(b"data")
+
+    before = signal.signal(signal.SIGPIPE, lambda number, _: came.append(number))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(write).result(WAIT_S)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert came == []
 
 
 # ------------------------------------------------------------ questions

@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import select
+import signal
 import socket
 import ssl
 import struct
@@ -232,7 +233,12 @@ def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> boo
 
 
 def secure(abort: Abort, connection: AbortableSocket, host: str, ca_file: str) -> AbortableSocket:
-    """Shake hands. Another object takes the descriptor over, or it is closed."""
+    """Shake hands. Another object takes the descriptor over, or it is closed.
+
+    The calling thread, which alone may use it, gets no SIGPIPE any more: OpenSSL writes without
+    MSG_NOSIGNAL, and the host may have that signal as the system does.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
     abort.detach()
     try:
         secured = _tls_context(ca_file).wrap_socket(connection, server_hostname=host)
