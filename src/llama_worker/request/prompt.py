@@ -174,7 +174,7 @@ def _tool_response(call_id: str, name: str, result: str) -> str:
 def _as_prompted(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Tool turns of a native conversation, such as another model's, as `_prompted_turn` has them.
     What is no text stays as it is."""
-    names = {call_id: name for message in messages for call_id, name, _ in _calls_of(message)}
+    names: dict[str, str] = {}  # of the calls so far: other programs use an id again
     body: list[ChatMessage] = []
     for is_answer, group in itertools.groupby(
         messages, lambda message: message.get("role") == "tool" and _text_of(message) is not None
@@ -189,6 +189,7 @@ def _as_prompted(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             continue
         for message in group:
             calls, said = _calls_of(message), _text_of(message)
+            names.update((call_id, name) for call_id, name, _ in calls)
             if calls and said is not None:
                 written = "\n".join(tagged_call(name, arguments) for _, name, arguments in calls)
                 message = message.copy()

@@ -173,6 +173,22 @@ def test_native_tool_turns_are_rewritten_for_prompted_mode() -> None:
     assert begin(bios, messages=earlier).messages()[1:-1] == earlier
 
 
+def test_a_result_has_the_name_of_its_own_call() -> None:
+    earlier: list[Any] = [
+        message
+        for name in ("find", "add")  # another program's ids begin anew in each turn
+        for message in (
+            {"role": "assistant", "tool_calls": [{"id": "call_0", "function": {"name": name}}]},
+            {"role": "tool", "tool_call_id": "call_0", "content": "r"},
+        )
+    ]
+    _, _, first, _, second, _ = begin(messages=earlier, prompted=True).messages()
+    assert [first["content"], second["content"]] == [
+        f'<tool_response id="call_0" name="{name}">\nr\n</tool_response>'
+        for name in ("find", "add")
+    ]
+
+
 ODD_CALLS: list[Any] = [3, [3], [{}], [{"function": 3}], [{"function": {"arguments": {"a": "é"}}}]]
 
 
