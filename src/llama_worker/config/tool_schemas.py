@@ -28,7 +28,8 @@ _KEYWORDS = (
 )
 _NEAR = 0.8
 # What else a schema may get its properties from: then a name that is not among them may be right.
-_COMPOSING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
+_COMPOSING = {"$ref", "allOf", "anyOf", "oneOf", "then", "else", "dependentSchemas"}
+_COMPOSING |= {"patternProperties", "additionalProperties"}
 
 
 def checked_tools(field: str, value: object) -> tuple[ToolDef, ...]:

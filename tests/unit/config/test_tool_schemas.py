@@ -96,6 +96,8 @@ def test_what_defines_no_tools_is_refused(
         taking(properties={"a": {"type": ["string", "null"], "example": "x", "nullable": True}}),
         taking(type="object", required=["a"], additionalProperties=NUMBER),
         taking(properties={}, required=["a"], allOf=[{"properties": {"a": NUMBER}}]),
+        taking(required=["b"], **{"if": {}, "then": {"properties": {"b": NUMBER}}}),
+        taking(required=["b"], dependentSchemas={"a": {"properties": {"b": NUMBER}}}),
         taking(**{"$ref": "#/$defs/all", "$defs": {"all": {"type": "object"}}}),
         taking(**{"$schema": "http://json-schema.org/draft-07/schema#"}, additionalItems=False),
         taking(properties={"required": NUMBER, "propertys": NUMBER, "anything": True}),
