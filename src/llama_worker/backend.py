@@ -18,7 +18,7 @@ from llama_worker.actors.worker import WorkerActor
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
 from llama_worker.mailbox import Reply
-from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture, flush_log
 from llama_worker.runtime.host.open_futures import OpenFutures
 from llama_worker.runtime.ports import Runtime
 from llama_worker.server.messages import Stop
@@ -27,6 +27,7 @@ from llama_worker.types.request import NotFound, RequestResult, RequestState, Su
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
 _LEAVE_S = 5.0  # for the actors to end, once the server is gone
+_LOG_S = 1.0  # for the last log lines, where a handler of the host's is slow
 T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
 
@@ -169,6 +170,7 @@ def _close_all_at_exit() -> None:
         backend.finish_close(stopped, timeout_s=max(0.0, deadline - time.monotonic()))
     for backend, _ in stopping:
         backend.wait_gone(max(0.0, deadline - time.monotonic()))
+    flush_log(_LOG_S)
 
 
 atexit.register(_close_all_at_exit)

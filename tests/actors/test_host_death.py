@@ -267,3 +267,27 @@ def test_a_host_whose_standard_streams_are_closed_runs_a_server(
         [sys.executable, "-c", _WITHOUT_STREAMS, str(port), str(said), *command], timeout=60
     )
     assert said.read_text() == "Hello"
+
+
+_LOGS = """
+import logging, sys, time
+class Slow(logging.StreamHandler):
+    def emit(self, record):
+        time.sleep(0.02)
+        super().emit(record)
+logging.basicConfig(level=logging.INFO, handlers=[Slow()])
+from llama_worker import LlamaWorker, WorkerConfig
+port, *command = sys.argv[1:]
+worker = LlamaWorker(WorkerConfig("logged", "127.0.0.1", int(port), command))
+worker.start().get(timeout=30)
+"""
+
+
+def test_the_last_lines_of_the_log_are_written_before_the_exit(
+    free_port: Callable[[], int],
+) -> None:
+    port = free_port()
+    command = scripted_server_cmd(Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
+    host = [sys.executable, "-c", _LOGS, str(port), *command]
+    log = subprocess.run(host, timeout=60, capture_output=True, text=True).stderr
+    assert "state='stopped'" in log.splitlines()[-1]

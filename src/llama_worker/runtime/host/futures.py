@@ -254,6 +254,13 @@ class _CallbackThread:
         if not self._is_late:
             self._start()
 
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the calls so far were made, at most so long."""
+        if self._thread is not None:
+            made = threading.Event()
+            self._calls.put(made.set)
+            made.wait(timeout_s)
+
     def _start(self) -> None:
         """Unless it runs. Where no thread is left, the calls are made once there is one."""
         if self._thread is None and self._starting.acquire(blocking=False):
@@ -315,6 +322,11 @@ def write_log(logger: logging.Logger, level: int, text: str) -> None:
     actor."""
     if logger.isEnabledFor(level):
         _lines.run(lambda: logger.log(level, "%s", text))
+
+
+def flush_log(timeout_s: float) -> None:
+    """Wait until the lines so far were written, at most so long."""
+    _lines.flush(timeout_s)
 
 
 def _is_written_here(record: logging.LogRecord) -> bool:
