@@ -55,7 +55,7 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
     (
         r"failed to open GGUF file '?(?P<path>.*?)'? \(No such file",
         "there is no model file {path}: check the path; a relative one counts from the folder "
-        "where the program started",
+        "where the program was when it made the worker",
     ),
     (
         "failed to read magic",

@@ -27,6 +27,7 @@ from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process import server_process
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.testing.scripts import (
+    SERVER,
     ChildProcess,
     Exit,
     Flood,
@@ -79,6 +80,33 @@ def test_the_bare_word_is_looked_for_where_the_server_is_started(
         error = _failure(rig.worker.start())
         assert error.reason is StartFailReason.SPAWN_FAILED
         assert "LLAMA_SERVER: " in str(error)
+
+
+def test_a_relative_path_counts_from_the_folder_in_which_the_worker_was_made(
+    make_worker: MakeWorker, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    command = scripted_server_cmd(Script(), host=HOST, port=port, slots=1)
+    relative = tuple(SERVER.name if word == str(SERVER) else word for word in command)
+    monkeypatch.chdir(SERVER.parent)
+    rig = make_worker(server_cmd=relative, port=port)
+    monkeypatch.chdir("/")
+    rig.worker.restart().get(timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("gone", ["before", "after"])
+def test_a_server_starts_where_the_folder_is_gone(
+    make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    if gone == "before":
+        folder.rmdir()
+    rig = make_worker(start=False)
+    if gone == "after":
+        folder.rmdir()
+    rig.start()
 
 
 def test_the_server_has_a_session_and_a_group_of_its_own_and_no_descriptor_of_the_host(

@@ -117,6 +117,14 @@ def host_environment() -> dict[str, str]:
     return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
 
 
+def working_folder() -> str | None:
+    """This process's, in which relative paths begin; None where it was deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
 def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, str]:
     """The server's environment: the host's without what would reconfigure a llama-server, then the
     config's. Pure."""

@@ -8,7 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from llama_worker.config.server_program import host_environment, server_environment
+from llama_worker.config.server_program import (
+    host_environment,
+    server_environment,
+    working_folder,
+)
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import (
@@ -98,6 +102,8 @@ class RealRuntime(UpstreamQuestions):
         super().__init__(Endpoint.of(config))
         self._config = config
         self._name = f"llama_worker-{config.name}"
+        # the host may change it, and a restart is to find what the start found
+        self._folder = working_folder()
         probes = default_probes() if config.liveness_probes is None else config.liveness_probes
         self._probes = [OneAtATime(probe) for probe in probes]
         self.probes_count = len(self._probes)
@@ -111,6 +117,7 @@ class RealRuntime(UpstreamQuestions):
             epoch=epoch,
             command=tuple(self._config.server_cmd),
             environment=server_environment(host_environment(), self._config.env),
+            folder=self._folder,
             address=(self._config.host, self._config.port),
             log=self.log,
             reply_to=reply_to,

@@ -55,6 +55,7 @@ class GuardedServer:
         epoch: int,
         command: tuple[str, ...],
         environment: Mapping[str, str],
+        folder: str | None,
         address: tuple[str, int],
         log: LogRing,
         reply_to: Mailbox[ServerNews],
@@ -64,6 +65,7 @@ class GuardedServer:
         self._command = command
         self._mark = f"{os.getpid()}.{epoch}.{time.monotonic_ns()}"
         self._environment: Mapping[str, str] = environment  # until the launch
+        self._folder = folder  # in which it runs; None, or where that is gone: the host's
         self._address = address
         self._log = log
         self._reply_to = reply_to
@@ -167,6 +169,7 @@ class GuardedServer:
                 *command,
             ],
             bufsize=0,
+            cwd=self._folder if self._folder and os.path.isdir(self._folder) else None,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
