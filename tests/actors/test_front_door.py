@@ -246,6 +246,17 @@ def test_a_prompt_is_counted_as_it_would_be_sent_and_takes_no_slot(make_worker: 
     assert rig.status()["active_request_ids"] == [busy]
 
 
+def test_refused_tools_are_counted_in_the_prompt(make_worker: MakeWorker) -> None:
+    refusal = {"error": {"message": "tools param requires --jinja flag"}}  # b11434 with --no-jinja
+    runner = SimpleNamespace(run_tool=lambda **call: None)
+    script = Script(apply_template=[Answer(times=1), Answer(500, refusal, times=1), Answer()])
+    rig = make_worker(script, normal_tools=[SEARCH], tool_runner=runner)
+    assert rig.worker.count_tokens("", "Where?").get(timeout=WAIT_S)["ok"]
+    template = rig.journal.facts("request", path="/apply-template")[-1]["body"]
+    assert "tools" not in template
+    assert "<tool_call>" in template["messages"][0]["content"]
+
+
 def test_a_prompt_far_too_large_is_counted(rig: Rig) -> None:
     count = rig.worker.count_tokens("", "word " * 1_000_000).get(timeout=WAIT_S)
     assert count["n_prompt_tokens"] > 1_000_000
@@ -255,8 +266,8 @@ def test_a_prompt_far_too_large_is_counted(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        (Script(tokenize=[Answer(status=500)]), "POST /tokenize: 500: fake error"),
-        (Script(tokenize=[Answer(text="[1, 2")]), "POST /tokenize: 200"),
+        (Script(tokenize=[Answer(status=500)]), "POST /tokenize: HTTP 500: fake error"),
+        (Script(tokenize=[Answer(text="[1, 2")]), "POST /tokenize: HTTP 200"),
         (Script(tokenize=[Answer(reset=True)]), "could not be counted"),
         (Script(apply_template=[Answer(times=1), Answer(hang=True)]), "no answer within 0.2 s"),
     ],

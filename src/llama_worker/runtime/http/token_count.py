@@ -15,6 +15,7 @@ from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.host.timers import call_at, now
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import Endpoint, ask
+from llama_worker.stream.failure import StreamFailure, describe_http_error, refuses_tools
 from llama_worker.types.request import TokenCount
 
 COUNT_S = 10.0
@@ -60,14 +61,23 @@ def count_tokens(
         answer = json_of(reply)
         value = answer.get(key) if isinstance(answer, dict) else None
         if status != 200 or not isinstance(value, list | str):
-            raise LlamaWorkerError(f"POST {path}: {status}: {_said(answer)}")
+            raise _BadAnswerError(path, describe_http_error(status, reply))
         return value
 
-    def count() -> TokenCount:
+    def written(*, prompted: bool) -> Any:
+        """The prompt as its template writes it."""
         left = config.max_tool_iterations
         bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
         body = Prompts(config, order.submission, prompted=prompted).next_body(bios)
-        prompt = asked("/apply-template", body, "prompt")
+        return asked("/apply-template", body, "prompt")
+
+    def count() -> TokenCount:
+        try:
+            prompt = written(prompted=prompted)
+        except _BadAnswerError as error:  # a request would be sent again in this way, too
+            if config.tool_call_mode != "auto" or not refuses_tools(error.failure):
+                raise
+            prompt = written(prompted=True)
         text = {"content": prompt, "add_special": True, "parse_special": True}
         n_tokens = len(asked("/tokenize", text, "tokens"))
         return {"ok": True, "n_prompt_tokens": n_tokens, "n_ctx": n_ctx, "n_left": n_ctx - n_tokens}
@@ -92,7 +102,9 @@ def count_tokens(
         raise
 
 
-def _said(answer: object) -> str:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    message = error.get("message") if isinstance(error, dict) else None
-    return str(message or answer)[:500]
+class _BadAnswerError(LlamaWorkerError):
+    """The server refused, or its answer has not what was asked for."""
+
+    def __init__(self, path: str, failure: StreamFailure) -> None:
+        self.failure = failure
+        super().__init__(f"POST {path}: {failure.detail}")
