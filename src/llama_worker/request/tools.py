@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from llama_worker.config.settings import WorkerConfig
+from llama_worker.errors import described_error
 from llama_worker.request.messages import SignalEmitted
 from llama_worker.request.report import RequestTotals
 from llama_worker.request.turn import Turn
@@ -159,6 +160,17 @@ class ToolUse:
 
 class ToolResultError(Exception):
     """A tool returned what JSON cannot hold. The text says what it was, and why JSON cannot."""
+
+
+def call_result(name: str, call: Callable[[], Any]) -> tuple[bool, str]:
+    """Make the call of this tool: whether it worked, and what the model is told. Raises nothing."""
+    try:
+        return True, encode_result(call())
+    except ToolResultError as unfit:
+        return False, f"tool {name!r} returned what JSON cannot hold: {unfit}"
+    except BaseException as raised:
+        # SystemExit and KeyboardInterrupt in a tool are its failures, no more.
+        return False, f"tool {name!r} raised {described_error(raised)}"
 
 
 def encode_result(value: Any) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import takes
-from llama_worker.errors import described_error, is_shortage
+from llama_worker.errors import is_shortage
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
-from llama_worker.request.tools import ToolResultError, encode_result
+from llama_worker.request.tools import call_result
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.futures import log_exception
 from llama_worker.runtime.host.threads import run_probe, start_thread
@@ -68,14 +68,8 @@ class ToolCallThread:
             self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
 
     def _tell(self, loops: contextlib.ExitStack) -> None:
-        call, ok = self._order.call, False
-        try:
-            text, ok = encode_result(self._returned(loops)), True
-        except ToolResultError as unfit:
-            text = f"tool {call.name!r} returned what JSON cannot hold: {unfit}"
-        except BaseException as raised:
-            # SystemExit and KeyboardInterrupt in a tool are its failures, no more.
-            text = f"tool {call.name!r} raised {described_error(raised)}"
+        call = self._order.call
+        ok, text = call_result(call.name, lambda: self._returned(loops))
         ended = messages.CallEnded(
             turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=timers.now()
         )
