@@ -187,6 +187,15 @@ class LeasedRequest:
         else:
             self._conclude(self._turn_end.closed(failure))
 
+    def explained(self, failure: StreamFailure | None) -> StreamFailure | None:
+        """What to tell the client of a failure: the worker's own reason, where it has one."""
+        given_up = self.given_up
+        if failure is None or given_up is None or self.has_finished:
+            return failure
+        reason = given_up.fail_reason or RequestFailReason.UNKNOWN_ERROR
+        detail = f"{reason}: {given_up.fail_detail or 'the request was canceled'}"
+        return StreamFailure(reason=reason, detail=detail)
+
     def end(self, now: float) -> RequestRecord | None:
         """Who sent it is done with it: its record.
 

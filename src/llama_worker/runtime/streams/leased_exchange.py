@@ -14,7 +14,6 @@ from llama_worker.runtime.host import timers
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types.request import RequestFailReason
 
 SOON_S = 0.01  # a server that replies within it is not waited for
 _NOT_ADMITTED = Admitted(0, 0, "", 0.0)
@@ -136,14 +135,7 @@ class LeasedExchange:
                 request.closed(failure)
             return request.is_broken and not request.has_ended
 
-    def explained(self, failure: StreamFailure | None) -> StreamFailure | None:
-        """The worker's own reason for the failure, where it has one."""
-        given_up = self._request.given_up
-        if failure is None or given_up is None or self._request.has_finished:
-            return failure
-        reason = given_up.fail_reason or RequestFailReason.UNKNOWN_ERROR
-        detail = f"{reason}: {given_up.fail_detail or 'the request was canceled'}"
-        return StreamFailure(reason=reason, detail=detail)
+    explained = _locked(LeasedRequest.explained)
 
     @property
     def is_given_up(self) -> bool:
