@@ -54,24 +54,19 @@ class OpenFutures:
     def __init__(self) -> None:
         # one that nobody holds needs no answer
         self._open: WeakList[WorkerFuture[Any]] = WeakList()
-        self._closed_by: BaseException | None = None
+        self.closed_by: BaseException | None = None  # what `close` was called with
 
     def add(self, future: WorkerFuture[Any]) -> None:
         """Keep an eye on the future; it is failed at once where `close` came before."""
         self._open.add(future)
         # asked behind: `close` either finds the future or is seen here
-        if self._closed_by is not None:
-            future.fail(copy.copy(self._closed_by))
-
-    @property
-    def closed_by(self) -> BaseException | None:
-        """What `close` was called with; None before that."""
-        return self._closed_by
+        if self.closed_by is not None:
+            future.fail(copy.copy(self.closed_by))
 
     def close(self, error: BaseException) -> None:
         """Fail every open future, and every one still to come. The first call counts."""
-        if self._closed_by is None:
-            self._closed_by = error
+        if self.closed_by is None:
+            self.closed_by = error
         for future in self._open.alive():
             # its own: what is raised holds the frames of who called `get`
             future.fail(copy.copy(error))
