@@ -16,8 +16,8 @@ from llama_worker.actors.messages import ActorDied, ReportedIn, ReportIn, Worker
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
+from llama_worker.ports import Host, Runtime, Timer
 from llama_worker.runtime.host.futures import WorkerFuture, never_wait_here
-from llama_worker.runtime.ports import Host, Runtime, Timer
 from llama_worker.server.roll_call import Member
 
 M = TypeVar("M")

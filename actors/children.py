@@ -13,8 +13,8 @@ from llama_worker.actors.transport import TransportActor
 from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
+from llama_worker.ports import Runtime
 from llama_worker.request.messages import ToolMessage, TransportMessage
-from llama_worker.runtime.ports import Runtime
 from llama_worker.server.messages import LaunchFailed, ProcessMessage, WatchdogMessage
 from llama_worker.server.roll_call import Member
 

@@ -17,8 +17,8 @@ from llama_worker.actors.base import Child, LiveSet, message_types
 from llama_worker.actors.messages import WorkerMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
+from llama_worker.ports import Host, ServerProcess, Timer
 from llama_worker.request.messages import CheckServer, ServerChecked
-from llama_worker.runtime.ports import Host, ServerProcess, Timer
 from llama_worker.server import messages
 from llama_worker.server.termination import (
     Absent,

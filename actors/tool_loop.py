@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 from llama_worker.actors.base import Child, message_types
+from llama_worker.ports import ToolThread
 from llama_worker.request.messages import CallEnded, DropTool, RunTool, ToolMessage, TurnId
-from llama_worker.runtime.ports import ToolThread
 
 
 class ToolLoopActor(Child[ToolMessage]):

@@ -11,8 +11,8 @@ from typing import Any, assert_never
 
 from llama_worker.actors.base import Child, message_types
 from llama_worker.errors import described_error
+from llama_worker.ports import Stream
 from llama_worker.request import messages
-from llama_worker.runtime.ports import Stream
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason
 

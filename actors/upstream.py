@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.ports import Abortable, Host, UpstreamRuntime
 from llama_worker.request.messages import Abandon, ProgressReported, ServerChecked
 from llama_worker.request.table import Admitted
-from llama_worker.runtime.ports import Abortable, Host, UpstreamRuntime
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server import messages
 from llama_worker.server.watch import ServerWatch

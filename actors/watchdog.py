@@ -14,8 +14,8 @@ from typing import Any
 from llama_worker.actors.base import Child, message_types
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
+from llama_worker.ports import Abortable
 from llama_worker.request.messages import ReportProgress
-from llama_worker.runtime.ports import Abortable
 from llama_worker.server import messages
 from llama_worker.server.watch import ServerWatch
 

@@ -19,6 +19,7 @@ from llama_worker.config.command import masked_server_cmd
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import ConfigError, LlamaWorkerError, RequestRefused, WorkerClosed
 from llama_worker.mailbox import Reply, Tick
+from llama_worker.ports import Runtime
 from llama_worker.request.messages import (
     CountTokens,
     RequestEnded,
@@ -32,7 +33,6 @@ from llama_worker.request.report import lost_record
 from llama_worker.request.states import LAST_WORDS_S
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.runtime.host.open_futures import OpenFutures, WeakList
-from llama_worker.runtime.ports import Runtime
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.messages import Observed

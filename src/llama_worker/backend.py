@@ -18,9 +18,9 @@ from llama_worker.actors.worker import WorkerActor
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
 from llama_worker.mailbox import Reply
+from llama_worker.ports import Runtime
 from llama_worker.runtime.host.futures import WorkerFuture, flush_log
 from llama_worker.runtime.host.open_futures import OpenFutures
-from llama_worker.runtime.ports import Runtime
 from llama_worker.server.messages import Stop
 from llama_worker.types.request import NotFound, RequestResult, RequestState, SubmitResult
 

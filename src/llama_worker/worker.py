@@ -32,11 +32,11 @@ from llama_worker.config.validation import (
     optional,
     plain_str,
 )
+from llama_worker.ports import Runtime
 from llama_worker.request.messages import CancelRequest, CountTokens, GetStatus, ReadOutput
 from llama_worker.request.output import read_output
 from llama_worker.request.submission import valid_id, validate_submit
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
-from llama_worker.runtime.ports import Runtime
 from llama_worker.runtime.process.free_port import free_port
 from llama_worker.runtime.real import RealRuntime
 from llama_worker.server.messages import Drain, Restart, Start, Stop

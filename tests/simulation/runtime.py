@@ -13,6 +13,7 @@ from llama_worker.clock import ClockTimer
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError
 from llama_worker.mailbox import Mailbox, Reply
+from llama_worker.ports import Waitable
 from llama_worker.request.messages import (
     BiosWritten,
     CallEnded,
@@ -29,7 +30,6 @@ from llama_worker.request.messages import (
     WriteBios,
 )
 from llama_worker.runtime.http.token_count import COUNT_S
-from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.probes.readiness import unanswered
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.server.health import models_outcome, probe_timeout_s
@@ -65,7 +65,7 @@ _THREAD_START_S, _PROBE_S = 0.0002, 0.004  # until a new thread runs, until a pr
 
 
 class SimRuntime:
-    """One worker's runtime; see llama_worker.runtime.ports."""
+    """One worker's runtime; see llama_worker.ports."""
 
     def __init__(
         self, config: WorkerConfig, scheduler: Scheduler, machine: Machine, dice: Dice

@@ -15,6 +15,7 @@ from llama_worker.config.server_program import (
 )
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
+from llama_worker.ports import Waitable
 from llama_worker.request.messages import (
     BiosWritten,
     CountTokens,
@@ -30,7 +31,6 @@ from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
 from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.http.token_count import count_tokens
-from llama_worker.runtime.ports import Waitable
 from llama_worker.runtime.probes.gpu_watch import watch_gpus
 from llama_worker.runtime.probes.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.probes.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion

@@ -11,7 +11,7 @@ _MAX_LINE_BYTES = 8192  # a line without an end is cut into pieces of this
 
 
 class LogRing:
-    """The last lines of a worker's servers, newest last, with the API key masked. Thread-safe."""
+    """See `ports.ServerLog`; with the API key masked. Thread-safe."""
 
     def __init__(self, lines: int, *, api_key: str | None = None) -> None:
         self._api_key = api_key
@@ -43,11 +43,9 @@ class LogRing:
             self._launch_lines += len(lines)
 
     def lines(self) -> list[str]:
-        """All that are kept, those of earlier launches and an unfinished one among them."""
         return self._kept()[0]
 
     def tail(self, count: int) -> tuple[str, ...]:
-        """The newest `count` lines of the present launch."""
         lines, of_launch = self._kept()
         return tuple(lines[max(0, len(lines) - min(count, of_launch)) :])
 

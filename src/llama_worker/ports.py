@@ -1,5 +1,5 @@
-"""What the actors ask of the world: everything that waits, as small Protocols. `RealRuntime` is the
-real one.
+"""What the actors ask of the world: everything that waits, as small Protocols. `runtime.real` has
+the real one.
 
 The simulator has another (tests/simulation). The actors know neither: a WorkerActor is given its
 runtime. No method blocks; what takes time runs elsewhere and tells a mailbox when it is over. Where
@@ -22,7 +22,6 @@ from llama_worker.request.messages import (
     ToolThreadNews,
     WriteBios,
 )
-from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.server.messages import (
     EvidenceSeen,
     GpuFaulted,
@@ -85,6 +84,16 @@ class ServerProcess(Protocol):
         """Signal the tree; without effect once it is gone."""
 
 
+class ServerLog(Protocol):
+    """The last lines of a worker's servers, newest last."""
+
+    def lines(self) -> list[str]:
+        """All that are kept, those of earlier launches and an unfinished one among them."""
+
+    def tail(self, count: int) -> tuple[str, ...]:
+        """The newest `count` lines of the present launch."""
+
+
 class Abortable(Protocol):
     """A stream or a probe under way."""
 
@@ -140,7 +149,7 @@ class Runtime(Host, Protocol):
     """What one worker's actors ask of the world."""
 
     @property
-    def log(self) -> LogRing:
+    def log(self) -> ServerLog:
         """Read by the actor of the process alone."""
 
     @property
