@@ -29,11 +29,7 @@ class Children:
     """
 
     def __init__(
-        self,
-        parent: Ref[WorkerMessage],
-        live: LiveSet,
-        runtime: Runtime,
-        config: WorkerConfig,
+        self, parent: Ref[WorkerMessage], live: LiveSet, runtime: Runtime, config: WorkerConfig
     ) -> None:
         self._parent = parent
         self._live = live

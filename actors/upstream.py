@@ -32,12 +32,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
     role = "upstream"
     accepts = message_types(UpstreamMessage)
 
-    def __init__(
-        self,
-        live: LiveSet,
-        runtime: UpstreamRuntime,
-        timeouts: TimeoutProfile,
-    ) -> None:
+    def __init__(self, live: LiveSet, runtime: UpstreamRuntime, timeouts: TimeoutProfile) -> None:
         super().__init__(live, runtime)
         self._runtime = runtime
         self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0)

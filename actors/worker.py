@@ -49,11 +49,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
     accepts = message_types(messages.WorkerMessage)
 
     def __init__(
-        self,
-        live: LiveSet,
-        runtime: Runtime,
-        config: WorkerConfig,
-        open_futures: OpenFutures,
+        self, live: LiveSet, runtime: Runtime, config: WorkerConfig, open_futures: OpenFutures
     ) -> None:
         super().__init__(live, runtime)
         self._runtime = runtime

@@ -8,13 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from llama_worker.config.validation import (
-    checked_int,
-    checked_path,
-    checked_str,
-    optional,
-    shown,
-)
+from llama_worker.config.validation import checked_int, checked_path, checked_str, optional, shown
 from llama_worker.errors import MASK, ConfigError, masked
 
 SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")

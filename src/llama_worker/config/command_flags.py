@@ -12,13 +12,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from llama_worker.config.command import (
-    BATCH_FLAGS,
-    BATCH_SIZE,
-    SLOT_FLAGS,
-    flag_of,
-    flag_values,
-)
+from llama_worker.config.command import BATCH_FLAGS, BATCH_SIZE, SLOT_FLAGS, flag_of, flag_values
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.config.validation import did_you_mean
 

@@ -50,13 +50,7 @@ from llama_worker.request.progress import Progress, TurnProgress
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
 from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.stream.events import (
-    Finish,
-    ReasoningDelta,
-    ServerError,
-    StreamEvent,
-    TextDelta,
-)
+from llama_worker.stream.events import Finish, ReasoningDelta, ServerError, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, TurnOutcome
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus

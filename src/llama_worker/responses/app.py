@@ -50,10 +50,7 @@ class ResponsesApp:
     names."""
 
     def __init__(
-        self,
-        config: ResponsesProxyConfig,
-        proxy: Mailbox[ProxyMessage],
-        upstream: Upstream,
+        self, config: ResponsesProxyConfig, proxy: Mailbox[ProxyMessage], upstream: Upstream
     ) -> None:
         self._config = config
         self._proxy = proxy

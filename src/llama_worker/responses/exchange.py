@@ -63,12 +63,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        client: Client,
-        proxy: Mailbox[ProxyMessage],
-        upstream: Upstream,
-        *,
-        is_bounded: bool,
+        self, client: Client, proxy: Mailbox[ProxyMessage], upstream: Upstream, *, is_bounded: bool
     ) -> None:
         self.abort = Abort()
         self.leased = LeasedExchange(self.abort)  # without a lease, before `lease`

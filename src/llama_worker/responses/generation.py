@@ -22,11 +22,7 @@ from llama_worker.responses.api.conversation import (
     keeps_late_instructions,
     late_instructions_as_user,
 )
-from llama_worker.responses.api.echo import (
-    LLAMA_SERVER_SAMPLING,
-    sampling_echo,
-    sampling_of,
-)
+from llama_worker.responses.api.echo import LLAMA_SERVER_SAMPLING, sampling_echo, sampling_of
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest, response_id_of
 from llama_worker.responses.api.store import stored_response
@@ -319,11 +315,7 @@ class ResponseGenerator:
         return events
 
     def _run(
-        self,
-        run: ResponseRun,
-        exchange: Exchange,
-        request: HttpRequest,
-        chat_request: ChatRequest,
+        self, run: ResponseRun, exchange: Exchange, request: HttpRequest, chat_request: ChatRequest
     ) -> None:
         """Ask the upstream, and drive the response to its end. Raises ApiError where the client was
         sent nothing and the upstream refuses."""

@@ -69,12 +69,7 @@ def recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effect
 
 
 def lost_while_draining(
-    life: Lifecycle,
-    draining: Draining,
-    now: float,
-    detail: str,
-    *,
-    gone: bool = False,
+    life: Lifecycle, draining: Draining, now: float, detail: str, *, gone: bool = False
 ) -> Lifecycle:
     """What still ran fails; nobody wants another launch."""
     goal = ToStopped(then_start=draining.then_start, draining=True)

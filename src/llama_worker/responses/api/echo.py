@@ -33,10 +33,7 @@ def sampling_echo(body: Mapping[str, Any], defaults: Mapping[str, float]) -> dic
 
 
 def echo_of(
-    body: Mapping[str, Any],
-    tools: ToolSet,
-    choice: Choice,
-    text_format: Mapping[str, Any] | None,
+    body: Mapping[str, Any], tools: ToolSet, choice: Choice, text_format: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What is not of the API's form is left out."""
     reasoning = as_object(body.get("reasoning"))

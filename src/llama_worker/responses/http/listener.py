@@ -25,12 +25,7 @@ from functools import partial
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import AccessPolicy
-from llama_worker.responses.http.client import (
-    LINGER_S,
-    MAX_LINGER_S,
-    Client,
-    WaitingClients,
-)
+from llama_worker.responses.http.client import LINGER_S, MAX_LINGER_S, Client, WaitingClients
 from llama_worker.responses.http.request_reader import HttpRequest, Phase, RequestReader
 from llama_worker.runtime.host.threads import run_on_thread
 
@@ -233,8 +228,7 @@ class SocketListener:
         ):
             largest = max(self._waiting_clients, key=lambda waiting: waiting.pending_bytes)
             self._refuse(
-                largest,
-                ApiError(503, "too many requests are being sent at once", retry_after_s=1),
+                largest, ApiError(503, "too many requests are being sent at once", retry_after_s=1)
             )
 
     def _refuse(self, client: Client, refused: ApiError) -> None:
