@@ -239,6 +239,8 @@ def parse_uid(status: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def parse_anon(status: str) -> list[int]:
-    """Bytes of anonymous memory, by `status`: what is resident, and what is swapped out."""
-    return [int(kib) * 1024 for kib in _ANON.findall(status)]
+def parse_anon(status: str) -> int | None:
+    """Bytes of anonymous memory, resident and swapped out, by the `status` of one or more
+    processes; None where none of them says."""
+    amounts = _ANON.findall(status)
+    return sum(map(int, amounts)) * 1024 if amounts else None

@@ -207,7 +207,7 @@ def test_a_line_that_cannot_be_read_is_no_stat(line: str) -> None:
 
 def test_status_and_io_say_what_they_have() -> None:
     status = "Name:\tx\nUid:\t1\t2\t3\t4\nRssAnon:\t   8 kB\nRssFile:\t 9 kB\nVmSwap:\t  1 kB\n"
-    assert (parse_uid(status), parse_anon(status)) == (2, [8192, 1024])
-    assert (parse_uid(""), parse_anon("")) == (None, [])
+    assert (parse_uid(status), parse_anon(status)) == (2, 9216)
+    assert (parse_uid(""), parse_anon("")) == (None, None)
     assert parse_read_bytes("rchar: 99\nread_bytes: 7\nwrite_bytes: 8\n") == 7
     assert parse_read_bytes("cancelled_read_bytes: 7\nread_bytes: no\n") is None

@@ -19,17 +19,7 @@ from typing import Any, Final
 import psutil
 
 from llama_worker.errors import is_shortage
-from llama_worker.server.liveness import (
-    Counters,
-    ProcessActivity,
-    ProcessKey,
-    ProcessSample,
-    ProcessStat,
-    parse_anon,
-    parse_read_bytes,
-    parse_stat,
-    parse_uid,
-)
+from llama_worker.server import liveness
 from llama_worker.types.hooks import LivenessEvidence, LivenessProbe
 
 # a walk over the tree costs about 20 us a thread, a look at one process 12 us
@@ -68,8 +58,8 @@ class ProcessProbe:
 
     def reset(self) -> None:
         self._tree = _Tree()
-        self._root: ProcessKey | None = None
-        self._activity = ProcessActivity(self._ticks_per_second)
+        self._root: liveness.ProcessKey | None = None
+        self._activity = liveness.ProcessActivity(self._ticks_per_second)
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
         """What the server did lately; None at the first look, and where the root is gone or cannot
@@ -84,13 +74,13 @@ class ProcessProbe:
         for pid in self._tree.serving_pids(root_pid, now):
             stat = root if pid == root_pid else _read_stat(f"{self._proc}/{pid}/stat")
             if stat is not None:
-                processes[stat.key(pid)] = Counters(
+                processes[stat.key(pid)] = liveness.Counters(
                     cpu_ticks=stat.cpu_ticks,
-                    read_bytes=parse_read_bytes(_read(f"{self._proc}/{pid}/io") or ""),
+                    read_bytes=liveness.parse_read_bytes(_read(f"{self._proc}/{pid}/io") or ""),
                     major_faults=stat.major_faults,
                 )
         self._activity, evidence = self._activity.observe(
-            ProcessSample(at=now, processes=processes)
+            liveness.ProcessSample(at=now, processes=processes)
         )
         return evidence
 
@@ -162,11 +152,10 @@ class NvidiaProbe:
 def anon_bytes(root_pid: int) -> int | None:
     """RssAnon and VmSwap of the tree: what a leak grows, and mapped model files do not. None: it
     cannot be seen. Never raises."""
-    sizes: list[int] = []
     with suppress(OSError):
         pids = tree_pids(root_pid)
-        sizes = [size for pid in pids for size in parse_anon(_read(f"{PROC}/{pid}/status") or "")]
-    return sum(sizes) if sizes else None
+        return liveness.parse_anon("\n".join(_read(f"{PROC}/{pid}/status") or "" for pid in pids))
+    return None
 
 
 def process_evidence(root_pid: int) -> dict[str, Any]:
@@ -192,10 +181,10 @@ def _process_state(pid: int) -> dict[str, Any] | None:
         "pid": pid,
         "name": stat.name,
         "state": stat.state,
-        "uid": parse_uid(_read(f"{PROC}/{pid}/status") or ""),
+        "uid": liveness.parse_uid(_read(f"{PROC}/{pid}/status") or ""),
         "cpu_ticks": stat.cpu_ticks,
         "major_faults": stat.major_faults,
-        "read_bytes": parse_read_bytes(_read(f"{PROC}/{pid}/io") or ""),
+        "read_bytes": liveness.parse_read_bytes(_read(f"{PROC}/{pid}/io") or ""),
         "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
         "wchan": _read(f"{PROC}/{pid}/wchan") or "",
         # root alone may read it
@@ -303,8 +292,8 @@ def _children_by_psutil(root_pid: int) -> list[int]:
         return []
 
 
-def _read_stat(path: str) -> ProcessStat | None:
-    return parse_stat(_read(path) or "")
+def _read_stat(path: str) -> liveness.ProcessStat | None:
+    return liveness.parse_stat(_read(path) or "")
 
 
 def _read(path: str) -> str | None:
