@@ -83,7 +83,7 @@ def test_what_a_server_is_asked_while_something_lacks_is_asked_again(
     monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
     monkeypatch.setattr(readiness, "run_probe", lambda probe: probe())
     host: Any = SimpleNamespace(tell=told.append)
-    ReadinessProbe(CONFIG, Endpoint.of(CONFIG), epoch=3, root_pid=1, first=True, reply_to=host)
+    ReadinessProbe(CONFIG, epoch=3, root_pid=1, first=True, reply_to=host)
     assert [probed.outcome for probed in told] == [outcome]
 
 

@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any
 
 from llama_worker.config.server_program import (
-    host_environment,
-    server_environment,
     working_folder,
 )
 from llama_worker.config.settings import WorkerConfig
@@ -114,14 +112,7 @@ class RealRuntime(UpstreamQuestions):
 
     def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> GuardedServer:
         return GuardedServer(
-            epoch=epoch,
-            command=tuple(self._config.server_cmd),
-            environment=server_environment(host_environment(), self._config.env),
-            folder=self._folder,
-            address=(self._config.host, self._config.port),
-            log=self.log,
-            reply_to=reply_to,
-            name=self._name,
+            epoch=epoch, config=self._config, folder=self._folder, log=self.log, reply_to=reply_to
         )
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> StreamReader:
@@ -131,12 +122,7 @@ class RealRuntime(UpstreamQuestions):
         self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]
     ) -> ReadinessProbe:
         return ReadinessProbe(
-            self._config,
-            self._endpoint,
-            epoch=epoch,
-            root_pid=root_pid,
-            first=first,
-            reply_to=reply_to,
+            self._config, epoch=epoch, root_pid=root_pid, first=first, reply_to=reply_to
         )
 
     def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
@@ -155,15 +141,8 @@ class RealRuntime(UpstreamQuestions):
             start_thread(f"{self._name}-bios", tell_bios)
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
-        count_tokens(
-            order,
-            self._config,
-            self._endpoint,
-            f"{self._name}-count",
-            prompted=prompted,
-            n_ctx=n_ctx,
-            unix_now=self.unix_now(),
-        )
+        unix_now = self.unix_now()
+        count_tokens(order, self._config, prompted=prompted, n_ctx=n_ctx, unix_now=unix_now)
 
     def run_tool(self, order: RunTool) -> ToolCallThread:
         request_id, turn = order.turn_id

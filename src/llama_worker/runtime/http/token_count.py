@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from llama_worker.bios import PromptError
@@ -23,20 +24,14 @@ _MAX_REPLY_BYTES = 128 * 1024 * 1024  # the prompt as JSON, or its tokens, some 
 
 
 def count_tokens(
-    order: CountTokens,
-    config: WorkerConfig,
-    endpoint: Endpoint,
-    name: str,
-    *,
-    prompted: bool,
-    n_ctx: int,
-    unix_now: float,
+    order: CountTokens, config: WorkerConfig, *, prompted: bool, n_ctx: int, unix_now: float
 ) -> None:
     """Count on a thread of its own; the order's reply has its answer within COUNT_S.
 
     Raises RuntimeError where the system has no thread left.
     """
     abort = Abort()
+    post = partial(ask, Endpoint.of(config), "POST", abort=abort, max_bytes=_MAX_REPLY_BYTES)
 
     def give_up() -> None:
         """The BIOS provider may be what takes so long: nobody waits for the thread."""
@@ -44,20 +39,12 @@ def count_tokens(
         abort.abort()
 
     def fail(why: str) -> None:
-        shown = masked(f"the tokens could not be counted: {why}", endpoint.api_key)
+        shown = masked(f"the tokens could not be counted: {why}", config.api_key)
         order.reply.fail(LlamaWorkerError(shown))
 
     def asked(path: str, body: Mapping[str, Any], key: str) -> Any:
         """What the server's answer has under the key."""
-        status, reply = ask(
-            endpoint,
-            "POST",
-            path,
-            timeout_s=COUNT_S,
-            body=dict(body),
-            abort=abort,
-            max_bytes=_MAX_REPLY_BYTES,
-        )
+        status, reply = post(path, timeout_s=COUNT_S, body=body)
         answer = json_of(reply)
         value = answer.get(key) if isinstance(answer, dict) else None
         if status != 200 or not isinstance(value, list | str):
@@ -96,7 +83,7 @@ def count_tokens(
 
     timer = call_at(now() + COUNT_S, give_up)
     try:
-        run_on_thread(name, run)
+        run_on_thread(f"llama_worker-{config.name}-count", run)
     except RuntimeError:
         timer.cancel()
         raise

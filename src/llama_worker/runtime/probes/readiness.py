@@ -76,7 +76,6 @@ class ReadinessProbe(_Question):
     def __init__(
         self,
         config: WorkerConfig,
-        endpoint: Endpoint,
         *,
         epoch: int,
         root_pid: int,
@@ -86,7 +85,7 @@ class ReadinessProbe(_Question):
         self._config = config
         self._root_pid = root_pid
         self._first = first
-        super().__init__(endpoint, epoch=epoch, reply_to=reply_to)
+        super().__init__(Endpoint.of(config), epoch=epoch, reply_to=reply_to)
 
     def _run(self) -> None:
         timeout_s = probe_timeout_s(self._config.timeouts)

@@ -15,15 +15,22 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 from msgspec import Struct
 
-from llama_worker.config.server_program import ServerNotFound, interpreter, located
+from llama_worker.config.server_program import (
+    ServerNotFound,
+    host_environment,
+    interpreter,
+    located,
+    server_environment,
+)
+from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import never_wait_here
+from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.process import guard
 from llama_worker.runtime.process.free_port import can_listen
 from llama_worker.runtime.process.log_ring import LogRing
@@ -53,20 +60,16 @@ class GuardedServer:
         self,
         *,
         epoch: int,
-        command: tuple[str, ...],
-        environment: Mapping[str, str],
+        config: WorkerConfig,
         folder: str | None,
-        address: tuple[str, int],
         log: LogRing,
         reply_to: Mailbox[ServerNews],
-        name: str,
     ) -> None:
         self._epoch = epoch
-        self._command = command
+        self._config = config
         self._mark = f"{os.getpid()}.{epoch}.{time.monotonic_ns()}"
-        self._environment: Mapping[str, str] = environment  # until the launch
         self._folder = folder  # in which it runs; None, or where that is gone: the host's
-        self._address = address
+        self._address = config.host, config.port
         self._log = log
         self._reply_to = reply_to
         self._lock = threading.Lock()
@@ -83,7 +86,7 @@ class GuardedServer:
         self._lack_of_memory: str | None = None
         self.ended = False  # nothing of it is left; set before the last word is told
         log.begin_launch()
-        threading.Thread(target=self._run, name=f"{name}-server", daemon=True).start()
+        start_thread(f"llama_worker-{config.name}-server", self._run)
 
     def send(self, what: Signal) -> None:
         with self._lock:
@@ -153,10 +156,10 @@ class GuardedServer:
         self, cleanup: contextlib.ExitStack
     ) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The guard, which starts the server, and the connection of its reports."""
-        environment, self._environment = self._environment, {}
+        host = host_environment()
+        environment = server_environment(host, self._config.env)
         # A server does not inherit LLAMA_SERVER; it is for who looks for one.
-        host = {name: os.environ[name] for name in ("LLAMA_SERVER",) if name in os.environ}
-        command = located(self._command, {**host, **environment})
+        command = located(self._config.server_cmd, {**host, **environment})
         guards_end, control = _socket_pair(cleanup)
         _controls.add(control)
         cleanup.callback(_controls.discard, control)
@@ -263,7 +266,7 @@ class GuardedServer:
                 self._reaped = True
             case "failed":
                 number, _, why = rest.partition(" ")
-                self._failure = not_executed(self._command[0], int(number), why)
+                self._failure = not_executed(self._config.server_cmd[0], int(number), why)
 
     def _last_word(self) -> LaunchFailed | Exited:
         if self._server is None:
