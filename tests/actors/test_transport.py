@@ -16,7 +16,7 @@ import requests
 import sseclient
 
 from llama_worker import Canary, LlamaWorkerError, RestartPolicy, WorkerStartError
-from llama_worker.runtime.http.session import Endpoint
+from llama_worker.config.settings import Endpoint
 from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.stream.sse import SseDecoder
 from llama_worker.testing.scripts import (

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from llama_worker.actors.base import Ref
+from llama_worker.config.settings import Endpoint
 from llama_worker.request.table import Admitted
 from llama_worker.responses.api.events import ResponseEvents, sse
 from llama_worker.responses.generation import ChatExchange, EventSink, ResponseRun
@@ -23,7 +24,6 @@ from llama_worker.responses.http.reply import ReplyFramer
 from llama_worker.responses.http.request_reader import RequestReader
 from llama_worker.responses.messages import Enter, Leave, ListenerEnded, StopListening
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams import leased_exchange
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from tests.actors.conftest import WAIT_S

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
-from llama_worker.runtime.http.session import Endpoint
+from llama_worker.config.settings import Endpoint
 from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
     ReadinessProbe,

@@ -24,13 +24,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from llama_worker import clock
+from llama_worker.config.settings import Endpoint
 from llama_worker.errors import is_shortage
 from llama_worker.responses.generation import ChatExchange
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.timers import TimerThread
 from llama_worker.runtime.http import abortable_socket, session
 from llama_worker.runtime.http.abortable_socket import Abort, AbortableSocket, Aborted
-from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure

@@ -25,8 +25,9 @@ from llama_worker.cli.servers import make_ready
 from llama_worker.config.command_flags import KnownFlags, read_help
 from llama_worker.config.machine import CGROUP, memory_bytes, read_number
 from llama_worker.config.server_program import FoundServer
+from llama_worker.config.settings import Endpoint
 from llama_worker.config.validation import json_of
-from llama_worker.runtime.http.session import Endpoint, ask
+from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.probes.gpu_watch import gpus_in_use
 from llama_worker.runtime.probes.liveness_probes import load_nvml
 from llama_worker.server.traits import build_number, server_traits

@@ -36,8 +36,9 @@ from llama_worker.cli.top_rows import (
     plain_table,
 )
 from llama_worker.config.file import read_fleet
+from llama_worker.config.settings import Endpoint
 from llama_worker.config.validation import json_of
-from llama_worker.runtime.http.session import Endpoint, ask
+from llama_worker.runtime.http.session import ask
 
 _STATE_STYLES = {
     "ready": "green",

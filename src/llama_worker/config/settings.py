@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 from zoneinfo import ZoneInfo
 
+from msgspec import Struct
+
 from llama_worker.bios import default_bios
 from llama_worker.config.command import (
     BATCH_SIZE,
@@ -333,3 +335,30 @@ def _canonical(value: object) -> object:
             return {name: _canonical(part) for name, part in parts.items() if name != "check"}
         case _:
             return value
+
+
+class Endpoint(Struct, frozen=True, kw_only=True):
+    """Where a server listens, and what it wants to be shown."""
+
+    base_url: str
+    connect_timeout_s: float
+    api_key: str | None = None
+    ca_file: str | None = None  # what an https server's certificate is checked with
+
+    def __repr__(self) -> str:
+        """Without the key: whoever shows a traceback with its variables shows this."""
+        return f"Endpoint(base_url={self.base_url!r})"
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Endpoint:
+        """Where the config's server is reached from this machine."""
+        host = f"[{config.connect_host}]" if ":" in config.connect_host else config.connect_host
+        return cls(
+            base_url=f"http://{host}:{config.port}",
+            connect_timeout_s=config.timeouts.connect_timeout_s,
+            api_key=config.api_key,
+        )
+
+    def headers(self) -> dict[str, str]:
+        """For every request to the server."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

@@ -10,6 +10,7 @@ import pykka
 from msgspec import Struct
 
 from llama_worker.actors.messages import EndLease, Lease
+from llama_worker.config.settings import Endpoint
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.prompt import picks_slots
@@ -19,7 +20,6 @@ from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import Enter, Leave, ProxyMessage
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason, SubmitErrorCode, SubmitResult

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from llama_worker.config.settings import Endpoint
 from llama_worker.config.validation import json_of
 from llama_worker.responses.api.conversation import (
     TEMPLATE_PROBE,
@@ -33,7 +34,7 @@ from llama_worker.responses.pass_through import forwarded
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint, HttpReply
+from llama_worker.runtime.http.session import HttpReply
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure

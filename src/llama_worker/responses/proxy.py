@@ -11,6 +11,7 @@ import pykka
 from llama_worker.actors.base import LiveSet, Ref
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
+from llama_worker.config.settings import Endpoint
 from llama_worker.errors import ConfigError
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.actor import ResponsesProxyActor
@@ -18,7 +19,6 @@ from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.exchange import Upstream
 from llama_worker.responses.messages import ProxyMessage, StartListening, StopListening
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.real import UpstreamQuestions
 from llama_worker.startable import Startable
 from llama_worker.worker import LlamaWorker

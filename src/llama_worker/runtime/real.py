@@ -11,7 +11,7 @@ from typing import Any
 from llama_worker.config.server_program import (
     working_folder,
 )
-from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.settings import Endpoint, WorkerConfig
 from llama_worker.mailbox import Mailbox
 from llama_worker.ports import Waitable
 from llama_worker.request.messages import (
@@ -27,7 +27,6 @@ from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import OneAtATime, ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
-from llama_worker.runtime.http.session import Endpoint
 from llama_worker.runtime.http.token_count import count_tokens
 from llama_worker.runtime.probes.gpu_watch import watch_gpus
 from llama_worker.runtime.probes.liveness_probes import anon_bytes, default_probes, process_evidence

@@ -20,10 +20,9 @@ from typing import Any
 import requests
 import requests.adapters
 import urllib3
-from msgspec import Struct
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.settings import Endpoint
 from llama_worker.errors import described_error, is_shortage
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.http.abortable_socket import (
@@ -43,33 +42,6 @@ _MAX_REPLY_BYTES = 4 * 1024 * 1024  # of a small question: /props holds the chat
 _MAX_ERROR_BODY_BYTES = 64 * 1024
 _ERROR_BODY_S = 2.0  # for what an error status says, from the headers on
 _SHOWN_CHARS = 40  # of what is not HTTP
-
-
-class Endpoint(Struct, frozen=True, kw_only=True):
-    """Where a server listens, and what it wants to be shown."""
-
-    base_url: str
-    connect_timeout_s: float
-    api_key: str | None = None
-    ca_file: str | None = None  # what an https server's certificate is checked with
-
-    def __repr__(self) -> str:
-        """Without the key: whoever shows a traceback with its variables shows this."""
-        return f"Endpoint(base_url={self.base_url!r})"
-
-    @classmethod
-    def of(cls, config: WorkerConfig) -> Endpoint:
-        """Where the config's server is reached from this machine."""
-        host = f"[{config.connect_host}]" if ":" in config.connect_host else config.connect_host
-        return cls(
-            base_url=f"http://{host}:{config.port}",
-            connect_timeout_s=config.timeouts.connect_timeout_s,
-            api_key=config.api_key,
-        )
-
-    def headers(self) -> dict[str, str]:
-        """For every request to the server."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 class HttpReply:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from llama_worker.bios import PromptError
-from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.settings import Endpoint, WorkerConfig
 from llama_worker.config.validation import json_of
 from llama_worker.errors import LlamaWorkerError, described_error, masked
 from llama_worker.request.messages import CountTokens
@@ -15,7 +15,7 @@ from llama_worker.request.prompt import Prompts, bios_text
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.host.timers import call_at, now
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint, ask
+from llama_worker.runtime.http.session import ask
 from llama_worker.stream.failure import StreamFailure, describe_http_error, refuses_tools
 from llama_worker.types.request import TokenCount
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
-from llama_worker.config.settings import WorkerConfig
+from llama_worker.config.settings import Endpoint, WorkerConfig
 from llama_worker.config.validation import json_of
 from llama_worker.errors import described_error, is_shortage, masked
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint, ask
+from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.probes.liveness_probes import PROC, listening_ports, tree_pids
 from llama_worker.server.health import (
     PROBE_TIMEOUT_S,

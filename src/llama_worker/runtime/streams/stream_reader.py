@@ -8,13 +8,14 @@ import select
 import socket
 import threading
 
+from llama_worker.config.settings import Endpoint
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import Endpoint, HttpReply, no_reply, post_chat
+from llama_worker.runtime.http.session import HttpReply, no_reply, post_chat
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.stream.lazy_reading import LazyReading, Portion
 from llama_worker.stream.response import ChatBody
