@@ -33,7 +33,7 @@ from tests.runtime.conftest import MakeServer, make_server
 __all__ = ["make_server"]  # a fixture
 
 EVENTS = 100
-MAX_CALLS = 48  # of Python functions, for one event
+MAX_CALLS = 47  # of Python functions, for one event
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

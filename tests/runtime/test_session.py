@@ -288,7 +288,12 @@ def test_without_trust_there_is_no_connection(
 
 def test_a_broken_tls_connection_kills_no_host(make_server: MakeServer, certificate: Path) -> None:
     came: list[int] = []
-    server = make_server(lambda connection: connection.sendall(b"x"), certificate)
+
+    def serve(connection: socket.socket) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))  # it is of this process, too
+        connection.sendall(b"x")
+
+    server = make_server(serve, certificate)
 
     def write() -> None:
         abort = Abort()
@@ -489,7 +494,7 @@ def test_time_in_which_this_program_did_not_run_is_not_the_servers(
         stopped_s[0] = 3600.0
         with own._changed:
             own._changed.notify()  # it sees what time it is
-        eventually(lambda: own._clock._stands_until is not None, "the clock stands")
+        eventually(lambda: own.clock._stands_until is not None, "the clock stands")
         connection.sendall(EMPTY_OBJECT)
 
     assert ask(make_server(serve).port, within_s=WAIT_S) == (200, b"{}")

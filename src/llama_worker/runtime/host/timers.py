@@ -22,18 +22,9 @@ class TimerThread:
     """A patient clock and the daemon thread that waits for the first of its timers."""
 
     def __init__(self) -> None:
-        self._clock = PatientClock()
-        self._changed = threading.Condition()  # guards the clock's timers
+        self.clock = PatientClock()
+        self._changed = threading.Condition()  # guards its timers
         self._thread: threading.Thread | None = None
-
-    def now(self) -> float:
-        """See `PatientClock.now`."""
-        return self._clock.now(time.monotonic())
-
-    @property
-    def lost_s(self) -> float:
-        """See `PatientClock.lost_s`."""
-        return self._clock.lost_s
 
     def start(self) -> None:
         """Start the thread, unless it runs. Early: from Python 3.12 on a host that exits can start
@@ -48,9 +39,9 @@ class TimerThread:
         """Make the call on the timer thread once `now` has reached `at`. It must not block."""
         self.start()
         with self._changed:
-            wakes_at = self._clock.wakes_at
-            timer = self._clock.call_at(at, call, time.monotonic())
-            if self._clock.wakes_at != wakes_at:
+            wakes_at = self.clock.wakes_at
+            timer = self.clock.call_at(at, call, time.monotonic())
+            if self.clock.wakes_at != wakes_at:
                 self._changed.notify()
         return timer
 
@@ -70,8 +61,8 @@ class TimerThread:
 
     def _wait_for_due(self) -> ClockTimer:
         with self._changed:
-            while (timer := self._clock.due(system := time.monotonic())) is None:
-                wakes_at = self._clock.wakes_at
+            while (timer := self.clock.due(system := time.monotonic())) is None:
+                wakes_at = self.clock.wakes_at
                 self._changed.wait(
                     None if wakes_at is None else min(wakes_at - system, threading.TIMEOUT_MAX)
                 )
@@ -83,12 +74,12 @@ _timers = TimerThread()
 
 def now() -> float:
     """Seconds of the patient clock that all workers of this process share: any thread."""
-    return _timers.now()
+    return _timers.clock.now(time.monotonic())
 
 
 def lost_s() -> float:
     """By how much it is behind `time.monotonic()`."""
-    return _timers.lost_s
+    return _timers.clock.lost_s
 
 
 def call_at(at: float, call: Callable[[], object]) -> ClockTimer:

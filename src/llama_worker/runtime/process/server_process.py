@@ -141,10 +141,8 @@ class GuardedServer:
     def _live(self, cleanup: contextlib.ExitStack) -> LaunchFailed | Exited:
         """Start the guard, watch until it has ended; the thread's last word."""
         if not can_listen(self._address):
-            taken = (
-                f"{self._address[0]}:{self._address[1]} is taken by another process: end it, or "
-                "take another port"
-            )
+            host, port = self._address
+            taken = f"{host}:{port} is taken by another process: end it, or take another port"
             return self._not_started(taken, StartFailReason.PORT_IN_USE)
         try:
             guardian, reports_from = self._start_guard(cleanup)
@@ -254,14 +252,9 @@ class GuardedServer:
                 self._reply_to.tell(Launched(epoch=self._epoch, pid=pid))
             case "died":
                 self._told_death, self._returncode = True, int(rest)
-                self._lack_of_memory = self._judge_memory()
-                self._reply_to.tell(
-                    Died(
-                        epoch=self._epoch,
-                        returncode=self._returncode,
-                        lack_of_memory=self._lack_of_memory,
-                    )
-                )
+                self._lack_of_memory = lack = self._judge_memory()
+                died = Died(epoch=self._epoch, returncode=self._returncode, lack_of_memory=lack)
+                self._reply_to.tell(died)
             case "gone":
                 self._reaped = True
             case "failed":
