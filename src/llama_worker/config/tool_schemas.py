@@ -27,6 +27,9 @@ _KEYWORDS = (
     *("example", "nullable", "discriminator", "externalDocs"),  # OpenAPI
 )
 _NEAR = 0.8
+# Of a string or an array that has less room than it needs, a server makes a grammar that takes all
+# of the machine's memory (b11434).
+_BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
 # What else a schema may get its properties from: then a name that is not among them may be right.
 _COMPOSING = {"$ref", "allOf", "anyOf", "oneOf", "then", "else", "dependentSchemas"}
 _COMPOSING |= {"patternProperties", "additionalProperties"}
@@ -109,6 +112,7 @@ def _check_schema(where: str, schema: dict[str, Any]) -> None:
     for path, part in _object_schemas("", schema):
         _check_keys(f"{where}{path}", part, _KEYWORDS)
         _check_required(f"{where}{path}", part)
+        _check_bounds(f"{where}{path}", part)
 
 
 def _what_is_wrong(error: Any) -> str:
@@ -137,3 +141,11 @@ def _check_required(where: str, schema: Mapping[str, Any]) -> None:
         if name not in names:
             hint = did_you_mean(name, names) or f"there are {', '.join(names) or 'none'}"
             raise ConfigError(f"{where}: required names {name!r}, which is no property; {hint}")
+
+
+def _check_bounds(where: str, schema: Mapping[str, Any]) -> None:
+    for low, high in _BOUNDS:
+        if low in schema and high in schema and schema[low] > schema[high]:
+            raise ConfigError(
+                f"{where}: {low} {schema[low]} is above {high} {schema[high]}; nothing fits both"
+            )

@@ -54,6 +54,10 @@ def taking(**schema: Any) -> dict[str, Any]:
             taking(properties={"at": {"type": "object", "properties": {}, "required": ["x"]}}),
             "parameters.properties.at: required names 'x'",
         ),
+        (
+            taking(properties={"at": {"type": "string", "minLength": 5, "maxLength": 2}}),
+            "parameters.properties.at: minLength 5 is above maxLength 2; nothing fits both",
+        ),
         (tool("get weather"), "'get weather' must be up to 128 letters, digits and _ - . : /"),
         (tool("a" * 129), "up to 128"),
     ],
@@ -97,6 +101,7 @@ def test_what_defines_no_tools_is_refused(
         taking(type="object", required=["a"], additionalProperties=NUMBER),
         taking(properties={}, required=["a"], allOf=[{"properties": {"a": NUMBER}}]),
         taking(required=["b"], **{"if": {}, "then": {"properties": {"b": NUMBER}}}),
+        taking(properties={"a": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2}}),
         taking(required=["b"], dependentSchemas={"a": {"properties": {"b": NUMBER}}}),
         taking(**{"$ref": "#/$defs/all", "$defs": {"all": {"type": "object"}}}),
         taking(**{"$schema": "http://json-schema.org/draft-07/schema#"}, additionalItems=False),
