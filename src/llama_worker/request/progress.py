@@ -180,7 +180,8 @@ class TurnProgress:
     def tokens_per_second(self) -> float | None:
         """As the server measured it, else over the deltas; None where neither is known."""
         if self.timings is not None and self.timings.predicted_per_second is not None:
-            return self.timings.predicted_per_second
+            # 0 is what b11434 says of a single token, which has no speed
+            return self.timings.predicted_per_second or None
         if (
             self.first_token_at is None
             or self.last_token_at is None

@@ -100,6 +100,12 @@ def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     assert it.tokens_per_second() == 40.0
 
 
+def test_a_single_token_has_no_speed() -> None:
+    it = TurnProgress(0.0)
+    hear(it, events.TextDelta("a"), events.TimingsReport(0, 39, 1, 0.0), at=1.0)
+    assert it.tokens_per_second() is None
+
+
 def test_prompt_progress_is_data_only_where_it_grows() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
