@@ -267,8 +267,10 @@ def request_body(
     }
     if config.max_tokens is not None:
         body["max_tokens"] = config.max_tokens
-    body.update(config.default_params)
-    body.update(params)
+    for given in (config.default_params, params):
+        if not given.keys().isdisjoint(_TOKEN_LIMITS):  # one limit, by any of its names
+            body = {name: value for name, value in body.items() if name not in _TOKEN_LIMITS}
+        body.update(given)
     for owned in OWNED_PARAMS:
         body.pop(owned, None)
     body["messages"] = conversation.messages()

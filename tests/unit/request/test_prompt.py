@@ -278,6 +278,14 @@ def test_params_win_over_default_params_and_those_over_defaults() -> None:
     assert "max_tokens" not in body(config(max_tokens=None))
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_a_token_limit_wins_by_any_of_its_names(name: str) -> None:
+    of = config(default_params={"max_completion_tokens": 100, "n_predict": 100})
+    limited = body(of, {name: 5})
+    limits = {"max_tokens", "max_completion_tokens", "n_predict"}
+    assert {key: value for key, value in limited.items() if key in limits} == {name: 5}
+
+
 def test_what_the_worker_owns_is_replaced() -> None:
     owned: dict[str, Any] = {"messages": [], "tools": [{"x": 1}], "stream": False}
     before = copy.deepcopy(owned)
