@@ -8,6 +8,7 @@ import errno
 import math
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from llama_worker.responses.http import listener
 from llama_worker.responses.http.client import Client as ProxyClient
 from llama_worker.responses.http.listener import SocketListener
 from llama_worker.responses.http.request_reader import HttpRequest
+from llama_worker.responses.proxy import ResponsesProxy
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
@@ -286,6 +288,18 @@ def test_a_forked_child_keeps_no_socket(fake: Client) -> None:
             os.close(end)
             os.close(begin)
             assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_waits_for_none_of_its_parents_threads() -> None:
+    config = ResponsesProxyConfig(upstream=f"http://{HOST}:1")
+    with contextlib.closing(ResponsesProxy(config)) as proxy:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # for what takes no time
+            is_answered = proxy.start().done()
+            proxy.close()
+            os._exit(0 if is_answered else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_without_descriptors_it_waits_without_spinning(fake: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,7 @@ class ResponsesProxy(Startable):
         if (config.upstream is None) is (worker is None):
             raise ConfigError("give one of upstream (in the config) and worker")
         self._live = LiveSet()
+        self._pid = os.getpid()
         self._upstream: Ref[UpstreamMessage] | None = None  # the actor, where it is ours
         if worker is not None:
             server = Endpoint.of(worker.config)
@@ -98,14 +100,18 @@ class ResponsesProxy(Startable):
         return f"http://[{host}]:{self.port}/v1" if ":" in host else f"http://{host}:{self.port}/v1"
 
     def start(self) -> WorkerFuture[int]:
-        """Listen. Resolves with the port; raises OSError where it cannot be had. Once; later calls
-        repeat it."""
-        if not self._ref.tell(StartListening(reply=self._port)):
+        """Listen. Resolves with the port; raises OSError where it cannot be had, RuntimeError after
+        `close` and in a forked child. Once; later calls repeat it."""
+        if os.getpid() != self._pid:
+            self._port.fail(RuntimeError(f"the proxy is that of process {self._pid}"))
+        elif not self._ref.tell(StartListening(reply=self._port)):
             self._port.fail(RuntimeError("the proxy is closed"))
         return self._port
 
     def close(self) -> None:
         """Cut what runs and stop listening. Blocks until no thread is left; idempotent."""
+        if os.getpid() != self._pid:
+            return  # a forked child has none of the threads
         future: WorkerFuture[None] = WorkerFuture()
         if self._ref.tell(StopListening(reply=future)):
             with contextlib.suppress(pykka.Timeout):  # of an actor that has crashed
