@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -612,3 +613,29 @@ def test_a_forked_child_needs_no_lock_of_the_parents_requests(
 ) -> None:
     with AbortableSocket.abort._lock, pytest.raises(ConnectionRefusedError):
         abortable_socket.connect(Abort(), HOST, free_port(), WAIT_S)
+
+
+def test_what_is_given_up_ends_at_the_server_also_where_a_child_has_a_copy(
+    make_server: MakeServer,
+) -> None:
+    is_here, is_copied = threading.Event(), threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        is_here.set()
+        is_copied.wait(WAIT_S)
+        connection.sendall(JSON_HEAD + b"Content-Length: 99\r\n\r\nmore than 2")
+
+    server, abort = make_server(serve), Abort()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            partial(
+                session.ask, at(server.port), "GET", "/", timeout_s=WAIT_S, max_bytes=2, abort=abort
+            )
+        )
+        assert is_here.wait(WAIT_S)
+        assert abort._socket is not None
+        with abort._socket.dup():  # as by a fork
+            is_copied.set()
+            assert isinstance(asked.exception(WAIT_S), ValueError)
+            assert server.closed.wait(WAIT_S)

@@ -137,6 +137,9 @@ class _Abortable:
 
     def close(self) -> None:
         self.abort.detach()
+        with contextlib.suppress(OSError):  # it was not connected, or is no longer
+            # a child that the host has forked may hold a copy, which would keep it open
+            self.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         super().close()  # type: ignore[misc]
 
 
