@@ -43,9 +43,12 @@ class ServerNotFound(ConfigError):
     helps."""
 
     def __init__(self, what: str, todo: str) -> None:
-        super().__init__(f"{what}; {todo}")
+        super().__init__(what, todo)  # as given: so that it can be pickled
         self.what = what
         self.todo = todo
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.todo}"
 
 
 def find_server(

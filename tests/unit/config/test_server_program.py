@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,9 @@ def test_without_a_folder_of_python_none_is_searched(
     monkeypatch.setattr(server_program, "_packaged", lambda: None)
     with pytest.raises(ServerNotFound):
         find_server(None, option="executable", environment={"PATH": "/nowhere"})
+
+
+def test_what_was_not_found_can_be_pickled() -> None:
+    """An exception that cannot leaves a `multiprocessing.Pool` waiting for ever."""
+    error = ServerNotFound("no llama-server", "get one")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "no llama-server; get one"
