@@ -116,7 +116,7 @@ def test_a_prompt_beyond_the_context_fails_with_the_servers_own_words(chat: Llam
 @pytest.mark.parametrize(
     ("words", "reached", "phase"),
     [
-        pytest.param(150, is_reading, RequestPhase.PREFILL, id="in prefill"),
+        pytest.param(230, is_reading, RequestPhase.PREFILL, id="in prefill"),
         pytest.param(1, is_generating, RequestPhase.GENERATING, id="in generation"),
     ],
 )

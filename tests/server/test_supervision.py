@@ -87,7 +87,8 @@ def assert_serves(worker: LlamaWorker) -> None:
 def test_a_killed_server_fails_its_request_at_once_in_every_phase_and_comes_back_by_itself(
     serve: Serve,
 ) -> None:
-    phases: list[tuple[int, Reached]] = [(150, is_reading), (1, is_generating), (1, is_generating)]
+    # long, since the thin model reads in no time
+    phases: list[tuple[int, Reached]] = [(900, is_reading), (1, is_generating), (1, is_generating)]
     # so it is the death itself that is told
     nobody_looks = TimeoutProfile(liveness_probe_interval_s=3600.0, health_probe_interval_s=None)
     with LlamaWorker(serve(slot_tokens=32_768, timeouts=nobody_looks)) as worker:
@@ -136,7 +137,8 @@ def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(serve: 
     ]
     with ExitStack() as stack:
         workers = [
-            LlamaWorker(serve(name=f"worker-{number}", timeouts=IMPATIENT))
+            # the whole model: a thin one is through with a prompt before anybody looks
+            LlamaWorker(serve(name=f"worker-{number}", timeouts=IMPATIENT, whole=True))
             for number in range(len(halts))
         ]
         for worker in workers:
