@@ -51,7 +51,7 @@ def test_a_request_streams_to_its_end_with_usage_and_timings(chat: LlamaWorker) 
     assert result["usage"]["prompt_tokens"] > 10
     assert 5 <= result["usage"]["completion_tokens"] <= len(text.encode())
     timings = result["timings"]
-    assert 0 < timings["ttft_s"] <= timings["total_s"]
+    assert 0 <= timings["ttft_s"] <= timings["total_s"]
     assert timings["tokens_per_second"] > 0
 
 
@@ -134,7 +134,7 @@ def test_a_cancel_frees_the_servers_slots_and_keeps_the_output(
         )
         assert result["text"] == "" if reached is is_reading else is_ticking(result["text"])
         if reached is is_generating:
-            assert 0 < result["timings"]["ttft_s"] < result["timings"]["total_s"]
+            assert 0 <= result["timings"]["ttft_s"] <= result["timings"]["total_s"]
     ids = [submitted(chat, f"after-{slot}", f"{slot}", **forced("Served.")) for slot in range(2)]
     assert [ended(chat, request_id)["text"] for request_id in ids] == ["Served."] * 2
     # Once only: what asks for the slots puts off the server's look for closed connections (b11434).

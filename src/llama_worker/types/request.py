@@ -229,7 +229,7 @@ class OutputLoop(TypedDict, total=False):
 
 
 class Timings(TypedDict, total=False):
-    """How long a request took.
+    """How long a request took, without the time in which this program did not run.
 
     Attributes:
         ttft_s: seconds from admission to the first token, if one came.
