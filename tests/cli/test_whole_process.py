@@ -9,8 +9,8 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,7 +121,7 @@ def test_a_signal_sent_twice_is_one(
     monkeypatch: pytest.MonkeyPatch, again: signal.Signals, later_s: float, exits: list[int]
 ) -> None:
     now, ended_with = [100.0], list[int]()
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(os, "_exit", ended_with.append)
     with interrupts.Interrupts() as heard:
         signal.raise_signal(signal.SIGTERM)
