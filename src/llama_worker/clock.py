@@ -47,11 +47,12 @@ class PatientClock:
     """A clock with timers, which never passes one that is still to be fired.
 
     One that is more than LATE_S overdue shows that the time since was lost. The clock stands at its
-    instant for STANDS_S, and goes on from there; so nobody who reads it learns of the gap, not even
-    who comes first behind it. Not thread-safe, but for `now` and `lost_s`.
+    instant for `stands_s`, and goes on from there; so nobody who reads it learns of the gap, not
+    even who comes first behind it. Not thread-safe, but for `now` and `lost_s`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stands_s: float = STANDS_S) -> None:
+        self._stands_s = stands_s
         self._heap: list[tuple[float, int, ClockTimer]] = []
         self._numbers = itertools.count()
         self._sweep_at = _SWEEP_MIN
@@ -111,7 +112,7 @@ class PatientClock:
 
     def _is_standing(self, system: float) -> bool:
         if self._stands_until is None:
-            self._stands_until = system + STANDS_S
+            self._stands_until = system + self._stands_s
         return system < self._stands_until
 
     def _go_on_from(self, at: float, system: float) -> None:

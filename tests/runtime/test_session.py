@@ -19,12 +19,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
 
-from llama_worker import clock
+from llama_worker.clock import PatientClock
 from llama_worker.config.settings import Endpoint
 from llama_worker.errors import is_shortage
 from llama_worker.responses.generation import ChatExchange
@@ -483,22 +482,24 @@ def test_time_in_which_this_program_did_not_run_is_not_the_servers(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped for an hour as soon as it has asked, and the server, too."""
-    stopped_s, own, monotonic = [0.0], TimerThread(), time.monotonic
-    monkeypatch.setattr(
-        timers, "time", Mock(wraps=time, monotonic=lambda: monotonic() + stopped_s[0])
-    )
+    stopped_s = [0.0]
+    clock = PatientClock(stands_s=100 * WAIT_S)  # however slow this machine is
+    own = TimerThread(clock, lambda: time.monotonic() + stopped_s[0])
     monkeypatch.setattr(timers, "_timers", own)
-    monkeypatch.setattr(clock, "STANDS_S", 100 * WAIT_S)  # however slow this machine is
 
     def serve(connection: socket.socket) -> None:
         connection.recv(1 << 16)
         stopped_s[0] = 3600.0
         with own._changed:
             own._changed.notify()  # it sees what time it is
-        eventually(lambda: own.clock._stands_until is not None, "the clock stands")
+        eventually(lambda: clock._stands_until is not None, "the clock stands")
         connection.sendall(EMPTY_OBJECT)
 
     assert ask(make_server(serve).port, within_s=WAIT_S) == (200, b"{}")
+    # The timers of whoever else lives in this process are not left standing.
+    with own._changed:
+        stopped_s[0], clock._stands_until = 0.0, None
+        own._changed.notify()
 
 
 # ------------------------------------------------------------ aborts

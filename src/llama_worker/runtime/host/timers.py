@@ -19,10 +19,14 @@ _logger = logging.getLogger("llama_worker.timers")
 
 
 class TimerThread:
-    """A patient clock and the daemon thread that waits for the first of its timers."""
+    """A patient clock and the daemon thread that waits for the first of its timers. `system` is the
+    machine's clock."""
 
-    def __init__(self) -> None:
-        self.clock = PatientClock()
+    def __init__(
+        self, clock: PatientClock | None = None, system: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock = clock or PatientClock()
+        self.system = system
         self._changed = threading.Condition()  # guards its timers
         self._thread: threading.Thread | None = None
 
@@ -40,7 +44,7 @@ class TimerThread:
         self.start()
         with self._changed:
             wakes_at = self.clock.wakes_at
-            timer = self.clock.call_at(at, call, time.monotonic())
+            timer = self.clock.call_at(at, call, self.system())
             if self.clock.wakes_at != wakes_at:
                 self._changed.notify()
         return timer
@@ -61,7 +65,7 @@ class TimerThread:
 
     def _wait_for_due(self) -> ClockTimer:
         with self._changed:
-            while (timer := self.clock.due(system := time.monotonic())) is None:
+            while (timer := self.clock.due(system := self.system())) is None:
                 wakes_at = self.clock.wakes_at
                 self._changed.wait(
                     None if wakes_at is None else min(wakes_at - system, threading.TIMEOUT_MAX)
@@ -74,7 +78,8 @@ _timers = TimerThread()
 
 def now() -> float:
     """Seconds of the patient clock that all workers of this process share: any thread."""
-    return _timers.clock.now(time.monotonic())
+    timers = _timers
+    return timers.clock.now(timers.system())
 
 
 def lost_s() -> float:
