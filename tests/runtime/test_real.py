@@ -13,6 +13,9 @@ from llama_worker.runtime import real
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
 
+LOST_S = 30.0  # by which the clock of all limits is behind
+
+
 class Clocks:
     """The machine's: they run on, are set, and one of them stands still while it is suspended."""
 
@@ -39,6 +42,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
         time=lambda: clocks.unix,
     )
     monkeypatch.setattr(real, "time", scripted)
+    monkeypatch.setattr(real, "lost_s", lambda: LOST_S)
     return clocks
 
 
@@ -46,7 +50,7 @@ def test_unix_instants_follow_a_suspend_and_no_other_clock(clocks: Clocks) -> No
     runtime = real.RealRuntime(CONFIG)
 
     def unix() -> float:
-        return clocks.monotonic + runtime.unix_offset()
+        return clocks.monotonic - LOST_S + runtime.unix_offset()
 
     clocks.run(10.0)
     assert unix() == clocks.unix
