@@ -155,7 +155,7 @@ class Invariants:
             self, bench.config.timeouts.stop_grace_s, bench.config.timeouts.kill_timeout_s
         )
         self.called_at = -math.inf  # start(), stop(), drain() or restart(), last
-        self._ending: Ending | None = None
+        self._ending_epoch: int | None = None  # of the latest launch that was ended
         self._decisions: list[tuple[int, str, str]] = []  # on restarts, by this message
         self.restarts_count = 0  # as seen
         # when, by both clocks, which process
@@ -307,7 +307,7 @@ class Invariants:
             self._check_decision(*decision)
         self._decisions.clear()
         if isinstance(life.state, Ending) and not life.state.gone:
-            self._expect_signal(life.state, message)
+            self._expect_signal(life.state, life.epoch, message)
         if isinstance(life.state, BackingOff) and life.state is not self._backing_off:
             self._backing_off = life.state
             self._expect_launch(life.state)
@@ -322,17 +322,17 @@ class Invariants:
             lambda: self.lifecycle.state is not backing_off,
         )
 
-    def _expect_signal(self, ending: Ending, cause: Any) -> None:
-        if self._ending is None or self._ending.epoch != ending.epoch:
+    def _expect_signal(self, ending: Ending, epoch: int, cause: Any) -> None:
+        if self._ending_epoch != epoch:
             is_killed = ending.closing_until is None and type(cause) is not Died
             kept_at = self.killed_with_evidence[-1][0] if self.killed_with_evidence else -math.inf
             if is_killed and kept_at < self.now:
-                what = f"launch {ending.epoch} is killed for {cause}, and no evidence is kept"
+                what = f"launch {epoch} is killed for {cause}, and no evidence is kept"
                 raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
             for process in self._machine.launched[-1:]:
-                if process.epoch == ending.epoch:
+                if process.epoch == epoch:
                     self._signals.expect_some(process)
-        self._ending = ending
+        self._ending_epoch = epoch
 
     def _check_waiters(self, message: Any) -> None:
         """A drain ends soon after the last request; who waits for a slot waits no longer than

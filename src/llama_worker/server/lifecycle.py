@@ -73,7 +73,7 @@ def step(  # noqa: C901  one line per case
         case _, Stop(grace_s=grace_s):
             return _stop(life, now, life.stop_grace_s if grace_s is None else grace_s)
         case Ready(), Drain():
-            return replace(life, state=Draining(epoch=life.epoch)), ()
+            return replace(life, state=Draining()), ()
         case Draining(then_start=True) as draining, Drain():  # the later order counts
             drained_only = replace(life, state=replace(draining, then_start=False))
             return drained_only, (Resolve(Start, _stopped_by("drain()")),)
@@ -88,9 +88,7 @@ def step(  # noqa: C901  one line per case
         case _, Restart(reason=reason):
             return _restart_by_hand(life, now, reason)
         case Launching(), BecameReady():  # the server answers, and it is ours
-            ready = replace(
-                life, state=Ready(epoch=life.epoch), budget=life.budget.became_ready(now)
-            )
+            ready = replace(life, state=Ready(), budget=life.budget.became_ready(now))
             return ready, (Resolve(Start),)
         case _, LaunchFailed(reason=reason, detail=detail):
             return _launch_failed(life, now, WorkerStartError(reason, detail))
@@ -156,11 +154,11 @@ def _stop(
             return replace(life, state=Stopped()), (Resolve(Stop),)
         case BackingOff():
             return replace(life, state=Stopped()), (Resolve(Start, stopped), Resolve(Stop))
-        case Launching(epoch=epoch) | Ready(epoch=epoch) | Draining(epoch=epoch):
+        case Launching() | Ready() | Draining():
             return endings.close(life, now, goal, grace_s), (
                 Abandon(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
                 Resolve(Start, stopped),
-                CloseAllStreams(epoch=epoch),
+                CloseAllStreams(epoch=life.epoch),
             )
         case Ending(stuck=str(stuck)) as ending:
             return replace(life, state=replace(ending, goal=goal)), (
@@ -171,7 +169,7 @@ def _stop(
             ending_now = replace(ending, goal=goal, start_error=None, grace_s=shorter_s)
             effects: Effects = (Resolve(Start, stopped),)
             if ending.closing_until is None and grace_s < ending.grace_s:
-                effects = (*effects, Terminate(epoch=ending.epoch, grace_s=grace_s))
+                effects = (*effects, Terminate(epoch=life.epoch, grace_s=grace_s))
             return replace(life, state=ending_now), effects
 
 
@@ -189,7 +187,7 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
             abandon = Abandon(
                 reason=RequestFailReason.WORKER_RESTARTED, detail=f"requested: {detail}"
             )
-            ending = Ending(epoch=life.epoch, goal=ToRestart(now))
+            ending = Ending(goal=ToRestart(now))
             planned = replace(life, state=ending, budget=life.budget.planned(now))
             note = RecordRestart(reason="requested", detail=detail, delay_s=0.0)
             return planned, (note, abandon, *endings.kill(life.epoch))
@@ -233,7 +231,7 @@ def _startup_failed(
     if not first:
         return endings.restart(life, now, str(error.reason), error.detail, killed, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
-    ending = Ending(epoch=life.epoch, goal=goal, start_error=error)
+    ending = Ending(goal=goal, start_error=error)
     return replace(life, state=ending, last_error=str(error)), killed
 
 

@@ -32,20 +32,20 @@ CLOSING_S = 1.0
 def launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
     """The next launch; `first`: of an explicit start."""
     epoch = life.epoch + 1
-    launching = replace(life, state=Launching(epoch=epoch, first=first), epoch=epoch)
+    launching = replace(life, state=Launching(first=first), epoch=epoch)
     return launching, (Launch(epoch=epoch),)
 
 
 def close(life: Lifecycle, now: float, goal: ToStopped | ToRestart, grace_s: float) -> Lifecycle:
     """Our connections are closed first: the effect that goes with it is CloseAllStreams."""
-    ending = Ending(epoch=life.epoch, goal=goal, grace_s=grace_s, closing_until=now + CLOSING_S)
+    ending = Ending(goal=goal, grace_s=grace_s, closing_until=now + CLOSING_S)
     return replace(life, state=ending, budget=life.budget.left_ready(now))
 
 
 def terminate(life: Lifecycle, ending: Ending) -> tuple[Lifecycle, Effects]:
     """No connection of ours is open any more, or it takes too long: SIGTERM."""
     terminated = replace(life, state=replace(ending, closing_until=None))
-    return terminated, (Terminate(epoch=ending.epoch, grace_s=ending.grace_s),)
+    return terminated, (Terminate(epoch=life.epoch, grace_s=ending.grace_s),)
 
 
 def kill(epoch: int) -> Effects:
@@ -75,7 +75,7 @@ def lost_while_draining(
     goal = ToStopped(then_start=draining.then_start, draining=True)
     return replace(
         life,
-        state=Ending(epoch=life.epoch, goal=goal, gone=gone),
+        state=Ending(goal=goal, gone=gone),
         budget=life.budget.left_ready(now),
         last_error=detail,
     )
@@ -105,7 +105,7 @@ def restart(
     else:
         goal, error = ToRestart(now + decision), None
         note = RecordRestart(reason=reason, detail=detail, delay_s=decision)
-    ending = Ending(epoch=life.epoch, goal=goal, gone=gone, start_error=error)
+    ending = Ending(goal=goal, gone=gone, start_error=error)
     ends = replace(life, budget=budget, state=ending, last_error=f"{reason}: {detail}")
     return ends, (note, *effects)
 

@@ -28,21 +28,17 @@ class Failed(Struct, frozen=True):
 class Launching(Struct, frozen=True, kw_only=True):
     """The process is being started, or loads its model."""
 
-    epoch: int
     first: bool  # of an explicit start: a failure is not retried
 
 
-class Ready(Struct, frozen=True, kw_only=True):
+class Ready(Struct, frozen=True):
     """Requests are dispatched."""
-
-    epoch: int
 
 
 class Draining(Struct, frozen=True, kw_only=True):
     """The requests in flight go on; no other is dispatched. After the last one the server is
     stopped."""
 
-    epoch: int
     then_start: bool = False
 
 
@@ -67,7 +63,6 @@ class Ending(Struct, frozen=True, kw_only=True):
     """The tree is being ended, and every request in flight. While `closing_until` is set, SIGTERM
     still waits for our connections."""
 
-    epoch: int
     goal: ToStopped | ToFailed | ToRestart
     grace_s: float = 0.0
     closing_until: float | None = None
@@ -99,9 +94,6 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
 
     def broken(self) -> Iterator[str]:
         """Which invariants do not hold; for a person."""
-        epoch = getattr(self.state, "epoch", self.epoch)
-        if epoch != self.epoch:
-            yield f"{self.state} is not of the latest launch, {self.epoch}"
         serves = isinstance(self.state, Ready | Draining)
         if serves is not (self.budget.ready_at is not None):
             yield f"{self.state}, and READY since {self.budget.ready_at}"

@@ -170,10 +170,7 @@ def test_start_during_a_stop_launches_anew_afterwards() -> None:
     joined, effects = start(stop(ready(), 2.0)[0], 2.1)
     assert effects == ()
     life, effects = exited(joined, 2.5, returncode=0)
-    assert (life.state, effects) == (
-        Launching(epoch=2, first=True),
-        (Resolve(Stop), Launch(epoch=2)),
-    )
+    assert (life.state, effects) == (Launching(first=True), (Resolve(Stop), Launch(epoch=2)))
     life, effects = stop(joined, 2.2)
     assert error_of(effects).reason is StartFailReason.STOPPED
     life, effects = exited(life, 2.5, returncode=0)
@@ -254,7 +251,7 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
         Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),
         Terminate(epoch=1, grace_s=0.0),
     )
-    assert ending.state == Ending(epoch=1, goal=ToRestart(15.0))
+    assert ending.state == Ending(goal=ToRestart(15.0))
     # the first that is heard of it
     life, told = exited(ready(), 10.0, returncode=-9, lack_of_memory=why)
     assert (life.state, told) == (BackingOff(resume_at=15.0), effects[:2])
@@ -263,7 +260,7 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
     assert life.public_state is WorkerState.RUNNING
     assert tick(life, 14.9) == (life, ())
     for launched, effects in (tick(life, 15.0), exited(ending, 16.0)):
-        assert (launched.state, effects) == (Launching(epoch=2, first=False), (Launch(epoch=2),))
+        assert (launched.state, effects) == (Launching(first=False), (Launch(epoch=2),))
 
 
 def test_a_launch_that_lacks_memory_says_so() -> None:
@@ -367,7 +364,7 @@ def draining() -> Lifecycle:
 def test_a_drained_worker_stops_in_peace_and_then_starts_if_asked_to() -> None:
     for life, state, launches in (
         (draining(), Stopped(), ()),
-        (start(draining(), 2.5)[0], Launching(epoch=2, first=True), (Launch(epoch=2),)),
+        (start(draining(), 2.5)[0], Launching(first=True), (Launch(epoch=2),)),
     ):
         ending, effects = drained(life, 3.0)
         assert effects == (CloseAllStreams(epoch=1),)
@@ -456,7 +453,7 @@ def test_a_restart_by_hand_takes_no_backoff_and_no_budget(lives: Callable[[], Li
 def test_a_restart_by_hand_ends_a_backoff() -> None:
     backing_off = exited(ready(), 10.0)[0]
     launched, effects = restart(backing_off, 11.0)
-    assert launched.state == Launching(epoch=2, first=False)
+    assert launched.state == Launching(first=False)
     assert effects == (Launch(epoch=2),)
     ending, effects = restart(died(ready(), 10.0)[0], 11.0)
     assert effects == ()
@@ -468,9 +465,9 @@ def test_a_restart_by_hand_ends_a_backoff() -> None:
     [
         (Stopped(), "no server runs"),
         (Failed(), "no server runs"),
-        (Draining(epoch=1), "is draining"),
-        (Ending(epoch=1, goal=ToStopped()), "no server runs"),
-        (Ending(epoch=1, goal=ToStopped(draining=True)), "is draining"),
+        (Draining(), "is draining"),
+        (Ending(goal=ToStopped()), "no server runs"),
+        (Ending(goal=ToStopped(draining=True)), "is draining"),
     ],
     ids=repr,
 )
@@ -485,9 +482,9 @@ def test_there_is_no_restart_of_what_is_stopped(state: State, says: str) -> None
 @pytest.mark.parametrize(
     "state",
     [
-        Draining(epoch=1, then_start=True),
-        Ending(epoch=1, goal=ToStopped(then_start=True)),
-        Ending(epoch=1, goal=ToFailed(), start_error=WorkerStartError("exited", "crashed")),
+        Draining(then_start=True),
+        Ending(goal=ToStopped(then_start=True)),
+        Ending(goal=ToFailed(), start_error=WorkerStartError("exited", "crashed")),
     ],
     ids=repr,
 )
@@ -502,7 +499,7 @@ ENDINGS: dict[str, tuple[Callable[[], Step], State]] = {
     "stop": (lambda: stop(ready(), 2.0), Stopped()),
     # who started was told that it failed
     "stop, start": (lambda: start(stop(ready(), 2.0)[0], 2.1), Stopped()),
-    "restart": (lambda: trouble(ready(), 2.0), Launching(epoch=2, first=False)),
+    "restart": (lambda: trouble(ready(), 2.0), Launching(first=False)),
     "last restart": (lambda: trouble(ready(RestartPolicy.never()), 2.0), Failed()),
     "startup timeout": (lambda: startup_failed(launching(), 2.0, reason=TIMEOUT), Failed()),
     "a stranger's port": (lambda: startup_failed(launching(), 2.0, reason=PORT_IN_USE), Stopped()),
