@@ -49,19 +49,25 @@ class ProcessActor(Child[messages.ProcessMessage]):
         self._news: _LaunchNews | None = None
         self._pid: int | None = None
 
+    @property
+    def _epoch(self) -> int:
+        """The number of its launch."""
+        return self.member.epoch
+
     def handle(self, message: messages.ProcessMessage) -> None:
         match message:
-            case messages.Launch(epoch=epoch):
-                self._launch(epoch)
-            case messages.Terminate(epoch=epoch, keep_evidence=True):
-                self._keep_evidence(epoch, after_grace=False)
+            case messages.Launch():
+                self._launch()
+            case messages.Terminate(keep_evidence=True):
+                self._keep_evidence(after_grace=False)
             case CheckServer(request_id=request_id, reply_to=reply_to):
                 gone = self._server is None or self._server.is_gone()
                 reply_to.tell(ServerChecked(request_id=request_id, is_gone=gone))
-            case messages.MeasureMemory(epoch=epoch):
+            case messages.MeasureMemory():
                 if self._pid is not None:
                     anon_bytes = self._runtime.anon_bytes(self._pid)
-                    self.tell_worker(messages.MemoryMeasured(epoch=epoch, anon_bytes=anon_bytes))
+                    measured = messages.MemoryMeasured(epoch=self._epoch, anon_bytes=anon_bytes)
+                    self.tell_worker(measured)
             case messages.Launched(pid=pid):
                 self._pid = pid
             case messages.Exited():
@@ -74,9 +80,9 @@ class ProcessActor(Child[messages.ProcessMessage]):
         )
         if isinstance(self._state, Stuck) and self._state != before:
             detail = describe_stuck(self._pid, self._evidence())
-            self.tell_worker(messages.Unkillable(epoch=self._state.epoch, detail=detail))
+            self.tell_worker(messages.Unkillable(epoch=self._epoch, detail=detail))
         if isinstance(before, Terminating) and isinstance(message, Tick) and signal is Signal.KILL:
-            self._keep_evidence(before.epoch, after_grace=True)
+            self._keep_evidence(after_grace=True)
         if signal is not None and self._server is not None:
             self._server.send(signal)
         self._alarm.set(deadline(self._state))
@@ -86,7 +92,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
         be none."""
         if self._server is None:
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
-            self.tell_worker(messages.LaunchFailed(epoch=self.member.epoch, detail=detail))
+            self.tell_worker(messages.LaunchFailed(epoch=self._epoch, detail=detail))
         elif failure is None:
             self._kill()
 
@@ -103,33 +109,34 @@ class ProcessActor(Child[messages.ProcessMessage]):
         self._kill()
 
     def _kill(self) -> None:
-        server, news, epoch = self._server, self._news, self.member.epoch
+        server, news = self._server, self._news
         if server is None or news is None or news.last_kill is not None or server.ended:
             return
         news.last_kill = _LastKill(
             server=server,
+            epoch=self._epoch,
             pid=self._pid,
             worker=self._worker,
             clock=self._runtime,
             kill_timeout_s=self._kill_timeout_s,
-            state=Present(epoch),
+            state=Present(),
         )
-        news.last_kill.handle(messages.Terminate(epoch=epoch, grace_s=0.0))
+        news.last_kill.handle(messages.Terminate(grace_s=0.0))
 
-    def _launch(self, epoch: int) -> None:
+    def _launch(self) -> None:
         news = self._news = _LaunchNews(self.me(), self._worker, self._live)
         try:
-            self._server = self._runtime.start_server(epoch, news)
+            self._server = self._runtime.start_server(self._epoch, news)
         except (RuntimeError, OSError) as error:
             # The system has no thread left for it, or the host exits.
             detail = f"no process could be started: {described_error(error)}"
-            news.tell(messages.LaunchFailed(epoch=epoch, detail=detail))
+            news.tell(messages.LaunchFailed(epoch=self._epoch, detail=detail))
 
-    def _keep_evidence(self, epoch: int, *, after_grace: bool) -> None:
+    def _keep_evidence(self, *, after_grace: bool) -> None:
         tail, seen = self._runtime.log.tail(_EVIDENCE_LINES), self._evidence()
         self.tell_worker(
             messages.EvidenceKept(
-                epoch=epoch, processes=seen, log_tail=tail, after_grace=after_grace
+                epoch=self._epoch, processes=seen, log_tail=tail, after_grace=after_grace
             )
         )
 
@@ -167,6 +174,7 @@ class _LastKill:
     to this object, so it ends with them."""
 
     server: ServerProcess
+    epoch: int
     pid: int | None
     worker: Mailbox[WorkerMessage]
     clock: Host
@@ -186,7 +194,7 @@ class _LastKill:
             self.server.send(signal)
         if isinstance(self.state, Stuck):
             detail = describe_stuck(self.pid, {})
-            self.worker.tell(messages.Unkillable(epoch=self.state.epoch, detail=detail))
+            self.worker.tell(messages.Unkillable(epoch=self.epoch, detail=detail))
         at = deadline(self.state)
         if at is not None:
             self.timer = self.clock.call_at(at, lambda: self.handle(Tick()))

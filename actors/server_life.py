@@ -182,7 +182,7 @@ class ServerLife:
         """A planned restart, of a server that is idle, and due; its memory is asked for first."""
         policy = self._config.restart.recycle
         if policy is not None and policy.max_anon_mib and self._is_idle:
-            self._children.process.tell(messages.MeasureMemory(epoch=self._life.epoch))
+            self._children.process.tell(messages.MeasureMemory())
         self._recycle_by(now, None)
 
     def _recycle_by(self, now: float, anon_bytes: int | None) -> None:

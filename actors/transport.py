@@ -26,7 +26,7 @@ class TransportActor(Child[messages.TransportMessage]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._streams: dict[messages.TurnId, Stream] = {}
-        self._closing: int | None = None  # the epoch whose StreamsClosed is owed
+        self._is_closing = False  # StreamsClosed is owed
 
     def handle(self, message: messages.TransportMessage) -> None:
         match message:
@@ -53,8 +53,8 @@ class TransportActor(Child[messages.TransportMessage]):
             case messages.HurryStream(turn_id=turn_id):
                 if turn_id in self._streams:
                     self._streams[turn_id].hurry()
-            case messages.CloseAllStreams(epoch=epoch):
-                self._closing = epoch
+            case messages.CloseAllStreams():
+                self._is_closing = True
                 self.release(None)
                 self._report_closed()
             case messages.StreamClosed(turn_id=turn_id):
@@ -69,6 +69,6 @@ class TransportActor(Child[messages.TransportMessage]):
             stream.abort()
 
     def _report_closed(self) -> None:
-        if self._closing is not None and not self._streams:
-            self.tell_worker(messages.StreamsClosed(epoch=self._closing))
-            self._closing = None
+        if self._is_closing and not self._streams:
+            self._is_closing = False
+            self.tell_worker(messages.StreamsClosed(epoch=self.member.epoch))

@@ -1,9 +1,10 @@
 """What every message needs: where it goes, where its answer goes, and the one that a timer sends.
 
 All messages are frozen, and what they carry is never changed afterwards. Orders are imperatives,
-facts are past tense. Instants (`*_at`, `now`) are monotonic seconds. A message of a launch carries
-that launch's `epoch`, one of a stream its `turn_id`, so that news from a life that is over can be
-told and dropped. Each room has the messages of its subject.
+facts are past tense. Instants (`*_at`, `now`) are monotonic seconds. News of a launch carry that
+launch's `epoch`, what belongs to a stream its `turn_id`, so that what comes from a life that is
+over can be told and dropped. Orders to a launch's actors carry none: each launch has its own. Each
+room has the messages of its subject.
 """
 
 from __future__ import annotations

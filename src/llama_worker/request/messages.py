@@ -154,10 +154,8 @@ class CloseStream(Struct, frozen=True, kw_only=True):
     turn_id: TurnId
 
 
-class CloseAllStreams(Struct, frozen=True, kw_only=True):
+class CloseAllStreams(Struct, frozen=True):
     """Close every connection; answered by `StreamsClosed` when the last reader has ended."""
-
-    epoch: int
 
 
 class FlushStream(Struct, frozen=True, kw_only=True):

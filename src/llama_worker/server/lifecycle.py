@@ -158,7 +158,7 @@ def _stop(
             return endings.close(life, now, goal, grace_s), (
                 Abandon(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
                 Resolve(Start, stopped),
-                CloseAllStreams(epoch=life.epoch),
+                CloseAllStreams(),
             )
         case Ending(stuck=str(stuck)) as ending:
             return replace(life, state=replace(ending, goal=goal)), (
@@ -169,7 +169,7 @@ def _stop(
             ending_now = replace(ending, goal=goal, start_error=None, grace_s=shorter_s)
             effects: Effects = (Resolve(Start, stopped),)
             if ending.closing_until is None and grace_s < ending.grace_s:
-                effects = (*effects, Terminate(epoch=life.epoch, grace_s=grace_s))
+                effects = (*effects, Terminate(grace_s=grace_s))
             return replace(life, state=ending_now), effects
 
 
@@ -190,7 +190,7 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
             ending = Ending(goal=ToRestart(now))
             planned = replace(life, state=ending, budget=life.budget.planned(now))
             note = RecordRestart(reason="requested", detail=detail, delay_s=0.0)
-            return planned, (note, abandon, *endings.kill(life.epoch))
+            return planned, (note, abandon, *endings.kill())
         case BackingOff():
             return endings.launch(life, first=False)
         case Ending(stuck=str(stuck)):
@@ -227,7 +227,7 @@ def _startup_failed(
     life: Lifecycle, now: float, error: WorkerStartError, *, first: bool
 ) -> tuple[Lifecycle, Effects]:
     """The launch will not become ready: end its process; a first launch fails with this."""
-    killed = endings.kill(life.epoch)
+    killed = endings.kill()
     if not first:
         return endings.restart(life, now, str(error.reason), error.detail, killed, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
@@ -273,10 +273,10 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
         lost = f"{reason}: {detail}; the worker was draining"
         abandon = Abandon(reason=RequestFailReason.WORKER_STOPPED, detail=lost)
         left = endings.lost_while_draining(life, life.state, now, lost)
-        return left, (abandon, *endings.kill(life.epoch))
+        return left, (abandon, *endings.kill())
     effects: Effects = (
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
-        *endings.kill(life.epoch),
+        *endings.kill(),
     )
     return endings.restart(life, now, reason, detail, effects)
 
@@ -296,7 +296,7 @@ def _server_died(
     detail = _described(death)
     effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),)
     if not gone:  # its guard kills the rest of its tree; Exited follows
-        effects = (*effects, Terminate(epoch=life.epoch, grace_s=0.0))
+        effects = (*effects, Terminate(grace_s=0.0))
     if isinstance(life.state, Draining):
         return endings.lost_while_draining(life, life.state, now, detail, gone=gone), effects
     return endings.restart(life, now, _cause(death, "server_died"), detail, effects, gone=gone)

@@ -45,18 +45,18 @@ def close(life: Lifecycle, now: float, goal: ToStopped | ToRestart, grace_s: flo
 def terminate(life: Lifecycle, ending: Ending) -> tuple[Lifecycle, Effects]:
     """No connection of ours is open any more, or it takes too long: SIGTERM."""
     terminated = replace(life, state=replace(ending, closing_until=None))
-    return terminated, (Terminate(epoch=life.epoch, grace_s=ending.grace_s),)
+    return terminated, (Terminate(grace_s=ending.grace_s),)
 
 
-def kill(epoch: int) -> Effects:
+def kill() -> Effects:
     """SIGKILL at once; what is seen of the server is kept."""
-    return CloseAllStreams(epoch=epoch), Terminate(epoch=epoch, grace_s=0.0, keep_evidence=True)
+    return CloseAllStreams(), Terminate(grace_s=0.0, keep_evidence=True)
 
 
 def drained(life: Lifecycle, draining: Draining, now: float) -> tuple[Lifecycle, Effects]:
     """The last request has ended: stop the server, which is idle."""
     goal = ToStopped(then_start=draining.then_start, draining=True)
-    return close(life, now, goal, life.stop_grace_s), (CloseAllStreams(epoch=life.epoch),)
+    return close(life, now, goal, life.stop_grace_s), (CloseAllStreams(),)
 
 
 def recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:
@@ -65,7 +65,7 @@ def recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effect
     closing = close(life, now, ToRestart(now), life.stop_grace_s)
     note = RecordRestart(reason="recycled", detail=detail, delay_s=0.0)
     planned = replace(closing, budget=life.budget.planned(now))
-    return planned, (note, CloseAllStreams(epoch=life.epoch))
+    return planned, (note, CloseAllStreams())
 
 
 def lost_while_draining(

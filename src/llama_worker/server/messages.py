@@ -162,17 +162,14 @@ class Launch(Struct, frozen=True, kw_only=True):
 
 
 class Terminate(Struct, frozen=True, kw_only=True):
-    """End the tree of launch `epoch`: SIGTERM, and SIGKILL after `grace_s`; 0.0 kills at once."""
+    """End the launch's tree: SIGTERM, and SIGKILL after `grace_s`; 0.0 kills at once."""
 
-    epoch: int
     grace_s: float
     keep_evidence: bool = False  # tell `EvidenceKept` first
 
 
-class MeasureMemory(Struct, frozen=True, kw_only=True):
-    """Answered with `MemoryMeasured`, while launch `epoch` runs."""
-
-    epoch: int
+class MeasureMemory(Struct, frozen=True):
+    """Answered with `MemoryMeasured`, while the server runs."""
 
 
 class Watch(Struct, frozen=True, kw_only=True):

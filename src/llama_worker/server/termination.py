@@ -39,13 +39,10 @@ class Absent(Struct, frozen=True):
 class Present(Struct, frozen=True):
     """Launched and not asked to end."""
 
-    epoch: int
-
 
 class Terminating(Struct, frozen=True):
     """Asked to end; asked once more at `repeat_at`, killed at `kill_at`."""
 
-    epoch: int
     kill_at: float
     repeat_at: float | None
 
@@ -54,15 +51,12 @@ class Killing(Struct, frozen=True):
     """Killed, through the guard; while its end is not seen, past the guard too, at `force_at` and
     again after it."""
 
-    epoch: int
     force_at: float
     give_up_at: float  # unkillable from then on
 
 
 class Stuck(Struct, frozen=True):
     """SIGKILL has no effect: its end is waited for, however long that takes."""
-
-    epoch: int
 
 
 ProcessState = Absent | Present | Terminating | Killing | Stuck
@@ -71,27 +65,24 @@ ProcessState = Absent | Present | Terminating | Killing | Stuck
 def step(
     state: ProcessState, message: ProcessMessage, now: float, *, kill_timeout_s: float
 ) -> tuple[ProcessState, Signal | None]:
-    """What follows. Orders for another launch change nothing; a later order only shortens the
-    grace."""
-    if isinstance(message, Terminate) and message.epoch != getattr(state, "epoch", None):
-        return state, None
+    """What follows. A later order only shortens the grace."""
     match state, message:
-        case _, Launch(epoch=epoch):
-            return Present(epoch), None
+        case _, Launch():
+            return Present(), None
         case _, LaunchFailed() | Exited():
             return Absent(), None
-        case ((Present() | Terminating()), Terminate(epoch=epoch, grace_s=grace_s)) if grace_s <= 0:
-            return Killing(epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
-        case Present(), Terminate(epoch=epoch, grace_s=grace_s):
-            return Terminating(epoch, now + grace_s, now + REPEAT_S), Signal.TERMINATE
+        case ((Present() | Terminating()), Terminate(grace_s=grace_s)) if grace_s <= 0:
+            return Killing(now + FORCE_S, now + kill_timeout_s), Signal.KILL
+        case Present(), Terminate(grace_s=grace_s):
+            return Terminating(now + grace_s, now + REPEAT_S), Signal.TERMINATE
         case Terminating() as ending, Terminate(grace_s=grace_s):
             return replace(ending, kill_at=min(ending.kill_at, now + grace_s)), None
         case Terminating() as ending, Tick() if now >= ending.kill_at:
-            return Killing(ending.epoch, now + FORCE_S, now + kill_timeout_s), Signal.KILL
+            return Killing(now + FORCE_S, now + kill_timeout_s), Signal.KILL
         case Terminating(repeat_at=float(repeat_at)) as ending, Tick() if now >= repeat_at:
             return replace(ending, repeat_at=None), Signal.TERMINATE
         case Killing() as killing, Tick() if now >= killing.give_up_at:
-            return Stuck(killing.epoch), None
+            return Stuck(), None
         case Killing() as killing, Tick() if now >= killing.force_at:
             return replace(killing, force_at=now + FORCE_S), Signal.FORCE
         case _:

@@ -161,7 +161,7 @@ def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections(
     assert error_of(effects).reason is StartFailReason.STOPPED
     assert (life.deadline, tick(life, 2.9)) == (3.0, (life, ()))
     for closed, effects in (streams_closed(life, 2.1), tick(life, 3.0)):
-        assert effects == (Terminate(epoch=1, grace_s=10.0),)
+        assert effects == (Terminate(grace_s=10.0),)
         ended, effects = exited(closed, 3.1, returncode=0)
         assert (ended.state, effects) == (Stopped(), (Resolve(Stop),))
 
@@ -179,7 +179,7 @@ def test_start_during_a_stop_launches_anew_afterwards() -> None:
 
 def test_a_hurried_stop_shortens_the_grace_of_one_under_way() -> None:
     life, _ = streams_closed(stop(ready(), 2.0, grace_s=10.0)[0], 2.1)
-    assert Terminate(epoch=1, grace_s=2.0) in stop(life, 2.2, grace_s=2.0)[1]
+    assert Terminate(grace_s=2.0) in stop(life, 2.2, grace_s=2.0)[1]
 
 
 # ---------------------------------------------------------------- launches that fail
@@ -193,7 +193,7 @@ Fail = Callable[[Lifecycle], Step]
 def timed_out(life: Lifecycle) -> Step:
     """It is killed first; then the start fails with what the server said."""
     killed, effects = startup_failed(life, 20.0, reason=TIMEOUT)
-    assert Terminate(epoch=life.epoch, grace_s=0.0, keep_evidence=True) in effects
+    assert Terminate(grace_s=0.0, keep_evidence=True) in effects
     assert not any(isinstance(e, Resolve) for e in effects)
     return exited(killed, 20.1, returncode=-9)
 
@@ -249,7 +249,7 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
     assert effects == (
         RecordRestart(reason=reason, detail=detail, delay_s=5.0),
         Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),
-        Terminate(epoch=1, grace_s=0.0),
+        Terminate(grace_s=0.0),
     )
     assert ending.state == Ending(goal=ToRestart(15.0))
     # the first that is heard of it
@@ -311,8 +311,8 @@ def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing
         Abandon(
             reason=RequestFailReason.WORKER_RESTARTED, detail="gpu_failed: GPU 0: the GPU is lost"
         ),
-        CloseAllStreams(epoch=1),
-        Terminate(epoch=1, grace_s=0.0, keep_evidence=True),
+        CloseAllStreams(),
+        Terminate(grace_s=0.0, keep_evidence=True),
     )
     assert effects == (restart if fatal else ())
     assert step(life, error, 2.1) == (life, ())
@@ -340,10 +340,10 @@ def test_a_recycled_server_is_followed_at_once() -> None:
     for epoch in range(1, 20):
         life, effects = step(life, RecycleDue("old"), 10.0)
         planned = RecordRestart(reason="recycled", detail="old", delay_s=0.0)
-        assert effects == (planned, CloseAllStreams(epoch=epoch))
+        assert effects == (planned, CloseAllStreams())
         assert life.public_state is WorkerState.RUNNING
         life, effects = streams_closed(life, 10.0)
-        assert effects == (Terminate(epoch=epoch, grace_s=10.0),)
+        assert effects == (Terminate(grace_s=10.0),)
         life, effects = exited(life, 10.0, returncode=0)
         assert (effects, life.last_error) == ((Launch(epoch=epoch + 1),), None)
         life, _ = became_ready(life, 10.0)
@@ -367,10 +367,10 @@ def test_a_drained_worker_stops_in_peace_and_then_starts_if_asked_to() -> None:
         (start(draining(), 2.5)[0], Launching(first=True), (Launch(epoch=2),)),
     ):
         ending, effects = drained(life, 3.0)
-        assert effects == (CloseAllStreams(epoch=1),)
+        assert effects == (CloseAllStreams(),)
         assert ending.is_draining
         closed, effects = streams_closed(ending, 3.1)
-        assert effects == (Terminate(epoch=1, grace_s=10.0),)
+        assert effects == (Terminate(grace_s=10.0),)
         ended, effects = exited(closed, 3.2, returncode=0)
         assert (ended.state, effects) == (state, (Resolve(Stop), *launches))
         assert not ended.is_draining
@@ -440,8 +440,8 @@ def test_a_restart_by_hand_takes_no_backoff_and_no_budget(lives: Callable[[], Li
     assert effects == (
         RecordRestart(reason="requested", detail="new weights", delay_s=0.0),
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail="requested: new weights"),
-        CloseAllStreams(epoch=before.epoch),
-        Terminate(epoch=before.epoch, grace_s=0.0, keep_evidence=True),
+        CloseAllStreams(),
+        Terminate(grace_s=0.0, keep_evidence=True),
     )
     assert life.budget.restart_count == before.budget.restart_count + 1
     assert life.budget.recent == before.budget.recent

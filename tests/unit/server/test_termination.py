@@ -32,7 +32,7 @@ def step(
 
 
 def terminate(state: ProcessState, now: float, *, grace_s: float) -> Step:
-    return step(state, Terminate(epoch=1, grace_s=grace_s), now)
+    return step(state, Terminate(grace_s=grace_s), now)
 
 
 def tick(state: ProcessState, now: float) -> Step:
@@ -40,64 +40,54 @@ def tick(state: ProcessState, now: float) -> Step:
 
 
 def test_a_process_is_asked_first_then_once_more_and_killed_after_the_grace() -> None:
-    state, signal = terminate(Present(1), 5.0, grace_s=10.0)
-    assert (state, signal, deadline(state)) == (Terminating(1, 15.0, 7.0), Signal.TERMINATE, 7.0)
+    state, signal = terminate(Present(), 5.0, grace_s=10.0)
+    assert (state, signal, deadline(state)) == (Terminating(15.0, 7.0), Signal.TERMINATE, 7.0)
     assert tick(state, 6.9) == (state, None)
-    assert tick(state, 15.0) == (Killing(1, 16.0, 19.0), Signal.KILL)
+    assert tick(state, 15.0) == (Killing(16.0, 19.0), Signal.KILL)
     state, signal = tick(state, 7.0)
-    assert (state, signal, deadline(state)) == (Terminating(1, 15.0, None), Signal.TERMINATE, 15.0)
+    assert (state, signal, deadline(state)) == (Terminating(15.0, None), Signal.TERMINATE, 15.0)
     assert tick(state, 14.9) == (state, None)
-    assert tick(state, 15.0) == (Killing(1, 16.0, 19.0), Signal.KILL)
+    assert tick(state, 15.0) == (Killing(16.0, 19.0), Signal.KILL)
 
 
 def test_a_grace_that_is_over_before_the_second_time_comes_kills() -> None:
-    assert deadline(Terminating(1, 6.0, 7.0)) == 6.0
-    assert tick(Terminating(1, 6.0, 7.0), 7.0) == (Killing(1, 8.0, 11.0), Signal.KILL)
+    assert deadline(Terminating(6.0, 7.0)) == 6.0
+    assert tick(Terminating(6.0, 7.0), 7.0) == (Killing(8.0, 11.0), Signal.KILL)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, -1.0])
-@pytest.mark.parametrize("state", [Present(1), Terminating(1, 15.0, 7.0)])
+@pytest.mark.parametrize("state", [Present(), Terminating(15.0, 7.0)])
 def test_without_grace_it_is_killed_at_once(state: ProcessState, grace_s: float) -> None:
-    assert terminate(state, 5.0, grace_s=grace_s) == (Killing(1, 6.0, 9.0), Signal.KILL)
+    assert terminate(state, 5.0, grace_s=grace_s) == (Killing(6.0, 9.0), Signal.KILL)
 
 
 @pytest.mark.parametrize(("grace_s", "kill_at"), [(2.5, 7.5), (20.0, 15.0)])
 def test_a_second_order_only_shortens_the_grace(grace_s: float, kill_at: float) -> None:
-    assert terminate(Terminating(1, 15.0, 7.0), 5.0, grace_s=grace_s) == (
-        Terminating(1, kill_at, 7.0),
-        None,
-    )
+    shortened = Terminating(kill_at, 7.0)
+    assert terminate(Terminating(15.0, 7.0), 5.0, grace_s=grace_s) == (shortened, None)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 10.0])
-@pytest.mark.parametrize(
-    "state",
-    [
-        *(Absent(), Killing(1, 6.0, 9.0), Stuck(1)),  # too late
-        *(Present(2), Terminating(2, 15.0, 7.0), Killing(2, 6.0, 9.0), Stuck(2)),  # another launch
-    ],
-)
-def test_an_order_for_another_launch_or_too_late_changes_nothing(
-    state: ProcessState, grace_s: float
-) -> None:
+@pytest.mark.parametrize("state", [Absent(), Killing(6.0, 9.0), Stuck()])
+def test_an_order_that_comes_too_late_changes_nothing(state: ProcessState, grace_s: float) -> None:
     assert terminate(state, 5.0, grace_s=grace_s) == (state, None)
 
 
-@pytest.mark.parametrize("state", [Absent(), Present(1), Stuck(1)])
+@pytest.mark.parametrize("state", [Absent(), Present(), Stuck()])
 def test_where_nothing_is_due_time_changes_nothing(state: ProcessState) -> None:
     assert deadline(state) is None
     assert tick(state, 1e9) == (state, None)
 
 
 @pytest.mark.parametrize(
-    "state", [Absent(), Present(1), Terminating(1, 15.0, 7.0), Killing(1, 16.0, 19.0), Stuck(1)]
+    "state", [Absent(), Present(), Terminating(15.0, 7.0), Killing(16.0, 19.0), Stuck()]
 )
 @pytest.mark.parametrize(
     ("message", "after"),
     [
         (Exited(epoch=1, returncode=-9, log_tail=()), Absent()),
         (LaunchFailed(epoch=1, reason=StartFailReason.SPAWN_FAILED, detail="no"), Absent()),
-        (Launch(epoch=2), Present(2)),
+        (Launch(epoch=1), Present()),
     ],
 )
 def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
@@ -107,22 +97,22 @@ def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
 
 
 def test_a_process_that_outlives_sigkill_is_given_up() -> None:
-    state, _ = terminate(Present(1), 5.0, grace_s=0.0)
+    state, _ = terminate(Present(), 5.0, grace_s=0.0)
     assert tick(state, 5.9) == (state, None)
     told = []
     while (due := deadline(state)) is not None:
         state, what = tick(state, due)
         told.append((due, what))
     assert told == [(6.0, Signal.FORCE), (7.0, Signal.FORCE), (8.0, Signal.FORCE), (9.0, None)]
-    assert state == Stuck(1)
+    assert state == Stuck()
 
 
 @pytest.mark.parametrize("kill_timeout_s", [0.0, 0.5, 1.0])
 def test_a_short_kill_timeout_is_kept(kill_timeout_s: float) -> None:
-    order = Terminate(epoch=1, grace_s=0.0)
-    state, signal = step(Present(1), order, 5.0, kill_timeout_s)
+    order = Terminate(grace_s=0.0)
+    state, signal = step(Present(), order, 5.0, kill_timeout_s)
     assert (signal, deadline(state)) == (Signal.KILL, 5.0 + kill_timeout_s)
-    assert step(state, Tick(), 5.0 + kill_timeout_s, kill_timeout_s) == (Stuck(1), None)
+    assert step(state, Tick(), 5.0 + kill_timeout_s, kill_timeout_s) == (Stuck(), None)
 
 
 def test_a_person_is_told_what_the_kernel_waits_for() -> None:
