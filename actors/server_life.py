@@ -171,7 +171,7 @@ class ServerLife:
             case RestartCause():
                 self.handle(cause, now)
             case ProbeCause(cause=why):
-                self._children.watchdog.tell(messages.ProbeNow(epoch=self._life.epoch, cause=why))
+                self._children.watchdog.tell(messages.ProbeNow(cause=why))
         self.recycle_if_due(now)
 
     def _go_on_if_drained(self, now: float) -> None:

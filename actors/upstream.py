@@ -35,9 +35,12 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
     def __init__(self, live: LiveSet, runtime: UpstreamRuntime, timeouts: TimeoutProfile) -> None:
         super().__init__(live, runtime)
         self._runtime = runtime
-        self._watch = ServerWatch(timeouts.without_evidence(), probes_count=0)
+        self._timeouts = timeouts.without_evidence()
         self._exchanges: dict[int, LeasedExchange] = {}  # by request id
-        self._epochs = itertools.count(1)  # one for each time in which requests are in flight
+        # One watch for each time in which requests are in flight; the latest.
+        self._epochs = itertools.count()
+        self._watch = self._new_watch()
+        self._learnt: messages.PaceLearnt | None = None  # by the latest that is over
         self._probes: dict[type, Abortable] = {}  # the latest of each kind
 
     def handle(self, message: UpstreamMessage) -> None:
@@ -64,17 +67,23 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
 
     def _lease(self, order: Lease, now: float) -> None:
         if not self._exchanges:
-            self._watch.adopt(next(self._epochs), now)
+            self._watch = self._new_watch()
+            if self._learnt is not None:
+                self._watch.step(self._learnt, now)
+            self._watch.adopt(now)
         request_id = order.exchange.request_id
         self._exchanges[request_id] = order.exchange
         self._step(messages.Watch(request_id=request_id), now)
+
+    def _new_watch(self) -> ServerWatch:
+        return ServerWatch(self._timeouts, epoch=next(self._epochs), probes_count=0)
 
     def _step(self, message: messages.WatchdogMessage, now: float) -> None:
         waiting = deque([message])
         while waiting:
             for effect in self._watch.step(waiting.popleft(), now):
                 waiting.extend(self._carry_out(effect, now))
-            if not waiting and not self._exchanges and self._watch.state != "idle":
+            if not waiting and not self._exchanges and self._watch.state == "ready":
                 waiting.append(messages.StandDown())
 
     def _carry_out(
@@ -103,6 +112,8 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                     self._probes[messages.LookAtSlots] = look
                 except RuntimeError:
                     yield messages.SlotsSeen(epoch=epoch, look=None)
+            case messages.PaceLearnt():
+                self._learnt = effect
             case messages.StandDown():
                 self._abort_probes()
 

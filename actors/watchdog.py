@@ -21,7 +21,7 @@ from llama_worker.server.watch import ServerWatch
 
 
 class WatchdogActor(Child[messages.WatchdogMessage]):
-    """Watches one launch at a time."""
+    """Watches one launch."""
 
     role = "watchdog"
     accepts = message_types(messages.WatchdogMessage)
@@ -30,7 +30,11 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
         super().__init__(*args, **kwargs)
         self._probes: dict[type, Abortable] = {}  # the latest of each kind
         self._requests: dict[int, Mailbox[ReportProgress]] = {}  # by id
-        self._watch = ServerWatch(self._config.timeouts, probes_count=self._runtime.probes_count)
+        self._watch = ServerWatch(
+            self._config.timeouts,
+            epoch=self.member.epoch,
+            probes_count=self._runtime.probes_count,
+        )
 
     def handle(self, message: messages.WatchdogMessage) -> None:
         match message:

@@ -89,7 +89,7 @@ class VirtualWatch:
         self._probes_take_s = probes_take_s
         self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
         self.news: list[tuple[float, WatchNews]] = []
-        self.watch = ServerWatch(profile, probes_count=1)
+        self.watch = ServerWatch(profile, epoch=1, probes_count=1)
         self._evidence, self._readiness, self._slots, self._blind = (
             evidence,
             readiness,

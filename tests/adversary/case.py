@@ -176,7 +176,7 @@ class Case(Bench):
         reading = [each for each in self.server.busy if not each.decoded]
         tokens = sum(each.in_batch or 1 for each in self.server.busy)
         depth = max(each.processed + each.in_batch for each in reading)
-        pace: Pace = watch._pace
+        pace: Pace = watch._requests.pace
         limit_s = pace.longest_standstill_s(tokens, depth, is_cold=watch._requests._is_cold)
         if limit_s is None:
             return self.promised_s

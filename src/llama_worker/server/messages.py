@@ -192,7 +192,6 @@ class ProbeNow(Struct, frozen=True, kw_only=True):
     """Something looked wrong: probe the server out of turn; one failure is enough for
     `HealthLost`."""
 
-    epoch: int
     cause: str
 
 
@@ -235,7 +234,6 @@ class AskForProgress(Struct, frozen=True, kw_only=True):
 class Look(Struct, frozen=True, kw_only=True):
     """Ask a liveness probe to look at the server's processes; `EvidenceSeen` follows."""
 
-    epoch: int
     probe: int  # its index
     round: int
     fresh: bool  # the first look, which only sets the mark
@@ -254,7 +252,7 @@ class EvidenceSeen(Struct, frozen=True, kw_only=True):
 
 class PaceLearnt(Struct, frozen=True):
     """What batches take on this server: told by the watch of a launch that is over, and passed on
-    to the next one's. A copy, which nobody changes."""
+    to the next one's, which copies it. Nobody changes this one any more."""
 
     pace: Pace
 

@@ -23,9 +23,10 @@ _ENDED = 0  # the id of no request
 
 
 class RequestWatch:
-    """One launch's. `pace` is of every launch so far: they are of one configuration."""
+    """Launch number `epoch`'s."""
 
-    def __init__(self, profile: TimeoutProfile, pace: Pace, epoch: int) -> None:
+    def __init__(self, profile: TimeoutProfile, epoch: int) -> None:
+        self.pace = Pace()  # of every launch so far: they are of one configuration
         self.ids: set[int] = set()  # of the requests in flight
         self.progress: dict[int, Progress] = {}  # what each said last
         self.slots = SlotsWatch()
@@ -38,7 +39,6 @@ class RequestWatch:
         self.probe_answered_at: float | None = None
         self._epoch = epoch
         self._profile = profile
-        self._pace = pace
         self._is_cold = True  # nothing was computed in this launch so far
         # the latest data of each request in flight; of those that have ended as `_ENDED`
         self._data_at: dict[int, float] = {}
@@ -79,7 +79,7 @@ class RequestWatch:
         self._owing.discard(request_id)
         self._moved_at.pop(request_id, None)
         self._learn(request_id, order.batches)
-        self._pace.forget(request_id)
+        self.pace.forget(request_id)
         self._note_data(request_id, order.data_at)
         self._note_data(_ENDED, self._data_at.pop(request_id, None))
         progress = self.progress.pop(request_id, None)
@@ -134,7 +134,7 @@ class RequestWatch:
             self._data_at[request_id] = max(at, self._data_at.get(request_id, at))
 
     def _learn(self, request_id: int, batches: tuple[Batch, ...]) -> None:
-        self._pace.learn(request_id, batches, is_cold=self._is_cold)
+        self.pace.learn(request_id, batches, is_cold=self._is_cold)
         self._is_cold = self._is_cold and not batches
 
     # ------------------------------------------------------------ verdicts
@@ -253,7 +253,7 @@ class RequestWatch:
             others=[other for other in heard if other.request_id != progress.request_id],
             all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
             still_since=newest(self.slots.still_since, self._reads_at),
-            pace=Pace() if self._may_encode_media else self._pace,
+            pace=Pace() if self._may_encode_media else self.pace,
             is_cold=self._is_cold,
             liveness_at=self.liveness_at,
             now=now,

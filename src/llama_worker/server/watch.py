@@ -1,4 +1,4 @@
-"""Everything that is decided about a launch while it is watched: its startup, its health, its
+"""Everything that is decided about one launch while it is watched: its startup, its health, its
 silent requests.
 
 Sans-IO: `step` takes a message and the time, and returns what is to be told and done, in order;
@@ -8,16 +8,15 @@ Instants (`*_at`, `now`) are monotonic seconds.
 
 | in | what happens | then in |
 | --- | --- | --- |
-| idle | Launch | starting |
-| idle | adopt | ready |
-| starting | Launch | starting |
+| waiting | Launch | starting |
+| waiting | adopt | ready |
+| waiting | StandDown | over |
 | starting | READY | ready |
-| starting | UNFIT | idle |
-| starting | STRANGER | idle |
-| starting | overdue | idle |
-| starting | StandDown | idle |
-| ready | Launch | starting |
-| ready | StandDown | idle |
+| starting | UNFIT | over |
+| starting | STRANGER | over |
+| starting | overdue | over |
+| starting | StandDown | over |
+| ready | StandDown | over |
 
 READY, UNFIT and STRANGER are outcomes of a probe; everything else leaves the state as it is. The
 WorkerActor decides whether a server that is ill or stalls is ended.
@@ -36,7 +35,6 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.server import health, messages
 from llama_worker.server.liveness import LookRounds
-from llama_worker.server.pace import Pace
 from llama_worker.server.request_watch import RequestWatch
 from llama_worker.server.slots import LOOK_TIMEOUT_S
 from llama_worker.server.traits import answers_in_batches
@@ -47,26 +45,22 @@ _RETRY_S = 1.0  # a probe that could not be made is made again
 
 
 class ServerWatch:
-    """One launch at a time. Not thread-safe: one actor at a time."""
+    """Launch number `epoch`'s. Not thread-safe: one actor at a time."""
 
-    def __init__(self, profile: TimeoutProfile, *, probes_count: int) -> None:
+    def __init__(self, profile: TimeoutProfile, *, epoch: int, probes_count: int) -> None:
+        self.root_pid = 0  # 0 before there is a process
         self._profile = profile
-        self._rounds = LookRounds(probes_count)
-        self._pace = Pace()  # of every launch so far: they are of one configuration
-        self._effects: list[messages.WatchEffect] = []
-        self._reset()
-
-    def _reset(self, epoch: int = 0) -> None:
-        """Nothing is known of a launch, and none is watched."""
         self._epoch = epoch
-        self.root_pid = 0  # of the launch that is watched; 0 before there is one
-        # StartupWatch before READY, HealthCounter while READY, None while idle.
+        # StartupWatch before READY, then HealthCounter; None while it waits for the launch.
         self._stage: health.StartupWatch | health.HealthCounter | None = None
+        self._is_over = False
+        self._effects: list[messages.WatchEffect] = []
+        self._rounds = LookRounds(probes_count)
         self._look_at: float | None = None
         self._probe_at: float | None = None
         self._probes = health.ReadinessProbes()
         self._is_looking_at_slots = False
-        self._requests = RequestWatch(self._profile, self._pace, epoch)
+        self._requests = RequestWatch(profile, epoch)
         self._watched_since: float | None = None  # until the first look of this watching
         self._activity: dict[int, str] = {}  # what each liveness probe said last
 
@@ -77,55 +71,57 @@ class ServerWatch:
     @property
     def deadline(self) -> float | None:
         """When a `Tick` is due; None: never."""
+        if self._is_over:
+            return None
         instants = (self._look_at, self._probe_at, self._requests.slots.deadline)
         return min((at for at in instants if at is not None), default=None)
 
     def step(self, message: messages.WatchdogMessage, now: float) -> list[messages.WatchEffect]:
         """What is to be done now, in order. News of another launch is dropped."""
         self._effects = []
-        if not self._is_of_another_launch(message):
+        is_of_another = getattr(message, "epoch", self._epoch) != self._epoch
+        if not self._is_over and not is_of_another:
             self._take(message, now)
         return self._effects
 
-    def adopt(self, epoch: int, now: float) -> None:
+    def adopt(self, now: float) -> None:
         """Watch a server that this program did not start: it counts as ready, and several may share
         its address."""
-        assert self._stage is None
-        self._reset(epoch)
+        assert self.state == "waiting"
         self._requests.slots_are_theirs = False
         self._stage = health.HealthCounter(since=now)
         self._probe_at = health.next_probe_at(self._profile, now)
 
     @property
-    def state(self) -> Literal["idle", "starting", "ready"]:
+    def state(self) -> Literal["waiting", "starting", "ready", "over"]:
         """See the module's table."""
+        if self._is_over:
+            return "over"
         match self._stage:
             case None:
-                return "idle"
+                return "waiting"
             case health.StartupWatch():
                 return "starting"
             case health.HealthCounter():
                 return "ready"
 
-    def _is_of_another_launch(self, message: messages.WatchdogMessage) -> bool:
-        if isinstance(message, messages.Launch | messages.EvidenceSeen):  # which frees a probe
-            return False
-        return bool(getattr(message, "epoch", self._epoch) != self._epoch)
-
     def _take(self, message: messages.WatchdogMessage, now: float) -> None:
         match message:
             case Tick():
                 self._tick(now)
-            case messages.PaceLearnt(pace=pace):  # before the launch that goes on with it
-                self._pace = pace.copy()
-            case messages.Launch(epoch=epoch):
-                self._stand_down(epoch)
+            case messages.PaceLearnt(pace=pace):
+                self._requests.pace = pace.copy()
+            case messages.Launch():
                 self._stage = health.StartupWatch(began_at=now, worked_at=now)
                 self._probe_at = now + health.FIRST_PROBE_S
             case messages.Launched(pid=pid):
-                self._launched(pid, now)
+                self.root_pid = pid
+                self._begin_round(now, fresh=True)
+                self._probe_at = now + health.FIRST_PROBE_S
             case messages.StandDown():
-                self._launch_is_over()
+                if self._stage is not None:
+                    self._effects.append(messages.PaceLearnt(self._requests.pace))
+                self._stand_down()
             case messages.Watch(request_id=request_id):
                 self._watch(request_id, now)
             case messages.Unwatch():
@@ -145,22 +141,9 @@ class ServerWatch:
             case _:
                 assert_never(message)
 
-    def _launched(self, pid: int, now: float) -> None:
-        if isinstance(self._stage, health.StartupWatch):  # else it comes too late
-            self.root_pid = pid
-            self._begin_round(now, fresh=True)
-            self._probe_at = now + health.FIRST_PROBE_S
-
-    def _launch_is_over(self) -> None:
-        if self._stage is not None:
-            self._effects.append(messages.PaceLearnt(self._pace.copy()))
-        self._stand_down()
-
-    def _stand_down(self, next_epoch: int = 0) -> None:
-        if self._probes.began_at is not None or self._is_looking_at_slots:
-            self._effects.append(messages.StandDown())
-        self._reset(next_epoch)
-        self._rounds.end()
+    def _stand_down(self) -> None:
+        self._is_over = True
+        self._effects.append(messages.StandDown())
 
     def _tick(self, now: float) -> None:
         if self._probe_at is not None and now >= self._probe_at:
@@ -291,14 +274,13 @@ class ServerWatch:
             self._ask_for_verdicts(now)  # judge by what the others saw
 
     def _begin_round(self, now: float, *, fresh: bool) -> None:
-        self._effects += self._rounds.begin(self._epoch, fresh=fresh)
+        self._effects += self._rounds.begin(fresh=fresh)
 
     def _evidence_seen(self, seen: messages.EvidenceSeen, now: float) -> None:
         again = self._rounds.returned(seen.look)
         if again is not None:
             self._effects.append(again)
-        is_old = not self._rounds.counts(seen.look) or self._watched_since is not None
-        if is_old or seen.look.epoch != self._epoch:
+        if not self._rounds.counts(seen.look) or self._watched_since is not None:
             return
         self._activity[seen.look.probe] = seen.detail
         # Where nobody could see what the server did it may have worked.

@@ -58,7 +58,7 @@ def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
         raise SystemExit(4)
 
     logger = logging.getLogger("llama_worker")
-    order = Look(epoch=1, probe=0, round=1, fresh=False)
+    order = Look(probe=0, round=1, fresh=False)
     mailbox, probe = Told(), Probe(error)
     if logging_raises:
         logger.addFilter(refuse)
@@ -86,18 +86,18 @@ def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.Monke
             seen.append(f"into {root_pid}")
             if root_pid == 1:  # meanwhile the server is started anew, twice
                 for pid in (2, 3):
-                    looks.look(Look(epoch=pid, probe=0, round=1, fresh=True), pid, mailbox)
+                    looks.look(Look(probe=0, round=pid, fresh=True), pid, mailbox)
             seen.append(f"out of {root_pid}")
             return super().probe(root_pid, now)
 
     looks = OneAtATime(Slow(None))
-    looks.look(Look(epoch=1, probe=0, round=1, fresh=False), 1, mailbox)
+    looks.look(Look(probe=0, round=1, fresh=False), 1, mailbox)
     (call,) = begun
     call()
     assert seen == ["into 1", "out of 1", "into 3", "out of 3"]
-    assert [evidence.look.epoch for evidence in mailbox] == [1, 3]
+    assert [evidence.look.round for evidence in mailbox] == [1, 3]
     assert len(begun) == 1
-    looks.look(Look(epoch=3, probe=0, round=2, fresh=False), 3, mailbox)
+    looks.look(Look(probe=0, round=4, fresh=False), 3, mailbox)
     assert len(begun) == 2
 
 
@@ -105,11 +105,8 @@ def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(call: Callable[[], object]) -> None:
         raise RuntimeError("can't start new thread")
 
-    looks, order, mailbox = (
-        OneAtATime(Probe(None)),
-        Look(epoch=1, probe=0, round=1, fresh=True),
-        Told(),
-    )
+    looks, mailbox = OneAtATime(Probe(None)), Told()
+    order = Look(probe=0, round=1, fresh=True)
     monkeypatch.setattr(host_code, "run_probe", refuse)
     with pytest.raises(RuntimeError):
         looks.look(order, 1, mailbox)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.messages import Unwatch
-from llama_worker.server.pace import Pace
 from llama_worker.server.request_watch import RequestWatch
 from tests.virtual_watch import generating
 
@@ -16,7 +15,7 @@ IDS = (1, 2, 3, 4, 5, 6)
 
 
 def watch_of(*request_ids: int) -> RequestWatch:
-    watch = RequestWatch(TimeoutProfile(idle_stream_timeout_s=1.0), Pace(), epoch=1)
+    watch = RequestWatch(TimeoutProfile(idle_stream_timeout_s=1.0), epoch=1)
     for request_id in request_ids:
         watch.begin(request_id)
     return watch

@@ -15,7 +15,7 @@ from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.blame import Verdict
 from llama_worker.server.messages import (
     HealthLost,
-    Launch,
+    PaceLearnt,
     ProbeOutcome,
     Stalled,
     StandDown,
@@ -479,7 +479,7 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
             return (reads_at(now, began_at=0.0, stuck_at=stuck_at)[1],)
 
         watch = watched(slots, reads=lambda now: reads)
-        watch.watch._pace.learn(7, earlier)
+        watch.watch._requests.pace.learn(7, earlier)
         watch.begin(request)
         found = watch.run(1100.0, Stalled)
         return None if found is None else found[0]
@@ -505,7 +505,7 @@ def test_a_request_that_ends_before_it_is_asked_teaches() -> None:
     watch = watched(lambda now: (slot(prompt=0),), reads)
     batch = Batch(-3.0, -1.0, 512, 512)
     watch.tell(Unwatch(request_id=1, data_at=0.0, batches=(batch,), completed=True))
-    assert watch.watch._pace.expected_s(512, 512) == 2.0
+    assert watch.watch._requests.pace.expected_s(512, 512) == 2.0
 
 
 def test_what_was_learnt_outlives_a_launch() -> None:
@@ -514,8 +514,11 @@ def test_what_was_learnt_outlives_a_launch() -> None:
     )
     assert watch.run(100.0, Stalled) is None
     watch.tell(StandDown())
-    watch.tell(Launch(epoch=2))
-    assert watch.watch._pace.expected_s(512, 512) == 2.0
+    _, learnt = watch.news[-1]
+    assert isinstance(learnt, PaceLearnt)
+    following = VirtualWatch(PROFILE)
+    following.tell(learnt)
+    assert following.watch._requests.pace.expected_s(512, 512) == 2.0
 
 
 @pytest.mark.parametrize("has_media", [True, False])
