@@ -55,8 +55,11 @@ class Children:
             self.transport = self._start(TransportActor, epoch)
             self.tools = self._start(ToolLoopActor, epoch)
             self.watchdog = self._start(WatchdogActor, epoch)
+            asked: dict[str, Ref[Any]]
+            asked = {"transport": self.transport, "tools": self.tools, "process": self.process}
             self.requests = [
-                self._start(RequestActor, epoch, slot) for slot in range(self._config.slots)
+                self._start(RequestActor, epoch, slot, **asked)
+                for slot in range(self._config.slots)
             ]
         except RuntimeError as error:
             detail = f"no process could be started: {described_error(error)}"
@@ -87,6 +90,9 @@ class Children:
         child = self._family.get(member)
         return child is not None and child.give_up(detail)
 
-    def _start(self, actor: type[Child[M]], epoch: int, slot: int | None = None) -> Ref[M]:
+    def _start(
+        self, actor: type[Child[M]], epoch: int, slot: int | None = None, **asked: Ref[Any]
+    ) -> Ref[M]:
+        """`asked`: the other actors that it sends orders to."""
         member, parts = Member(epoch, actor.role, slot), (self._live, self._runtime, self._config)
-        return Ref(actor.start(self._parent, member, self._family, *parts))
+        return Ref(actor.start(self._parent, member, self._family, *parts, **asked))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from llama_worker.mailbox import Mailbox, Reply, Tick
+from llama_worker.mailbox import Reply, Tick
 from llama_worker.request import messages as request
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -105,7 +105,6 @@ class BeginLease(Struct, frozen=True, kw_only=True):
     """The slot is the exchange's: answer for it until it ends."""
 
     exchange: LeasedExchange
-    process: Mailbox[server.ProcessMessage]
 
 
 HostMessage = (

@@ -39,12 +39,18 @@ class RequestActor(Child[RequestMessage]):
     role = "request"
     accepts = message_types(RequestMessage)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        transport: Mailbox[messages.TransportMessage],
+        tools: Mailbox[messages.ToolMessage],
+        process: Mailbox[messages.CheckServer],
+    ) -> None:
+        super().__init__(*args)
+        self._transport = transport
+        self._tools = tools
+        self._process = process
         self._request: Request | LeasedExchange | None = None
-        self._transport: Mailbox[messages.TransportMessage] | None = None
-        self._tools: Mailbox[messages.ToolMessage] | None = None
-        self._process: Mailbox[messages.CheckServer] | None = None
         self._stream: messages.TurnId | None = None  # the newest that was opened, while it is
         self._hurried_at = -math.inf
         # asked; the stream is flushed
@@ -72,7 +78,7 @@ class RequestActor(Child[RequestMessage]):
             case messages.Begin():
                 self._begin(message)
             case BeginLease():
-                self._request, self._process = message.exchange, message.process
+                self._request = message.exchange
             case EndLease():
                 self._end_lease(message)
             case messages.GetStatus() | messages.ReadOutput() | messages.CancelRequest():
@@ -121,7 +127,6 @@ class RequestActor(Child[RequestMessage]):
 
     def _begin(self, order: messages.Begin) -> None:
         now = self._runtime.now()
-        self._transport, self._tools, self._process = order.transport, order.tools, order.process
         self._request = Request(
             order, config=self._config, unix_offset=self._runtime.unix_offset(), now=now
         )
@@ -146,7 +151,7 @@ class RequestActor(Child[RequestMessage]):
         """Answer, or end the request, behind all that the stream has brought by now; who waits gets
         it at once, too."""
         waits = isinstance(question, messages.ReadOutput) and question.wait
-        if self._stream is not None and self._transport is not None and not waits:
+        if self._stream is not None and not waits:
             # One that has ended has closed the stream: StreamClosed follows.
             self._transport.tell(messages.FlushStream(turn_id=self._stream, reply_to=self.me()))
             self._flushing.append((self._stream, question))
@@ -192,9 +197,8 @@ class RequestActor(Child[RequestMessage]):
     def _hurry(self) -> None:
         """A reader asks again for each token: an order that still holds is not given again."""
         now = self._runtime.now()
-        if self._stream is None or now < self._hurried_at + HURRY_LASTS_S / 2:
-            return
-        if self._waiting_reads and self._transport is not None:
+        is_hurried = now < self._hurried_at + HURRY_LASTS_S / 2
+        if self._waiting_reads and self._stream is not None and not is_hurried:
             self._hurried_at = now
             self._transport.tell(messages.HurryStream(turn_id=self._stream))
 
@@ -224,11 +228,10 @@ class RequestActor(Child[RequestMessage]):
         request = None if self._is_launch_over else self._request
         self._alarm.set(request.deadline if request is not None else None)
 
-    def _tell(self, actor: Mailbox[M] | None, order: M) -> None:
+    def _tell(self, actor: Mailbox[M], order: M) -> None:
         """To another of the launch's actors. Its end, or that this one was given up, is the
         launch's: the WorkerActor is about to say why, however late, and until then nothing else is
         begun or concluded."""
-        assert actor is not None
         if self.is_given_up or not actor.tell(order):
             self._is_launch_over = True
 

@@ -165,9 +165,6 @@ class RequestDispatcher:
         order = Begin(
             request_id=admitted.request_id,
             submission=submission,
-            transport=self._children.transport,
-            tools=self._children.tools,
-            process=self._children.process,
             prompted=prompted,
             opens_thinking=opens_thinking,
         )
@@ -175,8 +172,7 @@ class RequestDispatcher:
 
     def begin_lease(self, admitted: Admitted, exchange: LeasedExchange) -> None:
         """Let the slot's actor answer for the exchange, under the watchdog's eye."""
-        order = BeginLease(exchange=exchange, process=self._children.process)
-        self._begin(admitted, _InFlight(admitted, exchange), order)
+        self._begin(admitted, _InFlight(admitted, exchange), BeginLease(exchange=exchange))
 
     def _begin(self, admitted: Admitted, running: _InFlight, order: Begin | BeginLease) -> None:
         self._in_flight[admitted.request_id] = running

@@ -67,13 +67,6 @@ def bare_loop(data: bytes) -> int:
     return len("".join(texts))
 
 
-class _Nobody:
-    """A mailbox that nothing comes of."""
-
-    def tell(self, message: object) -> bool:
-        return True
-
-
 def worker(data: bytes) -> int:
     """What a stream's thread and its actor do, the headers left out."""
     command = llama_server_cmd("model.gguf", host="127.0.0.1", port=20_000, slots=1)
@@ -81,16 +74,7 @@ def worker(data: bytes) -> int:
         "bench", "127.0.0.1", 20_000, command, max_tokens=None, loop_detector=None
     )
     submission = validate_submit("bench", "", "x", None, None)
-    nobody = _Nobody()
-    begin = Begin(
-        request_id=1,
-        submission=submission,
-        transport=nobody,
-        tools=nobody,
-        process=nobody,
-        prompted=False,
-        opens_thinking=False,
-    )
+    begin = Begin(request_id=1, submission=submission, prompted=False, opens_thinking=False)
     request = Request(begin, config=config, unix_offset=0.0, now=0.0)
     request.begin(0.0)
     (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)

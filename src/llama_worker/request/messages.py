@@ -186,9 +186,6 @@ class Begin(Struct, frozen=True, kw_only=True):
 
     request_id: int
     submission: Submission
-    transport: Mailbox[TransportMessage]
-    tools: Mailbox[ToolMessage]
-    process: Mailbox[CheckServer]
     prompted: bool  # tool calls by text convention: the model's template has no tools
     opens_thinking: bool  # the template ends the prompt inside a think tag
 

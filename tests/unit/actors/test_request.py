@@ -40,7 +40,9 @@ class Bench:
         self.transport, self.worker = Box(), Box()
         runtime: Any = self
         member = Member(1, "request", 0)
-        started = RequestActor.start(self.worker, member, {}, LiveSet(), runtime, PLAIN)
+        parts: Any = (self.worker, member, {}, LiveSet(), runtime, PLAIN)
+        asked = {"transport": self.transport, "tools": Box(), "process": Box()}
+        started = RequestActor.start(*parts, **asked)
         pykka.ActorRegistry.unregister(started)
 
     def run_actor(self, start_thread: Callable[[], None], actor: RequestActor) -> None:
@@ -65,9 +67,6 @@ class Bench:
         order = messages.Begin(
             request_id=request_id,
             submission=prompt,
-            transport=self.transport,
-            tools=Box(),
-            process=Box(),
             prompted=False,
             opens_thinking=False,
         )

@@ -51,7 +51,7 @@ from llama_worker.types.chat import ChatMessage, ToolDef
 from llama_worker.types.request import RequestFailReason
 
 UNIX = 1000.0  # what makes Unix seconds of the clock here
-NOBODY: Any = object()  # a mailbox or a reply: the request itself tells and asks nobody
+NOBODY: Any = object()  # a reply: the request itself answers nobody
 ADD: ToolDef = {"type": "function", "function": {"name": "add"}}
 SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
 LINE = f"{'y' * 40}\n"
@@ -96,9 +96,6 @@ class Play:
         order = Begin(
             request_id=7,
             submission=submission,
-            transport=NOBODY,
-            tools=NOBODY,
-            process=NOBODY,
             prompted=prompted,
             opens_thinking=opens_thinking,
         )
