@@ -57,8 +57,8 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                 question = ReportProgress(
                     liveness_at=liveness_at, for_verdict=for_verdict, reply_to=self.me()
                 )
-                for request_id in self._watch.request_ids:
-                    self._requests[request_id].tell(question)
+                for request in self._requests.values():
+                    request.tell(question)
             case messages.Look():
                 try:
                     self._runtime.look(effect, self._watch.root_pid, self.me())

@@ -4,7 +4,7 @@ clock."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 from llama_worker.config.profiles import TimeoutProfile
@@ -24,6 +24,7 @@ from llama_worker.server.messages import (
     ProbeReadiness,
     SlotsSeen,
     StandDown,
+    Unwatch,
     Watch,
     WatchdogMessage,
     WatchNews,
@@ -98,7 +99,7 @@ class VirtualWatch:
         )
         self._reads = reads
         self.slots_asked_at: list[float] = []
-        self._requests: Mapping[int, RequestAt] = {}
+        self._requests: dict[int, RequestAt] = {}
         self.tell(Launch(epoch=1))
         self.tell(Launched(epoch=1, pid=1))
 
@@ -117,6 +118,8 @@ class VirtualWatch:
 
     def tell(self, message: WatchdogMessage) -> None:
         """Hand over one message, and every answer that it brings about."""
+        if isinstance(message, Unwatch):
+            del self._requests[message.request_id]
         messages = deque([message])
         while messages:
             for effect in self.watch.step(messages.popleft(), self.now):
@@ -131,7 +134,7 @@ class VirtualWatch:
                         else:
                             messages.append(answer)
                     case AskForProgress(for_verdict=for_verdict):
-                        for request_id in sorted(self.watch.request_ids):
+                        for request_id in sorted(self._requests):
                             progress = self._requests[request_id](self.now)
                             messages.append(
                                 ProgressReported(progress=progress, for_verdict=for_verdict)

@@ -65,10 +65,6 @@ class ServerWatch:
         self._activity: dict[int, str] = {}  # what each liveness probe said last
 
     @property
-    def request_ids(self) -> set[int]:
-        return self._requests.ids
-
-    @property
     def deadline(self) -> float | None:
         """When a `Tick` is due; None: never."""
         if self._is_over:
