@@ -204,21 +204,18 @@ class RequestActor(Child[RequestMessage]):
 
     def _report(self, order: messages.ReportProgress) -> None:
         request = self._request
-        if request is not None:
-            request.saw_liveness(order.liveness_at)
-        progress = request.progress() if request is not None else None
+        if request is None:
+            return  # the WatchdogActor is about to be told that it has ended
+        request.saw_liveness(order.liveness_at)
         order.reply_to.tell(
-            messages.ProgressReported(progress=progress, for_verdict=order.for_verdict)
+            messages.ProgressReported(progress=request.progress(), for_verdict=order.for_verdict)
         )
 
     def _forget_request(self) -> None:
         """It has its record, from which the WorkerActor answers what was not answered here."""
         self._request = self._stream = None
-        asked = [each for _, each in self._flushing if isinstance(each, messages.ReportProgress)]
         self._flushing.clear()
         self._waiting_reads = WaitingReads()
-        for order in asked:  # the WatchdogActor waits for an answer
-            self._report(order)
 
     def _send(self, effects: Sequence[messages.RequestOutput]) -> None:
         for effect in effects:

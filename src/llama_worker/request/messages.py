@@ -266,9 +266,9 @@ class DropTool(Struct, frozen=True, kw_only=True):
 
 
 class ProgressReported(Struct, frozen=True, kw_only=True):
-    """A RequestActor's answer to `ReportProgress`; None where it is between two requests."""
+    """The answer to `ReportProgress`; none comes where the request has ended meanwhile."""
 
-    progress: Progress | None
+    progress: Progress
     for_verdict: bool
 
 

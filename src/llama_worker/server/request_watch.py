@@ -114,11 +114,11 @@ class RequestWatch:
         self._owing = set(self.ids)
         return given_up
 
-    def heard(self, progress: Progress | None, now: float, *, for_verdict: bool) -> list[Stalled]:
-        """How far a request is, None: over; the verdicts, if it was the last to answer."""
-        if progress is None or progress.request_id not in self.ids:
-            return []
+    def heard(self, progress: Progress, now: float, *, for_verdict: bool) -> list[Stalled]:
+        """How far a request is; the verdicts, if it was the last to answer."""
         request_id = progress.request_id
+        if request_id not in self.ids:
+            return []
         self._note_data(request_id, progress.data_at)
         self.progress[request_id] = progress
         self._learn(request_id, progress.batches)
