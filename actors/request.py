@@ -83,8 +83,8 @@ class RequestActor(Child[RequestMessage]):
                 self._end_lease(message)
             case messages.GetStatus() | messages.ReadOutput() | messages.CancelRequest():
                 self._flush_and_answer(message)
-            case messages.ReportProgress():
-                self._flush_and_answer(message)  # a verdict misses nothing that waits to be told
+            case messages.ReportProgress():  # a verdict misses nothing that waits to be told
+                self._flush_and_answer(message)
             case messages.Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
                 self._flush_and_answer(message)  # of a dead server all is read that it sent
             case messages.StreamFlushed(turn_id=turn_id):
@@ -159,16 +159,20 @@ class RequestActor(Child[RequestMessage]):
             self._answer(question)
 
     def _answer(self, question: Flushing) -> None:
-        if isinstance(question, messages.Abandon):
-            self._step(question)
-            return
-        if isinstance(question, messages.ReportProgress):
-            self._report(question)
-            return
         request = self._request
-        if request is None or request.request_id != question.request_id:
-            return  # it has ended: the WorkerActor answers, from its record
+        if request is None:
+            return  # it has ended: the WorkerActor says so, and answers from its record
         match question:
+            case messages.Abandon() | messages.CancelRequest():
+                self._step(question)
+            case messages.ReportProgress(liveness_at=liveness_at, for_verdict=for_verdict):
+                request.saw_liveness(liveness_at)
+                progress = request.progress()
+                question.reply_to.tell(
+                    messages.ProgressReported(progress=progress, for_verdict=for_verdict)
+                )
+            case _ if question.request_id != request.request_id:
+                pass  # of one that has ended
             case messages.GetStatus():
                 question.reply.answer(request.status())
             case messages.ReadOutput():
@@ -177,8 +181,6 @@ class RequestActor(Child[RequestMessage]):
                 else:
                     self._waiting_reads.add(question)
                     self._hurry()
-            case messages.CancelRequest():
-                self._step(question)
             case _:
                 assert_never(question)
 
@@ -201,15 +203,6 @@ class RequestActor(Child[RequestMessage]):
         if self._waiting_reads and self._stream is not None and not is_hurried:
             self._hurried_at = now
             self._transport.tell(messages.HurryStream(turn_id=self._stream))
-
-    def _report(self, order: messages.ReportProgress) -> None:
-        request = self._request
-        if request is None:
-            return  # the WatchdogActor is about to be told that it has ended
-        request.saw_liveness(order.liveness_at)
-        order.reply_to.tell(
-            messages.ProgressReported(progress=request.progress(), for_verdict=order.for_verdict)
-        )
 
     def _forget_request(self) -> None:
         """It has its record, from which the WorkerActor answers what was not answered here."""
