@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from llama_worker.mailbox import Tick
 from llama_worker.request.ending import (
@@ -117,10 +116,8 @@ class LeasedRequest:
         self.request_id = admitted.request_id
         self.given_up: Outcome | None = None  # by the worker, and why
         self._api_key = api_key
-        self._in_one_piece = in_one_piece
         self._answers_left = answers
         self._offers_tools = offers_tools
-        self._question = question
         self._totals = RequestTotals(
             request_id=admitted.request_id,
             job_name=admitted.job_name,
@@ -128,8 +125,11 @@ class LeasedRequest:
             unix_offset=unix_offset,
             output=Output(None),
             iterations_left=0,
+            question=question,
             has_media=has_media,
             picks_slots=picks_slots,
+            is_leased=True,
+            in_one_piece=in_one_piece,
         )
         self._turn = TurnProgress(admitted.created_at)
         self._turn_end = TurnEnd()
@@ -176,7 +176,7 @@ class LeasedRequest:
     def closed(self, failure: StreamFailure | None) -> None:
         """The exchange with the server is over; None: in the regular way."""
         self._waits = False
-        if self._in_one_piece and not failure:
+        if self._totals.in_one_piece and not failure:
             self._conclude(Finished(None))
         else:
             self._conclude(self._turn_end.closed(failure))
@@ -283,7 +283,6 @@ class LeasedRequest:
             self._turn,
             RequestPhase.DONE if self.has_ended else self._turn.phase,
             concluding=concluding,
-            in_one_piece=self._in_one_piece,
         )
 
     def status(self) -> RequestStatus:
@@ -341,12 +340,12 @@ class LeasedRequest:
         self._totals.add_turn(self._turn)
         record = build_record(self._totals, self._turn, self.progress(), outcome, [], now)
         self._as_seen(record.status)
-        return replace(record, is_leased=True, question=self._question)
+        return record
 
     def _as_seen(self, status: RequestStatus) -> RequestStatus:
         """What passed by here: of a reply in one piece nothing is taken apart."""
         status["output_chars"] = self._text_chars
         status["reasoning_chars"] = self._reasoning_chars
-        if self._in_one_piece:
+        if self._totals.in_one_piece:
             del status["tokens_received"]
         return status

@@ -9,7 +9,6 @@ import copy
 from typing import Any, cast
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from llama_worker.request.ending import Outcome, failed
 from llama_worker.request.output import Output
@@ -42,6 +41,8 @@ class RequestTotals(Struct, kw_only=True):
     question: str = ""
     has_media: bool = False
     picks_slots: bool = False
+    is_leased: bool = False
+    in_one_piece: bool = False  # its reply is no stream
     calls_count: int = 0
     signals: list[ExitSignal] = field(default_factory=list)
     trace: list[ToolTraceEntry] = field(default_factory=list)
@@ -82,12 +83,7 @@ class RequestTotals(Struct, kw_only=True):
 
 
 def build_progress(
-    totals: RequestTotals,
-    turn: TurnProgress,
-    phase: RequestPhase,
-    *,
-    concluding: bool,
-    in_one_piece: bool = False,
+    totals: RequestTotals, turn: TurnProgress, phase: RequestPhase, *, concluding: bool
 ) -> Progress:
     return Progress(
         request_id=totals.request_id,
@@ -105,7 +101,7 @@ def build_progress(
         tokens=turn.tokens,
         repeated_at=turn.repeated_at,
         concluding=concluding,
-        in_one_piece=in_one_piece,
+        in_one_piece=totals.in_one_piece,
     )
 
 
@@ -210,6 +206,7 @@ def build_record(
         last_data_at=turn.last_data_at,
         batches=turn.batches,
         http_status=outcome.http_status,
+        is_leased=totals.is_leased,
         question=totals.question,
     )
 
@@ -225,12 +222,12 @@ def lost_record(
         unix_offset=unix_offset,
         output=Output(None),
         iterations_left=0,
+        is_leased=admitted.is_leased,
     )
     turn = TurnProgress(admitted.created_at)
     progress = build_progress(totals, turn, RequestPhase.DONE, concluding=True)
     lost = failed(RequestFailReason.UNKNOWN_ERROR, detail).for_host(secret)
-    record = build_record(totals, turn, progress, lost, [], now)
-    return replace(record, is_leased=admitted.is_leased)
+    return build_record(totals, turn, progress, lost, [], now)
 
 
 def _latest(*instants: float | None) -> float | None:
