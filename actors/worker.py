@@ -31,13 +31,14 @@ from llama_worker.request.messages import (
 from llama_worker.request.prompt import OWNED_PARAMS
 from llama_worker.request.report import lost_record
 from llama_worker.request.states import LAST_WORDS_S
-from llama_worker.request.table import RequestRecord, RequestTable
+from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.runtime.host.open_futures import OpenFutures, WeakList
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.messages import Observed
 from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
 from llama_worker.server.traits import unsupported
+from llama_worker.types.request import SubmitResult
 from llama_worker.types.worker import WorkerDebugInfo, WorkerState
 
 
@@ -168,10 +169,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             prompted=self._is_prompted,
             opens_thinking=self._server.traits.opens_thinking,
         )
-        self._journal.note(
-            "admitted", now, request_id=admitted.request_id, job_name=admitted.job_name
-        )
-        order.reply.answer({"ok": True, "request_id": admitted.request_id})
+        self._tell_admitted(admitted, order.reply, now)
 
     def _lease(self, order: messages.Lease, now: float) -> None:
         error = self._server.lifecycle.refusal
@@ -181,12 +179,13 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             return
         offset = self._runtime.unix_offset()
         order.exchange.begin(admitted, api_key=self._config.api_key, unix_offset=offset)
-        # Answered first: a thread waits for it, and that thread's client.
-        order.reply.answer({"ok": True, "request_id": admitted.request_id})
+        self._tell_admitted(admitted, order.reply, now)  # first: a client waits for it
         self._dispatcher.begin_lease(admitted, order.exchange)
-        self._journal.note(
-            "admitted", now, request_id=admitted.request_id, job_name=admitted.job_name
-        )
+
+    def _tell_admitted(self, admitted: Admitted, reply: Reply[SubmitResult], now: float) -> None:
+        request_id, job_name = admitted.request_id, admitted.job_name
+        reply.answer({"ok": True, "request_id": request_id})
+        self._journal.note("admitted", now, request_id=request_id, job_name=job_name)
 
     def _end_lease(self, order: messages.EndLease, now: float) -> None:
         """Its record is made here, so that the slot is free before anybody can ask for it again."""
