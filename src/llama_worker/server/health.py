@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Any
 
 from msgspec import Struct
@@ -101,14 +100,6 @@ class HealthCounter(Struct, frozen=True, kw_only=True):
         return HealthCounter(since=now, failures_count=count), lost
 
 
-class ProbeMeaning(Enum):
-    """What a probe that has ended says of the server."""
-
-    NEWS = auto()
-    TO_BE_REPEATED = auto()  # this machine could not make it
-    NOTHING = auto()  # it failed, and only a success would have counted
-
-
 class ReadinessProbes:
     """The probe under way, and why another one is wanted. Not thread-safe."""
 
@@ -132,12 +123,10 @@ class ReadinessProbes:
         self.cause, self.wanted = self.wanted, None
         return True
 
-    def ended(self, outcome: ProbeOutcome) -> ProbeMeaning:
-        """What the probe that was under way says."""
+    def ended(self) -> bool:
+        """The probe under way is over; returns whether a failure of it counts."""
         self.began_at = None
-        if outcome is not ProbeOutcome.READY and not self._counts:
-            return ProbeMeaning.NOTHING
-        return ProbeMeaning.TO_BE_REPEATED if outcome is ProbeOutcome.NO_NEWS else ProbeMeaning.NEWS
+        return self._counts
 
 
 def models_outcome(status: int, answer: Any) -> tuple[ProbeOutcome, str]:

@@ -185,29 +185,33 @@ class ServerWatch:
             return
         if probed.outcome is messages.ProbeOutcome.READY and now - began_at <= LOOK_TIMEOUT_S:
             self._requests.probe_answered_at = began_at
-        match self._probes.ended(probed.outcome):
-            case health.ProbeMeaning.NOTHING:
-                return
-            case health.ProbeMeaning.TO_BE_REPEATED:
-                if isinstance(self._stage, health.HealthCounter):
-                    self._probes.want(self._probes.cause)
-                    self._probe_at = min(self._probe_at or math.inf, now + _RETRY_S)
-                return
+        failure_counts = self._probes.ended()
+        if probed.outcome is not messages.ProbeOutcome.READY and not failure_counts:
+            return
         match self._stage:
             case health.StartupWatch():
-                if probed.outcome is messages.ProbeOutcome.READY:
-                    self._stage = health.HealthCounter(since=now)
-                    traits = probed.traits
-                    self._requests.build_answers_in_batches = answers_in_batches(traits.build)
-                    self._probe_at = health.next_probe_at(self._profile, now)
-                    self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
-                    self._look_at_slots()  # its silence is news only if it ever answered
-                elif probed.outcome is messages.ProbeOutcome.UNFIT:
-                    self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
-                elif probed.outcome is messages.ProbeOutcome.STRANGER:
-                    self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
+                self._startup_probed(probed, now)
+            case health.HealthCounter() if probed.outcome is messages.ProbeOutcome.NO_NEWS:
+                self._probes.want(self._probes.cause)
+                self._probe_at = min(self._probe_at or math.inf, now + _RETRY_S)
             case health.HealthCounter():
                 self._health_probed(self._stage, probed, began_at, now)
+
+    def _startup_probed(self, probed: messages.Probed, now: float) -> None:
+        match probed.outcome:
+            case messages.ProbeOutcome.READY:
+                self._stage = health.HealthCounter(since=now)
+                traits = probed.traits
+                self._requests.build_answers_in_batches = answers_in_batches(traits.build)
+                self._probe_at = health.next_probe_at(self._profile, now)
+                self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
+                self._look_at_slots()  # its silence is news only if it ever answered
+            case messages.ProbeOutcome.UNFIT:
+                self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
+            case messages.ProbeOutcome.STRANGER:
+                self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
+            case _:
+                pass
 
     def _health_probed(
         self, counter: health.HealthCounter, probed: messages.Probed, began_at: float, now: float
