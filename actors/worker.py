@@ -8,7 +8,6 @@ those with single requests the `RequestDispatcher`'s.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 from llama_worker.actors import messages
 from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
@@ -56,7 +55,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         self._runtime = runtime
         self._config = config
         self._open_futures = open_futures
-        self._table = RequestTable(config.slots)
+        self._table = RequestTable(config.slots, config.result_ttl_s)
         feed = EventFeed(config.on_event, runtime.call_host) if config.on_event else None
         self._journal = Journal(config.name, runtime.unix_offset, runtime.write_log, feed)
         for line in config.warnings:
@@ -77,7 +76,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         if self._slot_waiters:
             self._answer_slot_waiters()
         self._roll_call.keep(busy=self._is_busy, now=now)
-        self._alarm.set(min(self._due_times(), default=None))
+        self._alarm.set(self._deadline)
         if self._config.check_invariants:
             self._check_invariants(message)
 
@@ -275,26 +274,22 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             )
 
     def _expire(self, now: float) -> None:
-        ttl_s = self._config.result_ttl_s
-        if ttl_s is not None:
-            for old in self._table.expire(now - ttl_s):
-                self._journal.note(
-                    "result_expired", now, request_id=old.request_id, job_name=old.job_name
-                )
+        for old in self._table.expire(now):
+            self._journal.note(
+                "result_expired", now, request_id=old.request_id, job_name=old.job_name
+            )
 
-    def _due_times(self) -> Iterator[float]:
-        ttl_s, oldest = self._config.result_ttl_s, self._table.oldest_since()
-        if ttl_s is not None and oldest is not None:
-            yield oldest + ttl_s + 0.001  # a record of just that age is kept
-        roll_call_at = self._roll_call.deadline
-        if roll_call_at is not None:
-            yield roll_call_at
-        if self._server.lifecycle.deadline is not None:
-            yield self._server.lifecycle.deadline
-        if self._server.too_old_at is not None:
-            yield self._server.too_old_at
-        if self._children.requests_end_at is not None:
-            yield self._children.requests_end_at
+    @property
+    def _deadline(self) -> float | None:
+        """When a `Tick` is due; None: never."""
+        instants = (
+            self._table.expires_at,
+            self._roll_call.deadline,
+            self._server.lifecycle.deadline,
+            self._server.too_old_at,
+            self._children.requests_end_at,
+        )
+        return min((at for at in instants if at is not None), default=None)
 
     # ------------------------------------------------------------ supervision
 

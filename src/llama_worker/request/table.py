@@ -57,9 +57,11 @@ class Admitted(Struct, frozen=True):
 
 
 class RequestTable:
-    """Admission, and the records that hosts have not taken yet."""
+    """Admission, and the records that hosts have not taken yet; each is kept for `ttl_s` seconds at
+    most (None: for ever)."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, ttl_s: float | None = None) -> None:
+        self._ttl_s = ttl_s
         self._slots = range(slots)
         self._free = list(self._slots)
         self._active: dict[int, Admitted] = {}
@@ -130,13 +132,16 @@ class RequestTable:
         """Forget the record; False where there is none."""
         return self._records.pop(request_id, None) is not None
 
-    def expire(self, kept_before: float) -> tuple[RequestRecord, ...]:
-        """Forget the records that are kept since before that; returns them."""
+    def expire(self, now: float) -> tuple[RequestRecord, ...]:
+        """Forget the records whose time is over; returns them."""
         expired = []
-        while (oldest := self.oldest_since()) is not None and oldest < kept_before:
+        while (at := self.expires_at) is not None and now >= at:
             expired.append(self._records.popitem(last=False)[1].record)
         return tuple(expired)
 
-    def oldest_since(self) -> float | None:
-        """Since when the first of the records is kept."""
-        return next((kept.since for kept in self._records.values()), None)
+    @property
+    def expires_at(self) -> float | None:
+        """When the first of the records is to be forgotten; None: none is."""
+        if self._ttl_s is None:
+            return None
+        return next((kept.since + self._ttl_s for kept in self._records.values()), None)

@@ -48,16 +48,23 @@ def test_a_slot_is_held_until_the_end(slots: int, steps: list[tuple[str, int]]) 
 
 
 def test_records_expire_by_the_time_they_are_kept() -> None:
-    table = RequestTable(3)
-    assert table.oldest_since() is None
+    table = RequestTable(3, ttl_s=60.0)
+    assert table.expires_at is None
     for request_id, now in ((1, 3.0), (2, 4.0), (3, 5.0)):
         table.admit("j", 0.0)
         table.end(record(request_id), now)
-    assert table.oldest_since() == 3.0
-    assert table.expire(3.0) == ()
-    assert table.expire(4.5) == (record(1), record(2))
+    assert table.expires_at == 63.0
+    assert table.expire(62.9) == ()
+    assert table.expire(64.0) == (record(1), record(2))
     assert table.record(2) is None
-    assert table.oldest_since() == 5.0
+    assert table.expires_at == 65.0
+
+
+def test_without_a_limit_records_are_kept_for_ever() -> None:
+    table = RequestTable(1)
+    table.admit("j", 0.0)
+    table.end(record(1), 3.0)
+    assert (table.expires_at, table.expire(1e9)) == (None, ())
 
 
 class Instant(float):
@@ -65,15 +72,15 @@ class Instant(float):
 
     compared = 0
 
-    def __lt__(self, other: float) -> bool:
+    def __ge__(self, other: float) -> bool:
         Instant.compared += 1
-        return super().__lt__(other)
+        return super().__ge__(other)
 
 
 def test_expiring_looks_at_no_younger_record() -> None:
-    table = RequestTable(1)
+    table = RequestTable(1, ttl_s=60.0)
     for request_id in range(1, 101):
         table.admit("j", 0.0)
-        table.end(record(request_id), Instant(request_id))
-    assert table.expire(3.0) == (record(1), record(2))
+        table.end(record(request_id), request_id)
+    assert table.expire(Instant(62.0)) == (record(1), record(2))
     assert Instant.compared == 3
