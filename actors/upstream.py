@@ -40,7 +40,6 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         # One watch for each time in which requests are in flight; the latest.
         self._epochs = itertools.count()
         self._watch = self._new_watch()
-        self._learnt: messages.PaceLearnt | None = None  # by the latest that is over
         self._probes: dict[type, Abortable] = {}  # the latest of each kind
 
     def handle(self, message: UpstreamMessage) -> None:
@@ -68,8 +67,6 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
     def _lease(self, order: Lease, now: float) -> None:
         if not self._exchanges:
             self._watch = self._new_watch()
-            if self._learnt is not None:
-                self._watch.step(self._learnt, now)
             self._watch.adopt(now)
         request_id = order.exchange.request_id
         self._exchanges[request_id] = order.exchange
@@ -112,8 +109,6 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                     self._probes[messages.LookAtSlots] = look
                 except RuntimeError:
                     yield messages.SlotsSeen(epoch=epoch, look=None)
-            case messages.PaceLearnt():
-                self._learnt = effect
             case messages.StandDown():
                 self._abort_probes()
 
