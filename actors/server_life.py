@@ -14,7 +14,7 @@ from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server import lifecycle, messages
 from llama_worker.server import lifecycle_states as states
-from llama_worker.server.blame import ProbeCause, RequestEnds, RestartCause, succeeded
+from llama_worker.server.blame import ProbeNow, RequestEnds, RestartCause, succeeded
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained, LifecycleMessage
 from llama_worker.server.restart_budget import recycle_due
@@ -170,8 +170,8 @@ class ServerLife:
                 pass  # this server gets no further request
             case RestartCause():
                 self.handle(cause, now)
-            case ProbeCause(cause=why):
-                self._children.watchdog.tell(messages.ProbeNow(cause=why))
+            case ProbeNow():
+                self._children.watchdog.tell(cause)
         self.recycle_if_due(now)
 
     def _go_on_if_drained(self, now: float) -> None:

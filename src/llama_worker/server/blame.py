@@ -53,14 +53,15 @@ class Verdict(Struct, frozen=True, kw_only=True):
         return self.reason is not RequestFailReason.ABSOLUTE_TIMEOUT
 
 
-class ProbeCause(Struct, frozen=True):
-    """Reason to probe the server out of turn."""
+class ProbeNow(Struct, frozen=True):
+    """Something looked wrong: probe the server out of turn; one failure is enough for
+    `HealthLost`."""
 
     cause: str
 
 
 class RestartCause(Struct, frozen=True):
-    """Reason to restart it."""
+    """Reason to restart the server."""
 
     reason: str
     detail: str
@@ -140,7 +141,7 @@ class RequestEnds(Struct, frozen=True):
 
     def ended(
         self, record: RequestRecord, policy: RestartPolicy
-    ) -> tuple[RequestEnds, ProbeCause | RestartCause | None]:
+    ) -> tuple[RequestEnds, ProbeNow | RestartCause | None]:
         """After one more, and what follows for the server."""
         if succeeded(record, policy):
             return RequestEnds(), None
@@ -158,7 +159,7 @@ class RequestEnds(Struct, frozen=True):
             limit = policy.transport_failures_before_restart
             after = replace(self, transport_failures_count=count)
             if count < limit:
-                return after, ProbeCause(f"a request failed with {reason}")
+                return after, ProbeNow(f"a request failed with {reason}")
             limited = f"(limit: transport_failures_before_restart {limit})"
             detail = f"{count} transport failures in a row {limited}"
             return after, RestartCause("transport_failures", detail)

@@ -16,7 +16,7 @@ from llama_worker.request.messages import (
     StreamsClosed,
 )
 from llama_worker.request.progress import Batch, Progress
-from llama_worker.server.blame import GpuFault, Verdict
+from llama_worker.server.blame import GpuFault, ProbeNow, Verdict
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
@@ -186,13 +186,6 @@ class Unwatch(Struct, frozen=True, kw_only=True):
     data_at: float | None
     batches: tuple[Batch, ...] = ()
     completed: bool  # else the server may still compute a batch of it
-
-
-class ProbeNow(Struct, frozen=True, kw_only=True):
-    """Something looked wrong: probe the server out of turn; one failure is enough for
-    `HealthLost`."""
-
-    cause: str
 
 
 class StandDown(Struct, frozen=True, kw_only=True):

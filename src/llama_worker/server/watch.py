@@ -34,6 +34,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.server import health, messages
+from llama_worker.server.blame import ProbeNow
 from llama_worker.server.liveness import LookRounds
 from llama_worker.server.request_watch import RequestWatch
 from llama_worker.server.slots import LOOK_TIMEOUT_S
@@ -122,7 +123,7 @@ class ServerWatch:
                 self._watch(request_id, now)
             case messages.Unwatch():
                 self._unwatch(message, now)
-            case messages.ProbeNow(cause=cause):
+            case ProbeNow(cause=cause):
                 self._probe_out_of_turn(cause, now)
             case messages.EvidenceSeen():
                 self._evidence_seen(message, now)

@@ -13,7 +13,7 @@ from llama_worker.request.table import RequestRecord
 from llama_worker.server.blame import (
     Blame,
     GpuFault,
-    ProbeCause,
+    ProbeNow,
     RequestEnds,
     RestartCause,
     Verdict,
@@ -89,7 +89,7 @@ def ended(
 
 def found(
     *records: RequestRecord, policy: RestartPolicy = RESTART
-) -> ProbeCause | RestartCause | None:
+) -> ProbeNow | RestartCause | None:
     """What the last of these gives."""
     ends, last = RequestEnds(), None
     for record in records:
@@ -111,14 +111,14 @@ def refused(jobs: str, http: int = 500) -> list[RequestRecord]:
 
 
 def test_broken_connections_cost_a_probe_then_the_server() -> None:
-    assert found(BROKEN) == ProbeCause("a request failed with stream_disconnected")
+    assert found(BROKEN) == ProbeNow("a request failed with stream_disconnected")
     limit = "2 transport failures in a row (limit: transport_failures_before_restart 2)"
     assert found(BROKEN, BROKEN) == RestartCause("transport_failures", limit)
 
 
 @pytest.mark.parametrize("between", [DONE, REFUSED])
 def test_a_server_that_speaks_between_breaks_the_row(between: RequestRecord) -> None:
-    assert isinstance(found(BROKEN, between, BROKEN), ProbeCause)
+    assert isinstance(found(BROKEN, between, BROKEN), ProbeNow)
 
 
 JOBS_REFUSED = ("server_errors", "server errors in 5 jobs with no success between")

@@ -13,7 +13,7 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server import messages, watch
-from llama_worker.server.blame import GpuFault
+from llama_worker.server.blame import GpuFault, ProbeNow
 from llama_worker.server.messages import (
     AskForProgress,
     EvidenceSeen,
@@ -21,7 +21,6 @@ from llama_worker.server.messages import (
     Launched,
     Look,
     LookAtSlots,
-    ProbeNow,
     ProbeOutcome,
     ProbeReadiness,
     StandDown,
@@ -105,7 +104,7 @@ def test_no_verdict_falls_before_every_request_was_heard(
 
 
 PROBE = ProbeReadiness(epoch=1, first=False)
-DOUBT = ProbeNow(cause="a broken connection")
+DOUBT = ProbeNow("a broken connection")
 DOUBT_CONFIRMED = messages.HealthLost(
     epoch=1, detail="a broken connection, and then the probe failed: told"
 )
@@ -211,7 +210,7 @@ def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing() ->
     assert step.watch.deadline is None
     assert step(probed(ProbeOutcome.READY), 0.3) == []
     assert step(Launched(epoch=1, pid=7), 0.3) == []
-    assert step(ProbeNow(cause="late"), 0.3) == []
+    assert step(ProbeNow("late"), 0.3) == []
     assert step(EvidenceSeen(look=look, alive=True, at=0.3), 0.3) == []
 
 
@@ -308,7 +307,7 @@ def test_the_watch_goes_where_its_table_says(state: str, event: str) -> None:
 @pytest.mark.parametrize(
     "news",
     [
-        ProbeNow(cause="a request failed"),
+        ProbeNow("a request failed"),
         messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=True, detail="GPU 0: the GPU is lost")),
     ],
 )
