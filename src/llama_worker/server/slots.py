@@ -145,6 +145,7 @@ class SlotsWatch:
         self.silent_since: float | None = None  # the first of the latest looks without an answer
         self.silent_looks = 0
         self._has_answered = False
+        self._is_looking = False  # a look is under way
         self._asked_at = 0.0
         self._last: SlotsLook | None = None  # of any round
         # by looks without an answer, since the last one
@@ -167,12 +168,17 @@ class SlotsWatch:
         self.silent_since, self.silent_looks = None, 0
         self.looks = []
 
-    def asked(self, now: float) -> None:
-        """The look that was due is under way."""
-        self.deadline, self._asked_at = None, now
+    def begin_look(self, now: float) -> bool:
+        """Whether to look now; False: a look is under way, whose answer does for this one."""
+        self.deadline = None
+        if self._is_looking:
+            return False
+        self._is_looking, self._asked_at = True, now
+        return True
 
     def seen(self, look: SlotsLook | SlotsSilence | None, now: float) -> None:
         """An answer, None where it brings no news."""
+        self._is_looking = False
         self._has_answered = self._has_answered or isinstance(look, SlotsLook)
         is_refused = look is None or not self._has_answered
         if is_refused:  # at READY, too

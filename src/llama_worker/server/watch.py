@@ -60,7 +60,6 @@ class ServerWatch:
         self._look_at: float | None = None
         self._probe_at: float | None = None
         self._probes = health.ReadinessProbes()
-        self._is_looking_at_slots = False
         self._requests = RequestWatch(profile, epoch)
         self._watched_since: float | None = None  # until the first look of this watching
         self._activity: dict[int, str] = {}  # what each liveness probe said last
@@ -149,12 +148,10 @@ class ServerWatch:
             self._look_due(now)
         slots = self._requests.slots
         if slots.deadline is not None and now >= slots.deadline:
-            slots.asked(now)
-            self._look_at_slots()
+            self._look_at_slots(now)
 
-    def _look_at_slots(self) -> None:
-        if not self._is_looking_at_slots:
-            self._is_looking_at_slots = True
+    def _look_at_slots(self, now: float) -> None:
+        if self._requests.slots.begin_look(now):
             self._effects.append(messages.LookAtSlots(epoch=self._epoch))
 
     # ------------------------------------------------------------ startup and health
@@ -206,7 +203,7 @@ class ServerWatch:
                 self._requests.build_answers_in_batches = answers_in_batches(traits.build)
                 self._probe_at = health.next_probe_at(self._profile, now)
                 self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
-                self._look_at_slots()  # its silence is news only if it ever answered
+                self._look_at_slots(now)  # its silence is news only if it ever answered
             case messages.ProbeOutcome.UNFIT:
                 self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
             case messages.ProbeOutcome.STRANGER:
@@ -294,10 +291,9 @@ class ServerWatch:
                 self._ask_for_verdicts(now)
 
     def _slots_seen(self, seen: messages.SlotsSeen, now: float) -> None:
-        self._is_looking_at_slots = False
         slots = self._requests.slots
         slots.seen(seen.look, now)
-        if slots.silent_since is not None and self.state == "ready":
+        if slots.silent_since is not None:
             self._probe(now, counts=False)  # does it answer anything?
         if slots.complete:
             # Progress that was reported before the last look says too little.
