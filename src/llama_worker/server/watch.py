@@ -112,7 +112,7 @@ class ServerWatch:
                 self._probe_at = now + health.FIRST_PROBE_S
             case messages.Launched(pid=pid):
                 self.root_pid = pid
-                self._begin_round(now, fresh=True)
+                self._begin_round(fresh=True)
                 self._probe_at = now + health.FIRST_PROBE_S
             case messages.StandDown():
                 if self._stage is not None:
@@ -165,7 +165,7 @@ class ServerWatch:
             self._probe_at = self._stage.next_probe_at(now)
             if not self.root_pid:
                 return  # no process yet
-            self._begin_round(now, fresh=False)
+            self._begin_round(fresh=False)
         else:
             self._probe_at = health.next_probe_at(self._profile, now)
         self._probe(now)
@@ -262,16 +262,16 @@ class ServerWatch:
         if self._watched_since is not None:
             self._look_at = self._watched_since + interval_s
             self._watched_since = None
-            self._begin_round(now, fresh=True)
+            self._begin_round(fresh=True)
             if now < self._look_at or not self._rounds.complete:
                 return
         self._look_at = now + interval_s
         a_probe_hangs = not self._rounds.complete
-        self._begin_round(now, fresh=False)
+        self._begin_round(fresh=False)
         if self._rounds.complete or a_probe_hangs:
             self._ask_for_verdicts(now)  # judge by what the others saw
 
-    def _begin_round(self, now: float, *, fresh: bool) -> None:
+    def _begin_round(self, *, fresh: bool) -> None:
         self._effects += self._rounds.begin(fresh=fresh)
 
     def _evidence_seen(self, seen: messages.EvidenceSeen, now: float) -> None:
