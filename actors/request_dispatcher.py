@@ -195,6 +195,7 @@ class RequestDispatcher:
                 data_at=record.last_data_at,
                 batches=record.batches,
                 completed=record.result["state"] is RequestState.COMPLETED,
+                is_broken_off=record.is_broken_off,
             )
         )
         if running.lease is not None and not running.lease.has_ended:

@@ -10,7 +10,20 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from llama_worker.request.progress import Batch
-from llama_worker.types.request import RequestResult, RequestStatus
+from llama_worker.types.request import RequestFailReason, RequestResult, RequestStatus
+
+# the server was done with the request, or never had it
+_ENDED_BY_ITSELF = frozenset(
+    {
+        RequestFailReason.CONNECT_FAILED,
+        RequestFailReason.CONTEXT_EXCEEDED,
+        RequestFailReason.HTTP_ERROR,
+        RequestFailReason.PROMPT_ERROR,
+        RequestFailReason.SERVER_ERROR,
+        RequestFailReason.TOOL_EXECUTION_ERROR,
+        RequestFailReason.TOOL_PARSE_ERROR,
+    }
+)
 
 
 class RequestRecord(Struct, frozen=True, kw_only=True):
@@ -25,6 +38,12 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     http_status: int | None = None  # of an `http_error` or a `server_error`
     is_leased: bool = False  # its output is its client's: it is not kept here
     question: str = ""  # what is asked, in short, where nobody named the job
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether the server may still compute a batch of it: it was cancelled, or given up."""
+        fail_reason = self.result["fail_reason"]
+        return fail_reason is not None and fail_reason not in _ENDED_BY_ITSELF
 
     @property
     def job(self) -> str:

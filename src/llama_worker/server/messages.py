@@ -185,7 +185,8 @@ class Unwatch(Struct, frozen=True, kw_only=True):
     request_id: int
     data_at: float | None
     batches: tuple[Batch, ...] = ()
-    completed: bool  # else the server may still compute a batch of it
+    completed: bool
+    is_broken_off: bool = False  # the server may still compute a batch of it
 
 
 class StandDown(Struct, frozen=True, kw_only=True):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
+from llama_worker.types.request import RequestFailReason
 
 IDS = range(1, 13)
 
@@ -84,3 +87,25 @@ def test_expiring_looks_at_no_younger_record() -> None:
         table.end(record(request_id), request_id)
     assert table.expire(Instant(62.0)) == (record(1), record(2))
     assert Instant.compared == 3
+
+
+@pytest.mark.parametrize(
+    ("fail_reason", "is_broken_off"),
+    [
+        (None, False),
+        (RequestFailReason.CANCELED, True),
+        (RequestFailReason.STALL_TIMEOUT, True),
+        (RequestFailReason.REPEATED_TEXT_LOOP, True),
+        (RequestFailReason.STREAM_DISCONNECTED, True),
+        (RequestFailReason.CONNECT_FAILED, False),
+        (RequestFailReason.HTTP_ERROR, False),
+        (RequestFailReason.CONTEXT_EXCEEDED, False),
+        (RequestFailReason.SERVER_ERROR, False),
+        (RequestFailReason.TOOL_EXECUTION_ERROR, False),
+    ],
+)
+def test_what_the_server_has_ended_is_not_broken_off(
+    fail_reason: RequestFailReason | None, is_broken_off: bool
+) -> None:
+    result: Any = {"fail_reason": fail_reason}
+    assert replace(record(1), result=result).is_broken_off is is_broken_off

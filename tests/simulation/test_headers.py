@@ -1,0 +1,63 @@
+"""How long a request waits for its headers behind one that has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from llama_worker.types.request import RequestFailReason
+from tests.simulation.bench import FAST, Bench, quiet_bench
+from tests.simulation.server import Reply
+
+LONG = Reply(key="long", prompt_tokens=9000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
+ERROR = b'data: {"error":{"code":400,"message":"it is too long","type":"invalid_request"}}\n\n'
+
+
+def is_refused(bench: Bench) -> None:
+    refused = replace(LONG, status=400)
+    bench.machine.reply_to = lambda request_id, turn: refused if request_id == 1 else LONG
+    bench.worker.submit("job", "", "the first")
+
+
+def breaks_down(bench: Bench) -> None:
+    bench.worker.submit("job", "", "the first")
+    bench.scheduler.run_for(6.0)
+    (exchange,) = bench.server.exchanges
+    bench.server.send(exchange, ERROR)
+    bench.server.hang_up(exchange, regular=True)
+
+
+def is_cancelled(bench: Bench) -> None:
+    bench.worker.submit("job", "", "the first")
+    bench.scheduler.run_for(6.0)
+    bench.worker.cancel(1)
+
+
+@pytest.mark.parametrize(
+    ("first", "limit"),
+    [
+        pytest.param(is_refused, "headers_timeout_s", id="refused"),
+        pytest.param(breaks_down, "headers_timeout_s", id="an error of the server's"),
+        pytest.param(is_cancelled, "idle_stream_timeout_s", id="cancelled in a batch"),
+    ],
+)
+def test_only_what_was_broken_off_may_still_hold_headers_back(
+    first: Callable[[Bench], None], limit: str
+) -> None:
+    bench = quiet_bench(replace(FAST, shows_slots=False))
+    bench.machine.reply_to = lambda request_id, turn: LONG
+    with bench.ready():
+        first(bench)
+        ended = bench.worker.result(1)
+        assert bench.scheduler.run_until(ended.done, bench.scheduler.now + 1.0)
+        bench.server.freeze(spins=False)
+        bench.worker.submit("job", "", "the second")
+        hung, sent_at = bench.worker.result(2), bench.scheduler.now
+        assert bench.scheduler.run_until(hung.done, sent_at + 3600.0)
+        result = hung.get(timeout=0)
+        assert result["ok"]
+        assert result["fail_reason"] is RequestFailReason.HEADERS_TIMEOUT
+        limit_s = getattr(bench.config.timeouts, limit)
+        assert 0.0 <= bench.scheduler.now - sent_at - limit_s <= 15.0
