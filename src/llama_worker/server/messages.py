@@ -187,6 +187,7 @@ class Unwatch(Struct, frozen=True, kw_only=True):
     batches: tuple[Batch, ...] = ()
     completed: bool
     is_broken_off: bool = False  # the server may still compute a batch of it
+    has_media: bool = False
 
 
 class StandDown(Struct, frozen=True, kw_only=True):

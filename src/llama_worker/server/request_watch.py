@@ -83,7 +83,7 @@ class RequestWatch:
         self._note_data(request_id, order.data_at)
         self._note_data(_ENDED, self._data_at.pop(request_id, None))
         progress = self.progress.pop(request_id, None)
-        if progress is not None and progress.has_media:
+        if order.has_media:
             self._media_left_at = now
         if order.completed:
             self._blame = self._blame.completed(request_id)

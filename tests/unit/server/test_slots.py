@@ -534,7 +534,7 @@ def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
     seen = (slot(decoded=9), replace(in_batch(40, 600)[0], slot_id=1, task=2))
     watch = watched(lambda now: seen, writes, shows)
     assert watch.run(40.0, Stalled) is None
-    watch.tell(Unwatch(request_id=2, data_at=None, completed=False))
+    watch.tell(Unwatch(request_id=2, data_at=None, completed=False, has_media=has_media))
     assert (watch.run(1000.0, Stalled) is None) is has_media
 
 

@@ -1,0 +1,31 @@
+"""What an image does to those behind it: nobody knows how long one is encoded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llama_worker.types.request import RequestState
+from tests.simulation.bench import IMAGE, quiet_bench
+from tests.simulation.server import Reply
+
+PROMPT = Reply(key="p", prompt_tokens=4000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
+ENCODE_S = 400.0
+
+
+@pytest.mark.parametrize("cancelled_after_s", [0.1, 20.0])
+def test_a_cancelled_requests_image_is_encoded_to_its_end(cancelled_after_s: float) -> None:
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, encode_s=ENCODE_S)
+    with bench.ready():
+        learnt = worker.ask("so that it is known what a batch takes")
+        assert scheduler.run_until(learnt.done, scheduler.now + 60.0)
+        worker.submit("job", "", IMAGE)
+        scheduler.run_for(cancelled_after_s)
+        assert bench.server.exchanges[0].in_batch
+        worker.cancel(2)
+        answer = worker.ask("behind it")
+        assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
+        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
