@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from llama_worker.types.request import RequestFailReason
+from llama_worker.types.request import RequestFailReason, RequestState
 from tests.simulation.bench import FAST, Bench, quiet_bench
-from tests.simulation.server import Reply
+from tests.simulation.server import Build, Reply
 
 LONG = Reply(key="long", prompt_tokens=9000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
 ERROR = b'data: {"error":{"code":400,"message":"it is too long","type":"invalid_request"}}\n\n'
@@ -61,3 +61,28 @@ def test_only_what_was_broken_off_may_still_hold_headers_back(
         assert result["fail_reason"] is RequestFailReason.HEADERS_TIMEOUT
         limit_s = getattr(bench.config.timeouts, limit)
         assert 0.0 <= bench.scheduler.now - sent_at - limit_s <= 15.0
+
+
+def test_headers_are_held_back_by_a_batch_that_began_after_the_latest_report() -> None:
+    a_long_batch = Build(
+        slots=2,
+        prefill_tokens_per_s=20.0,
+        decode_tokens_per_s=20.0,
+        batch_tokens=2048,
+        load_s=1.0,
+        cpu_shows=False,
+    )
+    bench = quiet_bench(a_long_batch)
+    scheduler, worker = bench.scheduler, bench.worker
+    short = replace(LONG, prompt_tokens=120, text_tokens=1)
+    bench.machine.reply_to = lambda request_id, turn: short if request_id == 1 else LONG
+    with bench.ready():
+        first = worker.ask("in the way for 6 s")
+        scheduler.run_for(0.1)
+        worker.submit("job", "", "waits when it is asked, after 5 s")
+        assert scheduler.run_until(first.done, scheduler.now + 60.0)
+        scheduler.run_for(1.0)
+        worker.cancel(2)  # in its batch of 100 s
+        answer = worker.ask("behind it")
+        assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
+        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED

@@ -335,10 +335,10 @@ class LeasedRequest:
         return [RequestEnded(record=self._record(outcome, now))]
 
     def _record(self, outcome: Outcome, now: float) -> RequestRecord:
-        self._state = _Ended()
+        progress, self._state = self.progress(), _Ended()
         outcome = outcome.for_host(self._api_key)
         self._totals.add_turn(self._turn)
-        record = build_record(self._totals, self._turn, self.progress(), outcome, [], now)
+        record = build_record(self._totals, self._turn, progress, outcome, [], now)
         self._as_seen(record.status)
         return record
 

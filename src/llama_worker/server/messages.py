@@ -187,6 +187,7 @@ class Unwatch(Struct, frozen=True, kw_only=True):
     batches: tuple[Batch, ...] = ()
     completed: bool
     is_broken_off: bool = False  # the server may still compute a batch of it
+    was_served: bool = False  # when it ended
     has_media: bool = False
 
 

@@ -87,8 +87,8 @@ class RequestWatch:
             self._media_left_at = now
         if order.completed:
             self._blame = self._blame.completed(request_id)
-        may_have_batch = order.is_broken_off and (progress is None or progress.is_served)
-        if may_have_batch and self._unfinished_batch_since is None:
+        may_be_served = order.was_served or progress is None or progress.is_served
+        if order.is_broken_off and may_be_served and self._unfinished_batch_since is None:
             self._broken_off_at = now
         given_up = self._judge_when_all_are_heard(now)
         if not self.ids:
