@@ -12,6 +12,14 @@ from tests.simulation.bench import FAST, Bench, quiet_bench
 from tests.simulation.server import Build, Reply
 
 LONG = Reply(key="long", prompt_tokens=9000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
+A_LONG_BATCH = Build(  # of 100 s, on a GPU
+    slots=2,
+    prefill_tokens_per_s=20.0,
+    decode_tokens_per_s=20.0,
+    batch_tokens=2048,
+    load_s=1.0,
+    cpu_shows=False,
+)
 ERROR = b'data: {"error":{"code":400,"message":"it is too long","type":"invalid_request"}}\n\n'
 
 
@@ -64,15 +72,7 @@ def test_only_what_was_broken_off_may_still_hold_headers_back(
 
 
 def test_headers_are_held_back_by_a_batch_that_began_after_the_latest_report() -> None:
-    a_long_batch = Build(
-        slots=2,
-        prefill_tokens_per_s=20.0,
-        decode_tokens_per_s=20.0,
-        batch_tokens=2048,
-        load_s=1.0,
-        cpu_shows=False,
-    )
-    bench = quiet_bench(a_long_batch)
+    bench = quiet_bench(A_LONG_BATCH)
     scheduler, worker = bench.scheduler, bench.worker
     short = replace(LONG, prompt_tokens=120, text_tokens=1)
     bench.machine.reply_to = lambda request_id, turn: short if request_id == 1 else LONG
@@ -84,5 +84,21 @@ def test_headers_are_held_back_by_a_batch_that_began_after_the_latest_report() -
         scheduler.run_for(1.0)
         worker.cancel(2)  # in its batch of 100 s
         answer = worker.ask("behind it")
+        assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
+        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+
+
+def test_headers_are_held_back_by_the_second_batch_that_is_broken_off() -> None:
+    """The first was over long ago, of which there was no sign."""
+    bench = quiet_bench(replace(A_LONG_BATCH, reports_progress=False))
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: LONG
+    with bench.ready():
+        for request_id in (1, 2):
+            worker.submit("job", "", "cancelled in its first batch")
+            scheduler.run_for(3.0)
+            worker.cancel(request_id)
+            scheduler.run_for(1000.0 if request_id == 1 else 0.1)
+        answer = worker.ask("behind them")
         assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
         assert answer.get(timeout=0)["state"] is RequestState.COMPLETED

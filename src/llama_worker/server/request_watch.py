@@ -88,7 +88,7 @@ class RequestWatch:
         if order.completed:
             self._blame = self._blame.completed(request_id)
         may_be_served = order.was_served or progress is None or progress.is_served
-        if order.is_broken_off and may_be_served and self._unfinished_batch_since is None:
+        if order.is_broken_off and may_be_served and self._unfinished_batch_since(now) is None:
             self._broken_off_at = now
         given_up = self._judge_when_all_are_heard(now)
         if not self.ids:
@@ -200,7 +200,7 @@ class RequestWatch:
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
                 one_is_served=any(other.is_served for other in others),
-                left_at=self._unfinished_batch_since,
+                left_at=self._unfinished_batch_since(now),
             ),
             slots=SlotSigns(
                 moved_at=self._moved_at.get(request_id),
@@ -276,14 +276,14 @@ class RequestWatch:
         limit_s = self._profile.suspect_after_s
         return limit_s is not None and (at is None or now - at >= limit_s)
 
-    @property
-    def _unfinished_batch_since(self) -> float | None:
+    def _unfinished_batch_since(self, now: float) -> float | None:
         """When a request was broken off whose batch may still be computed, since nobody has shown
-        a sign of work after it; None if there is no such request."""
-        left_at = self._broken_off_at
+        a sign of work after it, nor has it had its time; None if there is no such request."""
+        left_at, limit_s = self._broken_off_at, self._profile.idle_stream_timeout_s
+        if left_at is None or (limit_s is not None and now - left_at >= limit_s):
+            return None
         signs = (self.data_at, self.slots.moved_at, self.liveness_at)
-        is_over = left_at is None or any(at is not None and at > left_at for at in signs)
-        return None if is_over else left_at
+        return None if any(at is not None and at > left_at for at in signs) else left_at
 
     @property
     def _may_encode_media(self) -> bool:
