@@ -48,7 +48,7 @@ class RequestWatch:
         self._blind_at: float | None = None  # when nobody could see what the server did
         self._reads_at: float | None = None  # when its memory was last seen to come from disk
         self._media_left_at: float | None = None  # when a request with images or sounds ended
-        # when the first request was broken off since the latest sign of work
+        # when a request was broken off, unless the batch of an earlier one may still be computed
         self._broken_off_at: float | None = None
         # when what may be a request's slot was seen to have moved
         self._moved_at: dict[int, float] = {}
@@ -88,7 +88,7 @@ class RequestWatch:
         if order.completed:
             self._blame = self._blame.completed(request_id)
         may_be_served = order.was_served or progress is None or progress.is_served
-        if order.is_broken_off and may_be_served and self._unfinished_batch_since(now) is None:
+        if order.is_broken_off and may_be_served and not self._may_compute_for_gone(now):
             self._broken_off_at = now
         given_up = self._judge_when_all_are_heard(now)
         if not self.ids:
@@ -194,13 +194,13 @@ class RequestWatch:
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
         others = (each for each in self.progress.values() if each.request_id != request_id)
+        one_is_served = any(other.is_served for other in others)
         return verdict(
             progress,
             liveness_at=self._worked_at(request_id),
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
-                one_is_served=any(other.is_served for other in others),
-                left_at=self._unfinished_batch_since(now),
+                may_hold_headers=one_is_served or self._may_compute_for_gone(now),
             ),
             slots=SlotSigns(
                 moved_at=self._moved_at.get(request_id),
@@ -276,14 +276,14 @@ class RequestWatch:
         limit_s = self._profile.suspect_after_s
         return limit_s is not None and (at is None or now - at >= limit_s)
 
-    def _unfinished_batch_since(self, now: float) -> float | None:
-        """When a request was broken off whose batch may still be computed, since nobody has shown
-        a sign of work after it, nor has it had its time; None if there is no such request."""
+    def _may_compute_for_gone(self, now: float) -> bool:
+        """Whether the batch of a request that was broken off may still be computed: nobody has
+        shown a sign of work after that, nor has it had its time."""
         left_at, limit_s = self._broken_off_at, self._profile.idle_stream_timeout_s
         if left_at is None or (limit_s is not None and now - left_at >= limit_s):
-            return None
+            return False
         signs = (self.data_at, self.slots.moved_at, self.liveness_at)
-        return None if any(at is not None and at > left_at for at in signs) else left_at
+        return all(at is None or at <= left_at for at in signs)
 
     @property
     def _may_encode_media(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +12,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
 from llama_worker.server.messages import Unwatch
 from llama_worker.server.request_watch import RequestWatch
+from llama_worker.types.request import RequestPhase
 from tests.virtual_watch import generating
 
 IDS = (1, 2, 3, 4, 5, 6)
@@ -56,3 +60,30 @@ def test_a_round_is_over_when_all_have_answered_once_or_ended() -> None:
         assert watch.end(order, 9.0) == []
     assert answer(1) == [2, 1]
     assert answer(1) == []
+
+
+@pytest.mark.parametrize(
+    ("ended", "given_up_at"),
+    [
+        pytest.param({"is_broken_off": True, "was_served": True}, 130.0, id="in a batch"),
+        pytest.param({"is_broken_off": True}, 130.0, id="before anybody asked how far it was"),
+        pytest.param({"was_served": True}, 30.0, id="by the server"),
+        pytest.param(
+            {"is_broken_off": True, "was_served": True, "data_at": 10.5}, 40.5, id="a sign of work"
+        ),
+    ],
+)
+def test_headers_wait_while_the_batch_of_one_that_is_gone_may_be_computed(
+    ended: dict[str, Any], given_up_at: float
+) -> None:
+    profile = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
+    waiting = Progress(
+        request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0
+    )
+    for now, is_given_up in ((given_up_at - 0.1, False), (given_up_at, True)):
+        watch = RequestWatch(profile, epoch=1)
+        for request_id in (1, 2):
+            watch.begin(request_id)
+        watch.end(Unwatch(**{"request_id": 1, "data_at": None, "completed": False, **ended}), 10.0)
+        watch.begin_round(now)
+        assert bool(watch.heard(waiting, now, for_verdict=True)) is is_given_up
