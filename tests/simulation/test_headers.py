@@ -102,3 +102,34 @@ def test_headers_are_held_back_by_the_second_batch_that_is_broken_off() -> None:
         answer = worker.ask("behind them")
         assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
         assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+
+
+def test_headers_are_held_back_by_the_batch_of_one_that_was_cancelled_before_it_had_any() -> None:
+    bench = quiet_bench(A_LONG_BATCH)
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: LONG
+    with bench.ready():
+        for request_id in (1, 2):
+            worker.submit("job", "", "cancelled in a batch, and while it waits for the next")
+            scheduler.run_for(6.0)
+            worker.cancel(request_id)
+            scheduler.run_for(0.1)
+        answer = worker.ask("behind them")
+        assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
+        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+
+
+def test_who_never_had_a_batch_holds_no_headers_back_where_nothing_moves() -> None:
+    bench = quiet_bench(replace(FAST, shows_slots=False))
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: LONG
+    with bench.ready():
+        bench.server.freeze(spins=False)
+        worker.submit("job", "", "cancelled while it waits")
+        scheduler.run_for(6.0)
+        worker.cancel(1)
+        scheduler.run_for(0.1)
+        worker.submit("job", "", "behind it")
+        hung, sent_at = worker.result(2), scheduler.now
+        assert scheduler.run_until(hung.done, sent_at + 3600.0)
+        assert scheduler.now - sent_at <= 45.0

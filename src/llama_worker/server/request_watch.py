@@ -7,6 +7,7 @@ next round holds nobody up. While a request is suspected the slots are looked at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from llama_worker.config.profiles import TimeoutProfile
@@ -50,6 +51,8 @@ class RequestWatch:
         self._media_left_at: float | None = None  # when a request with images or sounds ended
         # when a request was broken off, unless the batch of an earlier one may still be computed
         self._broken_off_at: float | None = None
+        # when one was that waited for its turn: it gets a batch all the same, the next (b11434)
+        self._left_queue_at: float | None = None
         # when what may be a request's slot was seen to have moved
         self._moved_at: dict[int, float] = {}
 
@@ -87,13 +90,20 @@ class RequestWatch:
             self._media_left_at = now
         if order.completed:
             self._blame = self._blame.completed(request_id)
-        may_be_served = order.was_served or progress is None or progress.is_served
-        if order.is_broken_off and may_be_served and not self._may_compute_for_gone(now):
-            self._broken_off_at = now
+        if order.is_broken_off:
+            self._broken_off(order, progress, now)
         given_up = self._judge_when_all_are_heard(now)
         if not self.ids:
             self.slots.stop_looking()
         return given_up
+
+    def _broken_off(self, order: Unwatch, progress: Progress | None, now: float) -> None:
+        """Its batch may be under way, or still to come."""
+        is_under_way = order.was_served or progress is None or progress.is_served
+        if is_under_way and not self._may_compute_for_gone(now):
+            self._broken_off_at = now
+        if not order.was_served:
+            self._left_queue_at = now
 
     def saw(self, seen: EvidenceSeen) -> None:
         """What a liveness probe saw the server do."""
@@ -278,12 +288,15 @@ class RequestWatch:
 
     def _may_compute_for_gone(self, now: float) -> bool:
         """Whether the batch of a request that was broken off may still be computed: nobody has
-        shown a sign of work after that, nor has it had its time."""
+        shown a sign of work after that, nor has it had its time. That of one which left the queue
+        begins with the next sign of work."""
+        worked_at = newest(-math.inf, self.data_at, self.slots.moved_at, self.liveness_at)
+        if self._left_queue_at is not None and worked_at > self._left_queue_at:
+            self._broken_off_at, self._left_queue_at = worked_at, None
         left_at, limit_s = self._broken_off_at, self._profile.idle_stream_timeout_s
-        if left_at is None or (limit_s is not None and now - left_at >= limit_s):
+        if left_at is None or worked_at > left_at:
             return False
-        signs = (self.data_at, self.slots.moved_at, self.liveness_at)
-        return all(at is None or at <= left_at for at in signs)
+        return limit_s is None or now - left_at < limit_s
 
     @property
     def _may_encode_media(self) -> bool:
