@@ -153,5 +153,4 @@ def _unwatch(exchange: LeasedExchange) -> messages.Unwatch:
         data_at=progress.data_at,
         batches=progress.batches,
         completed=False,
-        has_media=progress.has_media,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llama_worker.types.request import RequestState
-from tests.simulation.bench import IMAGE, quiet_bench
+from tests.simulation.bench import FAST, IMAGE, quiet_bench
 from tests.simulation.server import Reply
 
 PROMPT = Reply(key="p", prompt_tokens=4000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
@@ -29,3 +29,19 @@ def test_a_cancelled_requests_image_is_encoded_to_its_end(cancelled_after_s: flo
         answer = worker.ask("behind it")
         assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
         assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+
+
+def test_an_image_that_was_cancelled_in_the_queue_is_encoded_behind_the_next_batch() -> None:
+    bench = quiet_bench(replace(FAST, batch_tokens=8192))  # a prompt takes 8 s, in one batch
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, encode_s=ENCODE_S)
+    with bench.ready():
+        learnt = worker.ask("so that it is known what a batch takes")
+        assert scheduler.run_until(learnt.done, scheduler.now + 60.0)
+        beside = worker.ask("in the way for 8 s")
+        scheduler.run_for(0.1)
+        worker.submit("job", "", IMAGE)
+        scheduler.run_for(6.0)
+        worker.cancel(3)
+        assert scheduler.run_until(beside.done, scheduler.now + 3600.0)
+        assert beside.get(timeout=0)["state"] is RequestState.COMPLETED

@@ -48,11 +48,8 @@ class RequestWatch:
         self._blame = Blame()
         self._blind_at: float | None = None  # when nobody could see what the server did
         self._reads_at: float | None = None  # when its memory was last seen to come from disk
-        self._media_left_at: float | None = None  # when a request with images or sounds ended
-        # when a request was broken off, unless the batch of an earlier one may still be computed
-        self._broken_off_at: float | None = None
-        # when one was that waited for its turn: it gets a batch all the same, the next (b11434)
-        self._left_queue_at: float | None = None
+        self._batch_left = _LeftWork()
+        self._media_left = _LeftWork()  # images or sounds to be encoded
         # when what may be a request's slot was seen to have moved
         self._moved_at: dict[int, float] = {}
 
@@ -86,8 +83,6 @@ class RequestWatch:
         self._note_data(request_id, order.data_at)
         self._note_data(_ENDED, self._data_at.pop(request_id, None))
         progress = self.progress.pop(request_id, None)
-        if order.has_media:
-            self._media_left_at = now
         if order.completed:
             self._blame = self._blame.completed(request_id)
         if order.is_broken_off:
@@ -99,11 +94,16 @@ class RequestWatch:
 
     def _broken_off(self, order: Unwatch, progress: Progress | None, now: float) -> None:
         """Its batch may be under way, or still to come."""
+        may_be_queued = not order.was_served
         is_under_way = order.was_served or progress is None or progress.is_served
         if is_under_way and not self._may_compute_for_gone(now):
-            self._broken_off_at = now
-        if not order.was_served:
-            self._left_queue_at = now
+            self._batch_left.begin(now)
+        if may_be_queued:
+            self._batch_left.queue(now)
+        if order.has_media:
+            self._media_left.begin(now)
+            if may_be_queued:
+                self._media_left.queue(now)
 
     def saw(self, seen: EvidenceSeen) -> None:
         """What a liveness probe saw the server do."""
@@ -288,25 +288,45 @@ class RequestWatch:
 
     def _may_compute_for_gone(self, now: float) -> bool:
         """Whether the batch of a request that was broken off may still be computed: nobody has
-        shown a sign of work after that, nor has it had its time. That of one which left the queue
-        begins with the next sign of work."""
-        worked_at = newest(-math.inf, self.data_at, self.slots.moved_at, self.liveness_at)
-        if self._left_queue_at is not None and worked_at > self._left_queue_at:
-            self._broken_off_at, self._left_queue_at = worked_at, None
-        left_at, limit_s = self._broken_off_at, self._profile.idle_stream_timeout_s
-        if left_at is None or worked_at > left_at:
-            return False
-        return limit_s is None or now - left_at < limit_s
+        shown a sign of work since, nor has it had its time."""
+        self._batch_left.saw_work(self.data_at, self.slots.moved_at, self.liveness_at)
+        began_at, limit_s = self._batch_left.began_at, self._profile.idle_stream_timeout_s
+        return began_at is not None and (limit_s is None or now - began_at < limit_s)
 
     @property
     def _may_encode_media(self) -> bool:
-        """For a request that is gone: what is under way is finished first."""
-        signs = (self.data_at, self.slots.moved_at)
-        left_at = self._media_left_at
-        return left_at is not None and all(at is None or at < left_at for at in signs)
+        """For a request that was broken off; meanwhile the server's processes work."""
+        self._media_left.saw_work(self.data_at, self.slots.moved_at)
+        return self._media_left.began_at is not None
 
     def _worked_at(self, request_id: int) -> float | None:
         """The newest sign of work: by the server's processes, or by what may be the request's
         slot. Where nobody could look there may have been one."""
         signs = (self.liveness_at, self._blind_at, self._moved_at.get(request_id))
         return max((at for at in signs if at is not None), default=None)
+
+
+class _LeftWork:
+    """What a server may still do for requests that were broken off. What is under way it finishes
+    first; who waited for its turn gets it all the same, since only behind a batch the server
+    notices that a client is gone (b11434)."""
+
+    def __init__(self) -> None:
+        self.began_at: float | None = None  # None: there is none
+        self._queued_at: float | None = None
+
+    def begin(self, now: float) -> None:
+        """It may be under way."""
+        self.began_at = now
+
+    def queue(self, now: float) -> None:
+        """It may begin as soon as what is under way is done."""
+        self._queued_at = now
+
+    def saw_work(self, *signs: float | None) -> None:
+        """The latest signs of work that is done."""
+        done_at = newest(-math.inf, *signs)
+        if self.began_at is not None and done_at > self.began_at:
+            self.began_at = None
+        if self._queued_at is not None and done_at > self._queued_at:
+            self.began_at, self._queued_at = done_at, None
