@@ -196,7 +196,7 @@ class RequestDispatcher:
                 batches=record.batches,
                 completed=record.result["state"] is RequestState.COMPLETED,
                 is_broken_off=record.is_broken_off,
-                was_served=record.was_served,
+                ended_in=record.ended_in,
                 has_media=record.has_media,
             )
         )

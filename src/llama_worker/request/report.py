@@ -206,7 +206,7 @@ def build_record(
         last_data_at=turn.last_data_at,
         batches=turn.batches,
         http_status=outcome.http_status,
-        was_served=progress.is_served,
+        ended_in=RequestPhase.DONE if progress.concluding else progress.phase,
         has_media=totals.has_media,
         is_leased=totals.is_leased,
         question=totals.question,

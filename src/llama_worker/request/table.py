@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from llama_worker.request.progress import Batch
-from llama_worker.types.request import RequestFailReason, RequestResult, RequestStatus
+from llama_worker.types.request import RequestFailReason, RequestPhase, RequestResult, RequestStatus
 
 # the server was done with the request, or never had it
 _ENDED_BY_ITSELF = frozenset(
@@ -36,7 +36,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     last_data_at: float | None = None  # of its last turn
     batches: tuple[Batch, ...] = ()  # of its last turn's prompt
     http_status: int | None = None  # of an `http_error` or a `server_error`
-    was_served: bool = False  # when it ended: it had its headers, and the server worked on it
+    ended_in: RequestPhase = RequestPhase.DONE  # its phase, while the server worked on it
     has_media: bool = False  # images or sounds in its prompt
     is_leased: bool = False  # its output is its client's: it is not kept here
     question: str = ""  # what is asked, in short, where nobody named the job

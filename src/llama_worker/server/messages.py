@@ -20,6 +20,7 @@ from llama_worker.server.blame import GpuFault, ProbeNow, Verdict
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import SlotsLook, SlotsSilence
 from llama_worker.server.traits import ServerTraits
+from llama_worker.types.request import RequestPhase
 from llama_worker.types.worker import StartFailReason, WorkerStatus
 
 
@@ -187,7 +188,7 @@ class Unwatch(Struct, frozen=True, kw_only=True):
     batches: tuple[Batch, ...] = ()
     completed: bool
     is_broken_off: bool = False  # the server may still compute a batch of it
-    was_served: bool = False  # when it ended
+    ended_in: RequestPhase = RequestPhase.DONE  # its phase, while the server worked on it
     has_media: bool = False
 
 

@@ -94,16 +94,16 @@ class RequestWatch:
 
     def _broken_off(self, order: Unwatch, progress: Progress | None, now: float) -> None:
         """Its batch may be under way, or still to come."""
-        may_be_queued = not order.was_served
-        is_under_way = order.was_served or progress is None or progress.is_served
-        if is_under_way and not self._may_compute_for_gone(now):
+        was_served = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
+        may_be_served = was_served or progress is None or progress.is_served
+        if may_be_served and not self._may_compute_for_gone(now):
             self._batch_left.begin(now)
-        if may_be_queued:
-            self._batch_left.queue(now)
         if order.has_media:
             self._media_left.begin(now)
-            if may_be_queued:
-                self._media_left.queue(now)
+        if order.ended_in is RequestPhase.WAITING:
+            self._batch_left.queue(order.request_id, now)
+            if order.has_media:
+                self._media_left.queue(order.request_id, now)
 
     def saw(self, seen: EvidenceSeen) -> None:
         """What a liveness probe saw the server do."""
@@ -143,6 +143,8 @@ class RequestWatch:
     def _note_data(self, request_id: int, at: float | None) -> None:
         if at is not None:
             self._data_at[request_id] = max(at, self._data_at.get(request_id, at))
+            self._batch_left.served(request_id)
+            self._media_left.served(request_id)
 
     def _learn(self, request_id: int, batches: tuple[Batch, ...]) -> None:
         self.pace.learn(request_id, batches, is_cold=self._is_cold)
@@ -313,20 +315,25 @@ class _LeftWork:
 
     def __init__(self) -> None:
         self.began_at: float | None = None  # None: there is none
-        self._queued_at: float | None = None
+        self._queued: tuple[int, float] | None = None  # the request's id, and when it left
 
     def begin(self, now: float) -> None:
         """It may be under way."""
         self.began_at = now
 
-    def queue(self, now: float) -> None:
+    def queue(self, request_id: int, now: float) -> None:
         """It may begin as soon as what is under way is done."""
-        self._queued_at = now
+        self._queued = request_id, now
+
+    def served(self, request_id: int) -> None:
+        """The request has got data; the turn of whoever was admitted before it has come."""
+        if self._queued is not None and request_id > self._queued[0]:
+            self._queued = None
 
     def saw_work(self, *signs: float | None) -> None:
         """The latest signs of work that is done."""
         done_at = newest(-math.inf, *signs)
         if self.began_at is not None and done_at > self.began_at:
             self.began_at = None
-        if self._queued_at is not None and done_at > self._queued_at:
-            self.began_at, self._queued_at = done_at, None
+        if self._queued is not None and done_at > self._queued[1]:
+            self.began_at, self._queued = done_at, None

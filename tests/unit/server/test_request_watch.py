@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,11 +66,15 @@ def test_a_round_is_over_when_all_have_answered_once_or_ended() -> None:
 @pytest.mark.parametrize(
     ("ended", "given_up_at"),
     [
-        pytest.param({"is_broken_off": True, "was_served": True}, 130.0, id="in a batch"),
-        pytest.param({"is_broken_off": True}, 130.0, id="before anybody asked how far it was"),
-        pytest.param({"was_served": True}, 30.0, id="by the server"),
         pytest.param(
-            {"is_broken_off": True, "was_served": True, "data_at": 10.5}, 40.5, id="a sign of work"
+            {"is_broken_off": True, "ended_in": RequestPhase.PREFILL}, 130.0, id="in a batch"
+        ),
+        pytest.param({"is_broken_off": True}, 130.0, id="before anybody asked how far it was"),
+        pytest.param({"ended_in": RequestPhase.PREFILL}, 30.0, id="by the server"),
+        pytest.param(
+            {"is_broken_off": True, "ended_in": RequestPhase.PREFILL, "data_at": 10.5},
+            40.5,
+            id="a sign of work",
         ),
     ],
 )
@@ -87,3 +92,30 @@ def test_headers_wait_while_the_batch_of_one_that_is_gone_may_be_computed(
         watch.end(Unwatch(**{"request_id": 1, "data_at": None, "completed": False, **ended}), 10.0)
         watch.begin_round(now)
         assert bool(watch.heard(waiting, now, for_verdict=True)) is is_given_up
+
+
+@pytest.mark.parametrize(
+    ("served_id", "given_up_at"),
+    [
+        pytest.param(3, 130.0, id="one that was admitted after it: its own turn is over"),
+        pytest.param(1, 305.0, id="one that was there before: now it may be its turn"),
+    ],
+)
+def test_who_left_the_queue_holds_headers_back_until_its_turn_is_over(
+    served_id: int, given_up_at: float
+) -> None:
+    profile = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=300.0)
+    waiting = Progress(
+        request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0
+    )
+    left: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITING}
+    hung = replace(waiting, request_id=4, turn_started_at=100.0)
+    for now, is_given_up in ((given_up_at - 0.1, False), (given_up_at, True)):
+        watch = RequestWatch(profile, epoch=1)
+        for request_id in (2, served_id, 4):
+            watch.begin(request_id)
+        watch.heard(waiting, 0.0, for_verdict=False)
+        watch.end(Unwatch(**{"request_id": 2, "data_at": None, "completed": False, **left}), 0.0)
+        watch.end(Unwatch(request_id=served_id, data_at=5.0, completed=True), 5.0)
+        watch.begin_round(now)
+        assert bool(watch.heard(hung, now, for_verdict=True)) is is_given_up

@@ -535,8 +535,8 @@ def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
     seen = (slot(decoded=9), replace(in_batch(40, 600)[0], slot_id=1, task=2))
     watch = watched(lambda now: seen, writes, shows)
     assert watch.run(40.0, Stalled) is None
-    gone = Unwatch(request_id=2, data_at=None, completed=False, is_broken_off=True, was_served=True)
-    watch.tell(structs.replace(gone, has_media=has_media))
+    gone = Unwatch(request_id=2, data_at=None, completed=False, is_broken_off=True)
+    watch.tell(structs.replace(gone, has_media=has_media, ended_in=PREFILL))
     assert (watch.run(1000.0, Stalled) is None) is has_media
 
 
