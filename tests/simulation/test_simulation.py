@@ -140,6 +140,12 @@ CALM = (1.0, 0.046593980057776534)
             (37.671232876712324, 3.424657534246575),
             id="a connection broke while it drained",
         ),
+        pytest.param(
+            127004680186025,
+            3.7515956158453654,
+            (37.671232876712324, 3.424657534246575),
+            id="headers were waited for behind a batch that was broken off",
+        ),
     ],
 )
 def test_a_run_that_once_broke_an_invariant(

@@ -96,7 +96,9 @@ class RequestWatch:
         """Its batch may be under way, or still to come."""
         was_served = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
         may_be_served = was_served or progress is None or progress.is_served
-        if may_be_served and not self._may_compute_for_gone(now):
+        left_at, limit_s = self._batch_left_at, self._profile.idle_stream_timeout_s
+        had_its_time = left_at is None or (limit_s is not None and now - left_at >= limit_s)
+        if may_be_served and had_its_time:
             self._batch_left.begin(now)
         if order.has_media:
             self._media_left.begin(now)
@@ -206,13 +208,13 @@ class RequestWatch:
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
         others = (each for each in self.progress.values() if each.request_id != request_id)
-        one_is_served = any(other.is_served for other in others)
         return verdict(
             progress,
             liveness_at=self._worked_at(request_id),
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
-                may_hold_headers=one_is_served or self._may_compute_for_gone(now),
+                one_is_served=any(other.is_served for other in others),
+                left_at=self._batch_left_at,
             ),
             slots=SlotSigns(
                 moved_at=self._moved_at.get(request_id),
@@ -288,12 +290,12 @@ class RequestWatch:
         limit_s = self._profile.suspect_after_s
         return limit_s is not None and (at is None or now - at >= limit_s)
 
-    def _may_compute_for_gone(self, now: float) -> bool:
-        """Whether the batch of a request that was broken off may still be computed: nobody has
-        shown a sign of work since, nor has it had its time."""
+    @property
+    def _batch_left_at(self) -> float | None:
+        """When a request was broken off whose batch may still be computed, since nobody has shown
+        a sign of work after it; None if there is no such request."""
         self._batch_left.saw_work(self.data_at, self.slots.moved_at, self.liveness_at)
-        began_at, limit_s = self._batch_left.began_at, self._profile.idle_stream_timeout_s
-        return began_at is not None and (limit_s is None or now - began_at < limit_s)
+        return self._batch_left.began_at
 
     @property
     def _may_encode_media(self) -> bool:

@@ -22,9 +22,9 @@ class Neighbours(Struct, frozen=True, kw_only=True):
     """The other requests of this server."""
 
     data_at: float | None = None  # the latest data of any of them
-    # One has its headers, and limits of its own; or was broken off (cancelled, or given up), and
-    # its batch may still be computed.
-    may_hold_headers: bool = False
+    one_is_served: bool = False  # it has its headers, and limits of its own
+    # when one was broken off (canceled, or given up) whose batch may still be computed
+    left_at: float | None = None
 
 
 class SlotSigns(Struct, frozen=True, kw_only=True):
@@ -110,16 +110,20 @@ def _limits(
     reporting = prefill and progress.prompt_progress_at is not None
     stall = RequestFailReason.STALL_TIMEOUT
 
-    if waiting and not neighbours.may_hold_headers:
+    if waiting and not neighbours.one_is_served:
         # Connecting has a limit of its own, the connection's. Builds of October 2025 to May 2026
         # hold the headers back for the whole prefill: only the lack of any sign of work tells.
         # Every build holds them back for a neighbour's batch: the neighbour's limits judge that.
-        yield _Limit(
-            "headers_timeout_s",
-            RequestFailReason.HEADERS_TIMEOUT,
-            "no response headers and no sign of work",
-            max(working_at, turn_at),
-        )
+        reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, turn_at)
+        left_at, idle_s = neighbours.left_at, profile.idle_stream_timeout_s
+        what = "no response headers and no sign of work"
+        if left_at is None or (
+            idle_s is not None and left_at + idle_s <= since + profile.headers_timeout_s
+        ):
+            yield _Limit("headers_timeout_s", reason, what, since)
+        else:
+            what = f"{what} since a request before it was broken off"
+            yield _Limit("idle_stream_timeout_s", reason, what, left_at)
     if prefill and not reporting:
         yield _Limit(
             "prefill_liveness_timeout_s",

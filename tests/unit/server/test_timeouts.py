@@ -42,13 +42,14 @@ def heard(
     neighbour: float | None = None,
     slots: SlotSigns = NO_SLOT_SIGNS,
     beside: bool = False,
+    left: float | None = None,
     **limits: Any,
 ) -> dict[str, Any]:
     """When a sign of work and a neighbour's data came last, what the slots showed, whether it is
-    `beside` one that may hold headers back; judged by these limits."""
+    `beside` one that is served, or when that one `left`; judged by these limits."""
     return {
         "liveness_at": work,
-        "neighbours": Neighbours(data_at=neighbour, may_hold_headers=beside),
+        "neighbours": Neighbours(data_at=neighbour, one_is_served=beside, left_at=left),
         "slots": slots,
         "profile": replace(PROFILE, **limits),
     }
@@ -87,6 +88,13 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
         "work before the turn saves nothing": (QUEUED, heard(work=999.0), 1030.0, HEADERS),
         "behind a neighbour that gets data": (QUEUED, heard(neighbour=1029.0), 1059.0, HEADERS),
         "silent work before the headers": (QUEUED, heard(work=2199.0), 2200.0, STALL),
+        "the batch of one that is gone": (QUEUED, heard(left=1010.0), 1130.0, HEADERS),
+        "a batch that must be over": (
+            QUEUED,
+            heard(left=1010.0, idle_stream_timeout_s=20.0),
+            1030.0,
+            HEADERS,
+        ),
         "beside one that has limits of its own": (QUEUED, heard(beside=True), 2200.0, STALL),
         "a reply in one piece, by its slots": (
             replace(QUEUED, in_one_piece=True),
@@ -231,7 +239,7 @@ profiles = st.builds(
     absolute_timeout_s=st.none() | some,
     silent_work_timeout_s=st.none() | some,
 )
-neighbours = st.builds(Neighbours, data_at=maybe, may_hold_headers=st.booleans())
+neighbours = st.builds(Neighbours, data_at=maybe, one_is_served=st.booleans(), left_at=maybe)
 what_is_heard = st.fixed_dictionaries(
     {"liveness_at": maybe, "neighbours": neighbours, "profile": profiles}
 )
