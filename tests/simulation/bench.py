@@ -13,11 +13,11 @@ from llama_worker import LlamaWorker
 from llama_worker.backend import open_backends
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.runtime.host.futures import _awaited
+from llama_worker.runtime.host.futures import WorkerFuture, _awaited
 from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimRuntime
-from tests.simulation.scheduler import Choices, Scheduler
+from tests.simulation.scheduler import Choices, Scheduler, SimulatedActor
 from tests.simulation.server import Build, LlamaServer
 from tests.simulation.trace import Trace
 
@@ -60,6 +60,15 @@ class Bench:
         assert server is not None
         return server
 
+    def actor_of(self, role: str) -> SimulatedActor:
+        """The one that lives; a request's is named `request[0]`."""
+        return next(each for each in self.scheduler.actors if each.name == role)
+
+    def answer(self, future: WorkerFuture[Any], within_s: float = 60.0) -> Any:
+        """Its value; it has to resolve in time."""
+        assert self.scheduler.run_until(future.done, self.scheduler.now + within_s)
+        return future.get(timeout=0)
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Nothing is logged meanwhile, and nothing in the process remembers the worker
@@ -80,8 +89,7 @@ class Bench:
     def ready(self) -> Iterator[None]:
         """`in_use`, with a worker that is READY."""
         with self.in_use():
-            started = self.worker.start()
-            assert self.scheduler.run_until(started.done, self.scheduler.now + 60.0)
+            self.answer(self.worker.start())
             yield
 
 

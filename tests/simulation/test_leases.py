@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,19 +15,25 @@ from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import TextDelta
 from llama_worker.stream.failure import disconnected
 from llama_worker.types.request import SubmitResult
-from tests.simulation.bench import quiet_bench
+from tests.simulation.bench import Bench, quiet_bench
 from tests.simulation.leases import SimAbort
+
+
+def granted(bench: Bench) -> tuple[Ref[WorkerMessage], LeasedExchange]:
+    """A lease of the bench's worker, and the mailbox that ends it."""
+    mailbox: Ref[WorkerMessage] = Ref(bench.worker.actor_ref)
+    exchange = LeasedExchange(SimAbort())  # type: ignore[arg-type]
+    reply: WorkerFuture[SubmitResult] = WorkerFuture()
+    mailbox.tell(Lease(job_name="responses:1", exchange=exchange, reply=reply))
+    assert bench.answer(reply)["ok"]
+    return mailbox, exchange
 
 
 def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
     bench = quiet_bench()
-    scheduler, worker = bench.scheduler, bench.worker
-    mailbox: Ref[WorkerMessage] = Ref(worker.actor_ref)
-    exchange = LeasedExchange(SimAbort())  # type: ignore[arg-type]
+    scheduler = bench.scheduler
     with bench.ready():
-        granted: WorkerFuture[SubmitResult] = WorkerFuture()
-        mailbox.tell(Lease(job_name="responses:1", exchange=exchange, reply=granted))
-        assert scheduler.run_until(granted.done, scheduler.now + 1.0)
+        mailbox, exchange = granted(bench)
         exchange.opened(scheduler.now)
         exchange.heard([TextDelta("Once")], scheduler.now)
         assert exchange.breaks(disconnected("in mid-stream"))
@@ -36,24 +42,12 @@ def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
         assert not exchange.has_ended  # the server's death might be told
         scheduler.run_for(0.1)
         assert exchange.has_ended
-        status = worker.get_worker_status()
-        assert scheduler.run_until(status.done, scheduler.now + 1.0)
-        assert status.get(timeout=0)["slots_used"] == 0
+        assert bench.answer(bench.worker.get_worker_status())["slots_used"] == 0
 
 
 def test_an_unrecorded_lease_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = quiet_bench()
-    scheduler, worker = bench.scheduler, bench.worker
-    mailbox: Ref[WorkerMessage] = Ref(worker.actor_ref)
-    exchange = LeasedExchange(SimAbort())  # type: ignore[arg-type]
-
-    def lacks_memory(*_: object) -> NoReturn:
-        raise MemoryError
-
     with bench.ready():
-        granted: WorkerFuture[SubmitResult] = WorkerFuture()
-        mailbox.tell(Lease(job_name="responses:1", exchange=exchange, reply=granted))
-        assert scheduler.run_until(granted.done, scheduler.now + 1.0)
-        monkeypatch.setattr(leased, "build_record", lacks_memory)
-        canceled = worker.cancel(1)
-        assert scheduler.run_until(canceled.done, scheduler.now + 1.0)
+        granted(bench)
+        monkeypatch.setattr(leased, "build_record", Mock(side_effect=MemoryError))
+        bench.answer(bench.worker.cancel(1), 1.0)

@@ -29,9 +29,7 @@ def test_a_call_beside_a_launch_without_threads(call: str) -> None:
             assert failed.value.reason is StartFailReason.STOPPED
             assert called.get(timeout=0) is None
         bench.machine.lacks_threads = False
-        again = worker.start()
-        assert scheduler.run_until(again.done, scheduler.now + 60.0)
-        assert again.get(timeout=0)["state"] is WorkerState.READY
+        assert bench.answer(worker.start())["state"] is WorkerState.READY
 
 
 def test_what_was_learnt_outlives_a_launch() -> None:
@@ -39,19 +37,13 @@ def test_what_was_learnt_outlives_a_launch() -> None:
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: A_PROMPT
     with bench.ready():
-        answer = worker.ask("a long prompt")
-        assert scheduler.run_until(answer.done, scheduler.now + 60.0)
-        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
-        restarted = worker.restart()
-        assert scheduler.run_until(restarted.done, scheduler.now + 60.0)
-        submitted, hung = worker.submit("job", "", "a long prompt"), worker.result(2)
+        assert bench.answer(worker.ask("a long prompt"))["state"] is RequestState.COMPLETED
+        bench.answer(worker.restart())
+        worker.submit("job", "", "a long prompt")
+        hung = worker.result(2)
         scheduler.run_for(0.5)
-        assert submitted.get(timeout=0)["ok"]
         bench.server.freeze(spins=True)  # in its first batch
-        assert scheduler.run_until(hung.done, scheduler.now + FOUND_S)
-        result = hung.get(timeout=0)
-        assert result["ok"]
-        assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
+        assert bench.answer(hung, FOUND_S)["fail_reason"] is RequestFailReason.STALL_TIMEOUT
 
 
 @pytest.mark.parametrize("until_the_gap_s", [0.0, 0.001, 0.01, 0.1])
@@ -59,13 +51,11 @@ def test_a_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: fl
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     with bench.ready():
-        scheduler.break_actor(next(each for each in scheduler.actors if each.name == "watchdog"))
+        scheduler.break_actor(bench.actor_of("watchdog"))
         worker.submit("job", "", "a prompt")  # the actor dies of it, and its launch with it
         scheduler.run_for(until_the_gap_s)
         scheduler.halt_host(60.0)
         scheduler.run_for(100.0)
-        status = worker.get_worker_status()
-        assert scheduler.run_until(status.done, scheduler.now + 1.0)
-        told = status.get(timeout=0)
+        told = bench.answer(worker.get_worker_status())
         assert (told["state"], told["restart_count"]) == (WorkerState.READY, 1)
         assert told["last_error"].startswith("actor_died: watchdog")

@@ -34,13 +34,8 @@ A_LONG_PROMPT = partial(
 def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
     bench = quiet_bench(build)
     bench.machine.reply_to = lambda request_id, turn: A_LONG_PROMPT(key=f"r{request_id}")
-    with bench.in_use():
-        worker, scheduler = bench.worker, bench.scheduler
-        started = worker.start()
-        assert scheduler.run_until(started.done, scheduler.now + 60.0)
-        answers = [worker.ask("the first"), worker.ask("the second")]
-        end = scheduler.now + 2 * 3600.0
-        assert scheduler.run_until(lambda: all(each.done() for each in answers), end)
-        results = [each.get(timeout=0) for each in answers]
+    with bench.ready():
+        answers = [bench.worker.ask("the first"), bench.worker.ask("the second")]
+        results = [bench.answer(each, 2 * 3600.0) for each in answers]
         assert [each["state"] for each in results] == [RequestState.COMPLETED] * 2
         assert max(each["timings"]["ttft_s"] or 0.0 for each in results) > 690.0
