@@ -12,148 +12,56 @@ import pytest
 from tests.simulation.campaign import run_all, settings
 from tests.simulation.faults import KINDS
 from tests.simulation.world import Setting, World
+from tests.tables import cases
 
 YEAR_H = 8760.0
 SHARES = 4  # of the year, one a test: they may run side by side
 
 
-HECTIC = (
-    37.67123287671233,
-    3.4246575342465753,
-)  # requests and faults per hour, as `settings` draws them
-CALM = (1.0, 0.046593980057776534)
+# Requests and faults per hour: as `settings` draws them, once drew them, and for twice the faults.
+HECTIC, CALM = (37.671232876712324, 3.424657534246575), (1.0, 0.04659398005777654)
+HECTIC_ONCE, CALM_ONCE = (37.67123287671233, 3.4246575342465753), (1.0, 0.046593980057776534)
+MORE_HECTIC = (75.34246575342465, 6.84931506849315)
 
 
-@pytest.mark.parametrize(
-    ("seed", "hours", "rates"),
-    [
-        pytest.param(7, 4.0, (25.0, 20.0), id="ask() resolved before its result was released"),
-        pytest.param(
-            189804746787714,
-            2.7,
-            (37.6712325, 3.4246575),
-            id="a bound counted time of a halted host",
-        ),
-        pytest.param(
-            193651771979271,
-            2.4833832883408595,
-            HECTIC,
-            id="an honest server wrote half a minute in one go",
-        ),
-        pytest.param(
-            244459350129237,
-            108.02862194979923,
-            CALM,
-            id="an actor broke before it took the text that came",
-        ),
-        pytest.param(
-            45692451366883, 4.035282179853106, HECTIC, id="a caller came as the host went on"
-        ),
-        pytest.param(
-            62413012168464,
-            5.965414936806482,
-            HECTIC,
-            id="two ProcessActors died over an unkillable server",
-        ),
-        pytest.param(
-            26355305580647,
-            3.633422827150914,
-            HECTIC,
-            id="a halt of the host ended with a provider's limit",
-        ),
-        pytest.param(5090, 3.0, (60.0, 15.0), id="frozen for a request that had been canceled"),
-        pytest.param(
-            170558119922303,
-            3.232545830356577,
-            (165.0, 15.0),
-            id="silent slots of a server that works",
-        ),
-        pytest.param(
-            173331711187648,
-            51.85015493848307,
+@cases(
+    "seed, hours, rates",
+    {
+        "ask() resolved before its result was released": (7, 4.0, (25.0, 20.0)),
+        "a bound counted time of a halt": (189804746787714, 2.7, (37.6712325, 3.4246575)),
+        "half a minute in one go": (193651771979271, 2.4833832883408595, HECTIC_ONCE),
+        "broke before it took its text": (244459350129237, 108.02862194979923, CALM_ONCE),
+        "a caller came as the host went on": (45692451366883, 4.035282179853106, HECTIC_ONCE),
+        "two deaths, one unkillable server": (62413012168464, 5.965414936806482, HECTIC_ONCE),
+        "a halt ended with a provider's limit": (26355305580647, 3.633422827150914, HECTIC_ONCE),
+        "frozen for a request that had been canceled": (5090, 3.0, (60.0, 15.0)),
+        "silent slots of a server that works": (170558119922303, 3.232545830356577, (165.0, 15.0)),
+        "a finish heard behind the end": (
+            *(173331711187648, 51.85015493848307),
             (1.0, 0.20408163265306123),
-            id="a lease heard its finish behind its end",
         ),
-        pytest.param(
-            138223323556463,
-            5.23535762498518,
-            (75.34246575342465, 6.84931506849315),
-            id="probes were in time where every look was late",
+        "in time, every look late": (138223323556463, 5.23535762498518, MORE_HECTIC),
+        "its repeats came a minute apart": (51871100183379, 198.98072515182605, CALM),
+        "stopped in a hung load, SIGTERM ignored": (78314829161864, 4.534096138311952, MORE_HECTIC),
+        "restarted before its process began": (75430103562003, 178.18094298047092, CALM),
+        "ended badly beside another in a drain": (122918312022039, 5.807026001719291, HECTIC),
+        "many tokens in one slow batch": (20034866699390, 2.8539235841697046, HECTIC),
+        "its ProcessActor died, told late": (179196856528474, 201.5021848073454, CALM),
+        "refused by a server that died then": (32015304328468, 2.495963481194701, HECTIC),
+        "a lost request beside an image": (220992768886379, 5.386532325325142, HECTIC),
+        "recycled while all were at rest": (216877593245595, 5.899546182878867, HECTIC),
+        "a connection broke while it drained": (239683604732883, 5.1623265623196275, HECTIC),
+        "headers waited for behind a broken-off batch": (
+            *(127004680186025, 3.7515956158453654),
+            HECTIC,
         ),
-        pytest.param(
-            51871100183379,
-            198.98072515182605,
-            (1.0, 0.04659398005777654),
-            id="its repeats came a minute apart",
-        ),
-        pytest.param(
-            78314829161864,
-            4.534096138311952,
-            (75.34246575342465, 6.84931506849315),
-            id="its host stopped a load that hung, and it ignored SIGTERM",
-        ),
-        pytest.param(
-            75430103562003,
-            178.18094298047092,
-            (1.0, 0.04659398005777654),
-            id="it was restarted before its process began",
-        ),
-        pytest.param(
-            122918312022039,
-            5.807026001719291,
-            (37.671232876712324, 3.424657534246575),
-            id="a request ended badly beside another while the worker drained",
-        ),
-        pytest.param(
-            20034866699390,
-            2.8539235841697046,
-            (37.671232876712324, 3.424657534246575),
-            id="three slots wrote many tokens in one slow batch",
-        ),
-        pytest.param(
-            179196856528474,
-            201.5021848073454,
-            (1.0, 0.04659398005777654),
-            id="its ProcessActor died, and the worker heard of it late",
-        ),
-        pytest.param(
-            32015304328468,
-            2.495963481194701,
-            (37.671232876712324, 3.424657534246575),
-            id="a lease was refused by a server that died then",
-        ),
-        pytest.param(
-            220992768886379,
-            5.386532325325142,
-            (37.671232876712324, 3.424657534246575),
-            id="a lost request's slot stood still, and an image was encoded",
-        ),
-        pytest.param(
-            216877593245595,
-            5.899546182878867,
-            (37.671232876712324, 3.424657534246575),
-            id="it was recycled while all were at rest",
-        ),
-        pytest.param(
-            239683604732883,
-            5.1623265623196275,
-            (37.671232876712324, 3.424657534246575),
-            id="a connection broke while it drained",
-        ),
-        pytest.param(
-            127004680186025,
-            3.7515956158453654,
-            (37.671232876712324, 3.424657534246575),
-            id="headers were waited for behind a batch that was broken off",
-        ),
-    ],
+    },
 )
 def test_a_run_that_once_broke_an_invariant(
     seed: int, hours: float, rates: tuple[float, float]
 ) -> None:
-    World(
-        Setting(seed=seed, hours=hours, requests_per_hour=rates[0], faults_per_hour=rates[1])
-    ).run()
+    requests, faults = rates
+    World(Setting(seed=seed, hours=hours, requests_per_hour=requests, faults_per_hour=faults)).run()
 
 
 def test_a_run_leaves_nothing_behind() -> None:
@@ -175,9 +83,7 @@ def test_a_quarter_of_a_worker_year_that_nobody_has_seen_before(share: int) -> N
     assert sum(total.faults.values()) >= 1000 / SHARES
 
 
-def test_every_kind_of_fault_is_met_in_the_fixed_set_and_the_same_seed_gives_the_same_trace() -> (
-    None
-):
+def test_the_fixed_set_has_every_fault_and_repeats() -> None:
     hour = partial(Setting, hours=1.0, requests_per_hour=60.0, faults_per_hour=60.0)
     reports = [World(hour(seed=seed)).run() for seed in range(8, 34)]
     assert {name for report in reports for name in report.faults} == set(KINDS)
