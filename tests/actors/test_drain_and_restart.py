@@ -14,7 +14,6 @@ from llama_worker.testing.scripts import (
     Exit,
     Gate,
     Headers,
-    KillSelf,
     Reset,
     Script,
     Step,
@@ -104,13 +103,6 @@ def test_a_probe_for_those_that_come_after_cuts_no_drain_short(
     drained.get(timeout=WAIT_S)
 
 
-def test_drain_of_an_idle_or_a_stopped_worker_is_a_stop(rig: Rig) -> None:
-    for _ in range(2):
-        rig.worker.drain().get(timeout=WAIT_S)
-        assert rig.status()["state"] == "stopped"
-    rig.wait_gone(0.0)
-
-
 def test_stop_cuts_a_drain_short_and_start_begins_anew_after_it(rig: Rig) -> None:
     running = rig.submit(Headers(), Text("one"), WaitClose())
     rig.wait_text(running, "one")
@@ -139,27 +131,6 @@ def test_tokens_are_counted_while_it_drains_and_not_while_it_stops(rig: Rig, gat
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
 
-def test_a_later_drain_takes_back_a_start(rig: Rig) -> None:
-    running = rig.submit(Headers(), WaitClose())
-    rig.worker.drain()
-    started, drained = rig.worker.start(), rig.worker.drain()
-    with pytest.raises(WorkerStartError, match=r"drain\(\) was called"):
-        started.get(timeout=WAIT_S)
-    rig.worker.cancel(running).get(timeout=WAIT_S)
-    drained.get(timeout=WAIT_S)
-    assert rig.status()["state"] == "stopped"
-
-
-def test_a_server_that_dies_while_it_drains_is_not_started_again(rig: Rig, gate: Path) -> None:
-    running = rig.submit(Headers(), Text("one"), Gate(gate), KillSelf())
-    rig.wait_text(running, "one")
-    drained = rig.worker.drain()
-    gate.touch()
-    drained.get(timeout=WAIT_S)
-    assert rig.ended(running)["fail_reason"] == "server_died"
-    assert (rig.status()["state"], rig.status()["restart_count"]) == ("stopped", 0)
-
-
 # ------------------------------------------------------------ restart
 
 
@@ -177,17 +148,6 @@ def test_restart_replaces_the_server_at_once(make_worker: MakeWorker) -> None:
     debug = rig.worker.get_debug_info().get(timeout=WAIT_S)
     assert debug["recent_restarts"][-1]["reason"] == "requested"
     assert debug["totals"]["restarts"] == {"requested": 1}
-
-
-def test_restart_of_a_stopped_or_draining_worker_is_refused(rig: Rig) -> None:
-    running = rig.submit(Headers(), WaitClose())
-    drained = rig.worker.drain()
-    for _ in range(2):
-        with pytest.raises(WorkerStartError) as refused:
-            rig.worker.restart().get(timeout=WAIT_S)
-        assert refused.value.reason == "stopped"
-        rig.worker.cancel(running).get(timeout=WAIT_S)
-        drained.get(timeout=WAIT_S)
 
 
 def test_restart_checks_its_reason(rig: Rig) -> None:

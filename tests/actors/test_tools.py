@@ -311,16 +311,6 @@ def test_an_async_tool_need_not_wait_for_its_threads(make_worker: MakeWorker) ->
     assert [entry.get("result") for entry in result["tool_trace"]] == ["nothing yet"]
 
 
-def test_an_error_that_is_told_costs_no_request(make_worker: MakeWorker) -> None:
-    rig = make_worker(normal_tools=[tool("bad")], tool_runner=Async(), tool_errors="tell")
-    result = rig.run(Turns([calling(call("bad")), plain_reply(Text("I see."))]))
-    assert (result["text"], result["fail_reason"]) == ("I see.", None)
-    (entry,) = result["tool_trace"]
-    assert entry["ok"] is False
-    assert entry["result"] == entry["error"] == "tool 'bad' raised ValueError: wrong lever"
-    assert bodies(rig)[-1]["messages"][-1]["content"].startswith(entry["result"])
-
-
 # --- exit tools -----------------------------------------------------------------------------------
 
 

@@ -428,11 +428,6 @@ def test_a_server_that_resets_while_we_connect_is_a_lost_connection(
             session.ask(at(listener.getsockname()[1]), "GET", "/health", timeout_s=WAIT_S)
 
 
-def test_nothing_listens(free_port: Callable[[], int]) -> None:
-    with pytest.raises(ConnectionRefusedError):
-        ask(free_port())
-
-
 # ------------------------------------------------------------ deadlines
 
 
@@ -503,17 +498,6 @@ def test_time_in_which_this_program_did_not_run_is_not_the_servers(
 
 
 # ------------------------------------------------------------ aborts
-
-
-def test_an_abort_ends_an_exchange_that_waits(make_server: MakeServer) -> None:
-    abort = Abort()
-
-    def serve(connection: socket.socket) -> None:
-        connection.recv(1 << 16)
-        abort.abort()
-
-    with pytest.raises(Aborted):
-        ask(make_server(serve).port, abort=abort, within_s=100 * WAIT_S)
 
 
 @pytest.mark.parametrize("reply", [b"", b"SSH 200\r\n\r\n"], ids=["ended", "not HTTP"])

@@ -7,9 +7,8 @@ import errno
 import json
 import os
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
@@ -289,29 +288,6 @@ def test_an_abort_ends_the_stream_in_every_phase(rig: Rig, sent: bytes) -> None:
     assert "".join(event.text for event in rig.told.events()) == (
         "ab" if sent.count(b"\n") > 9 else ""
     )
-
-
-def reset(server: socket.socket) -> None:
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    server.close()
-
-
-@pytest.mark.parametrize(
-    ("happen", "reason"),
-    [
-        (lambda server: server.sendall(b"9\r\ndata: x\n\n\r\n"), RequestFailReason.PROTOCOL_ERROR),
-        (lambda server: server.sendall(b"not a chunk\r\n"), RequestFailReason.STREAM_DISCONNECTED),
-        (reset, RequestFailReason.STREAM_DISCONNECTED),
-    ],
-    ids=["no JSON", "no HTTP", "a reset"],
-)
-def test_a_stream_that_fails_says_why(
-    streaming: Rig, happen: Callable[[socket.socket], None], reason: RequestFailReason
-) -> None:
-    happen(streaming.server)
-    failure = streaming.told.wait_closed().failure
-    assert failure is not None
-    assert failure.reason is reason
 
 
 @pytest.mark.parametrize(

@@ -381,6 +381,12 @@ def test_a_second_drain_changes_nothing() -> None:
     assert drained(ready(), 3.0) == (ready(), ())
 
 
+def test_a_later_drain_takes_back_a_start() -> None:
+    life, effects = drain(start(draining(), 2.5)[0], 3.0)
+    assert life == draining()
+    assert error_of(effects).detail == "drain() was called"
+
+
 def test_stop_cuts_a_drain_short() -> None:
     life, effects = stop(draining(), 3.0)
     assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
