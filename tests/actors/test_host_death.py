@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +43,6 @@ from tests.actors.conftest import (
 from tests.conftest import running as running_program
 from tests.conftest import trace
 
-LEFT_WITHIN_S = 5.0  # of the host's end
 HOST_PROGRAM = Path(__file__).with_name("host_program.py")
 ENDLESS = ScriptedReply(
     [Headers(), Repeat(None, [Text("token "), Sleep(0.02)])], marker="stream", times=None
@@ -120,15 +118,12 @@ def test_a_host_that_ends_without_close_leaves_nothing(
     seen = tree(host.journal)
     if script is HALTED:
         os.kill(host.journal.wait("launched")["pid"], signal.SIGSTOP)
-    began_at = time.monotonic()
     if ends_by < 0:
         host.process.send_signal(-ends_by)
     else:
         host.go()
-    assert host.process.wait(timeout=LEFT_WITHIN_S) == ends_by
-    eventually(
-        lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S - (time.monotonic() - began_at)
-    )
+    assert host.process.wait(timeout=WAIT_S) == ends_by
+    eventually(lambda: not running(seen), f"end of {seen}")
     assert not running(tree(host.journal))
     if script is OBEDIENT:  # others are too busy to note it within the grace on a slow machine
         assert [fact["signal"] for fact in host.journal.facts("signal")] == ["SIGTERM"]
@@ -138,7 +133,7 @@ def test_a_host_that_becomes_another_program_leaves_nothing(run_host: RunHost) -
     host = run_host("exec", OBEDIENT)
     seen = tree(host.journal)
     host.go()
-    eventually(lambda: not running(seen), f"end of {seen}", LEFT_WITHIN_S)
+    eventually(lambda: not running(seen), f"end of {seen}")
     assert host.process.poll() is None
 
 
@@ -154,7 +149,7 @@ def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: R
             for process in psutil.process_iter(["cmdline"])
         )
 
-    eventually(lambda: not is_left(), "end of guard and server", LEFT_WITHIN_S)
+    eventually(lambda: not is_left(), "end of guard and server")
 
 
 def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: RunHost) -> None:
@@ -230,21 +225,15 @@ def test_the_guard_ignores_what_everybody_is_sent_and_standing_still_does_not_ho
 ) -> None:
     rig = make_worker(Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.5))
     guard = rig.journal.wait("launched")["ppid"]
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-    ):  # by a terminal, by a manager
+    by_a_terminal, by_a_manager = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP), signal.SIGTERM
+    for number in (*by_a_terminal, by_a_manager):
         os.kill(guard, number)
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
     os.kill(guard, signal.SIGSTOP)
-    began_at = time.monotonic()
     rig.stop()
-    assert time.monotonic() - began_at < 0.5 + 2.0
     assert rig.status()["state"] is WorkerState.STOPPED
-    eventually(lambda: not running(rig.tree()), "end of the server", LEFT_WITHIN_S)
+    eventually(lambda: not running(rig.tree()), "end of the server")
 
 
 _WITHOUT_STREAMS = """
