@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from llama_worker import ConfigError, Recycle, WorkerState
+from llama_worker import ConfigError, LlamaWorker, Recycle, WorkerState
 from llama_worker.actors.messages import BeginLease, RequestMessage
 from llama_worker.actors.request import RequestActor
 from llama_worker.mailbox import Tick
@@ -107,12 +107,6 @@ def ended(events: Sequence[Event]) -> Json:
 # ---------------------------------------------------------------- a hang is found
 
 
-HANGS: Any = {  # of anybody's server
-    "SIGSTOP": ([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout"),
-    "a decode that dies": ([*HALF, fs.WaitClose()], {}, {}, "stall_timeout"),
-}
-
-
 def check_hung(client: Client, reply: Steps, reason: str) -> Json:
     """The response that its client was told of, and can go on from."""
     events = read_sse(client.create(*reply, stream=True).data)
@@ -138,7 +132,8 @@ STUCK = spins(fs.Answer(body=[_slot(decoded=1)], times=3), fs.Answer(hang=True))
 @cases(
     "reply, server, limits, reason",
     {
-        **HANGS,
+        "SIGSTOP": ([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout"),
+        "a decode that dies": ([*HALF, fs.WaitClose()], {}, {}, "stall_timeout"),
         "a server that spins": (*SPUN, "stall_timeout"),
         "a lost request": (*LOST, "request_lost"),
         "a stuck task queue": (*STUCK, "stall_timeout"),
@@ -197,13 +192,8 @@ def test_a_neighbours_long_batch_is_not_a_hang(
 # ---------------------------------------------------------------- somebody else's server
 
 
-@cases("reply, server, limits, reason", HANGS)
-def test_a_hung_upstream_is_told_to_its_client(
-    make_client: MakeClient, reply: Steps, server: Any, limits: Any, reason: str
-) -> None:
-    check_hung(
-        make_client(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits)), reply, reason
-    )
+def test_a_hung_upstream_is_told_to_its_client(make_client: MakeClient) -> None:
+    check_hung(make_client(timeouts=TIMEOUTS), [*HALF, fs.WaitClose()], "stall_timeout")
 
 
 @of_either_api
@@ -329,14 +319,6 @@ def test_a_result_belongs_to_the_client(make_stage: MakeStage, tmp_path: Path) -
     assert stage.rig.status()["finished_request_ids"] == []
 
 
-def test_one_after_the_other_needs_one_slot(make_stage: MakeStage) -> None:
-    """The place is free before the client can know that its answer is complete."""
-    stage = make_stage(slots=1)
-    for _ in range(30):
-        assert ended(stage.client.stream())["status"] == "completed"
-    assert stage.rig.status()["slots_used"] == 0
-
-
 @of_either_api
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_slot_is_free_before_its_client_knows_the_end(
@@ -376,26 +358,52 @@ def test_a_goodbye_before_the_headers_blames_no_server(make_stage: MakeStage) ->
     assert stage.client.create().status == 200
 
 
-def test_a_client_that_takes_no_heartbeat_blames_no_server(
-    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+@cases(
+    "target, reply, takes_no",
+    {
+        "heartbeat": (RESPONSES, [fs.WaitClose()], "begin"),
+        "byte of a chat": (CHAT, [*HALF, fs.WaitClose()], "write"),
+    },
+)
+def test_a_client_that_takes_nothing_blames_no_server(
+    make_stage: MakeStage,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    reply: Steps,
+    takes_no: str,
 ) -> None:
     stage = make_stage(slots=1, heartbeat_s=0.1)
     with monkeypatch.context() as patched:
-        patched.setattr(ServedClient, "begin", Mock(side_effect=TimeoutError("timed out")))
+        patched.setattr(ServedClient, takes_no, Mock(side_effect=TimeoutError("timed out")))
         with pytest.raises(HTTPException):
-            stage.client.create(fs.WaitClose(), stream=True)
+            stage.client.create(*reply, stream=True, target=target, messages=WHOLE)
         stage.wait_jobs(0)
     assert stage.ends == {"completed": {}, "failed": {}, "canceled": {"canceled": 1}}
 
 
-def test_the_host_cancels_a_response(make_stage: MakeStage) -> None:
+def close_aside(worker: LlamaWorker) -> None:
+    """It waits for the client, which is told first."""
+    threading.Thread(target=worker.close).start()
+
+
+@cases(
+    "happen, reason, status",
+    {
+        "a cancel": (lambda worker: worker.cancel(1), "canceled", 200),
+        "a restart": (lambda worker: worker.restart("new"), "worker_restarted", 200),
+        "a close": (close_aside, "worker_stopped", 503),
+    },
+)
+def test_what_ends_a_response_is_told_its_client(
+    make_stage: MakeStage, happen: Callable[[Any], Any], reason: str, status: int
+) -> None:
     stage = make_stage(slots=1)
     with stage.halfway() as (data, reply):
-        (request_id,) = stage.wait_jobs(1)
-        assert stage.rig.worker.cancel(request_id).get(timeout=WAIT_S) is True
-        assert stage.worker_jobs == {}
-        events = read_sse(data + reply.read())
-    assert "canceled" in ended(events)["error"]["message"]
+        future = happen(stage.rig.worker)
+        assert reason in ended(read_sse(data + reply.read()))["error"]["message"]
+    if future is not None:
+        future.get(timeout=WAIT_S)
+    assert stage.client.create().status == status
 
 
 @of_either_api
@@ -522,25 +530,6 @@ def test_a_lack_of_descriptors_blames_no_server(
     assert (stage.client.create().status, stage.rig.status()["restart_count"]) == (200, 0)
 
 
-def test_a_restart_by_hand_tells_the_client(make_stage: MakeStage) -> None:
-    stage = make_stage()
-    with stage.halfway() as (data, reply):
-        restarted = stage.rig.worker.restart("a new model")
-        assert "worker_restarted" in ended(read_sse(data + reply.read()))["error"]["message"]
-    restarted.get(timeout=WAIT_S)
-    assert stage.client.create().status == 200
-
-
-def test_closing_the_worker_ends_its_responses(make_stage: MakeStage) -> None:
-    stage = make_stage()
-    with stage.halfway() as (data, reply):
-        closing = threading.Thread(target=stage.rig.worker.close)
-        closing.start()
-        assert "worker_stopped" in ended(read_sse(data + reply.read()))["error"]["message"]
-        closing.join(WAIT_S)
-    assert stage.client.create().status == 503
-
-
 # ---------------------------------------------------------------- chat completions, as they are
 
 
@@ -570,17 +559,6 @@ def test_a_hung_chat_ends_with_an_error_record(make_stage: MakeStage) -> None:
     assert (reply.status, reply.headers["retry-after"]) == (503, "5")
     stage.rig.wait_restarted(2)
     assert stage.say(*fs.plain_reply(), stream=False).status == 200
-
-
-def test_a_slow_client_is_not_the_servers_fault(
-    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = make_stage(slots=1)
-    monkeypatch.setattr(ServedClient, "write", Mock(side_effect=TimeoutError("timed out")))
-    with pytest.raises(HTTPException):
-        stage.say(*HALF, fs.WaitClose())
-    stage.wait_jobs(0)
-    assert stage.ends == {**stage.ends, "canceled": {"canceled": 1}, "failed": {}}
 
 
 def test_a_lost_actors_response_leaves_no_record(

@@ -37,6 +37,7 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason
 from tests.actors.conftest import HOST, WAIT_S, eventually
 from tests.runtime.conftest import MakeServer, Serve, Server, sends
+from tests.tables import cases
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 RECORD = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}]}\n\n'
@@ -165,39 +166,39 @@ def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
     assert client.opened
 
 
-@pytest.mark.parametrize("framing", [b"Content-Length: 28\r\n\r\n", b"Content-Length: 99\r\n\r\n"])
-def test_an_error_status_says_why_in_its_body_whole_or_cut_off(
-    make_server: MakeServer, make_client: MakeClient, framing: bytes
+def never_ends(connection: socket.socket) -> None:
+    connection.recv(1 << 16)
+    connection.sendall(b"HTTP/1.1 503 Busy\r\n\r\n")
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(b"x" * 1024)
+
+
+BUSY, FULL = b"HTTP/1.1 503 Busy\r\nContent-Length: ", b'\r\n\r\n{"error":{"message":"full"}}'
+
+
+@cases(
+    "serve, waits_s, says",
+    {
+        "whole": (sends(BUSY + b"28" + FULL), WAIT_S, "full"),
+        "cut off": (sends(BUSY + b"99" + FULL, close=True), WAIT_S, "full"),
+        "without an end": (never_ends, WAIT_S, "xxx"),
+        "late": (sends(BUSY + b"99\r\n\r\npart"), 0.05, "part"),
+    },
+)
+def test_an_error_status_says_why_in_its_body(
+    make_server: MakeServer,
+    make_client: MakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    serve: Serve,
+    waits_s: float,
+    says: str,
 ) -> None:
-    reply = b"HTTP/1.1 503 Busy\r\n" + framing + b'{"error":{"message":"full"}}'
-    failure = make_client(make_server(sends(reply, close=True)).url).ended()
-    assert failure is not None
-    assert (failure.http_status, failure.detail) == (503, "HTTP 503: full")
-
-
-def test_an_endless_error_body_is_not_read_for_ever(
-    make_server: MakeServer, make_client: MakeClient
-) -> None:
-    def serve(connection: socket.socket) -> None:
-        connection.recv(1 << 16)
-        connection.sendall(b"HTTP/1.1 500 X\r\n\r\n")
-        with contextlib.suppress(OSError):
-            while True:
-                connection.sendall(b"x" * 1024)
-
+    monkeypatch.setattr(session, "_ERROR_BODY_S", waits_s)
     failure = make_client(make_server(serve).url).ended()
     assert failure is not None
-    assert failure.http_status == 500
-
-
-def test_an_error_body_that_does_not_come_is_awaited_for_a_moment(
-    make_server: MakeServer, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "_ERROR_BODY_S", 0.05)
-    reply = b"HTTP/1.1 500 X\r\nContent-Length: 100\r\n\r\npart"
-    failure = make_client(make_server(sends(reply)).url).ended()
-    assert failure is not None
-    assert (failure.http_status, failure.detail) == (500, "HTTP 500: part")
+    assert failure.http_status == 503
+    assert failure.detail.startswith(f"HTTP 503: {says}")
 
 
 OTHER = "127.0.0.2"  # an address of this machine, too

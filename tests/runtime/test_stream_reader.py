@@ -23,6 +23,7 @@ from llama_worker.stream import decoder, lazy_reading
 from llama_worker.stream.events import Finish, PromptReport, TextDelta, ToolCallDelta
 from llama_worker.types.request import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
+from tests.tables import cases
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 FOR_EVER_S = 1e5
@@ -198,12 +199,23 @@ def test_text_between_headers_and_garbage_is_told(rig: Rig) -> None:
     assert "in mid-stream: it is not HTTP any more" in failure.detail
 
 
-@pytest.mark.parametrize("is_flushed", [True, False])
-def test_without_memory_for_a_record_what_came_before_is_told(
-    streaming: Rig, monkeypatch: pytest.MonkeyPatch, is_flushed: bool
+@cases(
+    "error, is_flushed, says",
+    {
+        "no memory": (MemoryError(), False, "there is no memory to read the stream"),
+        # whoever flushes is an actor, which is not to die of it
+        "no memory for a flush": (MemoryError(), True, "there is no memory to read the stream"),
+        "a mistake of our own": (RuntimeError("a mistake"), False, "a mistake"),
+    },
+)
+def test_a_record_that_cannot_be_read_costs_no_text(
+    streaming: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    is_flushed: bool,
+    says: str,
 ) -> None:
-    """Whoever flushes is an actor, which is not to die of it."""
-    monkeypatch.setattr(decoder, "decode_record", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(decoder, "decode_record", Mock(side_effect=error))
     streaming.server.sendall(text("a"))
     streaming.gets_lazy()
     long_call = {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 40_000}}]}
@@ -213,23 +225,8 @@ def test_without_memory_for_a_record_what_came_before_is_told(
     failure = streaming.told.wait_closed().failure
     assert "".join(event.text for event in streaming.told.events()) == "ab"
     assert failure is not None
-    assert (failure.reason, failure.detail) == (
-        RequestFailReason.UNKNOWN_ERROR,
-        "there is no memory to read the stream",
-    )
-
-
-def test_a_mistake_of_our_own_loses_no_text(
-    streaming: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoder, "decode_record", Mock(side_effect=RuntimeError("a mistake")))
-    streaming.server.sendall(text("a"))
-    streaming.gets_lazy()
-    streaming.server.sendall(record({"tool_calls": [{"x": "y" * 40_000}]}))
-    failure = streaming.told.wait_closed().failure
-    assert failure is not None
-    assert "a mistake" in failure.detail
-    assert streaming.told.events() == [TextDelta("a")]
+    assert failure.reason is RequestFailReason.UNKNOWN_ERROR
+    assert says in failure.detail
 
 
 def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:
