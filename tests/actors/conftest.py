@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import shlex
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -28,6 +29,7 @@ from llama_worker.testing.scripts import (
 )
 from llama_worker.types.request import RequestResult, RequestStatus
 from llama_worker.types.worker import WorkerState, WorkerStatus
+from tests.conftest import shell_program
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0  # for what takes milliseconds on a quiet machine
@@ -82,6 +84,16 @@ def no_threads(kind: str = "") -> Iterator[threading.Event]:
         crowded.setattr(threads, "_spare", [])  # nor is one kept that has nothing left to do
         crowded.setattr(threads, "_SPARE", 0)
         yield refused
+
+
+def server_program(
+    folder: Path, script: Script, journal: Path | None = None, *, asked: str = ""
+) -> str:
+    """The path of a scripted llama-server that takes the words of a real one's command; `asked`:
+    lines of the shell that come first."""
+    words = scripted_server_cmd(script, host="HOST", port=0, slots=0, journal=journal)
+    kept = shlex.join([*words[:4], *words[words.index("--script") :]])
+    return shell_program(folder / "llama-server", f'{asked}exec {kept} "$@"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,9 @@ from llama_worker.testing.scripts import (
     Text,
     ToolCall,
     plain_reply,
-    scripted_server_cmd,
 )
-from tests.conftest import running, shell_program
+from tests.actors.conftest import server_program
+from tests.conftest import running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,10 +39,7 @@ def make_server(
     """Puts a scripted llama-server where programs look for one."""
 
     def make(script: Script) -> None:
-        words = scripted_server_cmd(script, host="-", port=0, slots=0, journal=journal.path)
-        kept = [*words[:4], *words[words.index("--script") :]]
-        program = shell_program(tmp_path / "llama-server", f'exec {shlex.join(kept)} "$@"')
-        monkeypatch.setenv("LLAMA_SERVER", program)
+        monkeypatch.setenv("LLAMA_SERVER", server_program(tmp_path, script, journal.path))
 
     return make
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,6 @@ from llama_worker.testing.scripts import (
     Turns,
     WaitClose,
     plain_reply,
-    scripted_server_cmd,
     steps_json,
 )
 from tests.actors.conftest import (
@@ -45,6 +43,7 @@ from tests.actors.conftest import (
     eventually,
     fast_restart,
     fast_timeouts,
+    server_program,
 )
 
 SEARCH: ToolDef = {"type": "function", "function": {"name": "search"}}
@@ -54,14 +53,7 @@ HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 @pytest.fixture
 def server(tmp_path: Path) -> str:
     """A scripted llama-server that is run by its path."""
-    words = scripted_server_cmd(
-        Script(), host="HOST", port=0, slots=0, journal=tmp_path / "journal"
-    )
-    kept = [*words[:4], *words[words.index("--script") :]]
-    path = tmp_path / "llama-server"
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(kept)} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
+    return server_program(tmp_path, Script(), tmp_path / "journal")
 
 
 # ---------------------------------------------------------------- from_model

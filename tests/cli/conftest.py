@@ -27,10 +27,8 @@ from llama_worker.testing.scripts import (
     ScriptedReply,
     Step,
     plain_reply,
-    scripted_server_cmd,
 )
-from tests.actors.conftest import make_worker
-from tests.conftest import shell_program
+from tests.actors.conftest import make_worker, server_program
 from tests.server.pace import HANG_GUARD_S
 
 __all__ = ["make_worker"]  # a fixture
@@ -91,22 +89,15 @@ def program(tmp_path: Path) -> MakeProgram:
     """Makes a scripted llama-server that is run by its path; `extra` words end its command."""
 
     def make(script: Script | None = None, *, extra: str = "") -> Program:
-        journal, path = JournalReader(tmp_path / "journal"), tmp_path / "llama-server"
-        words = scripted_server_cmd(
-            script or Script(), host="HOST", port=0, slots=0, journal=journal.path
+        journal = JournalReader(tmp_path / "journal")
+        said = {"version": "version: 7 (fake)", "help": HELP, "list-devices": "Available devices:"}
+        asked = "".join(
+            f'[ "$1" = --{flag} ] && echo {shlex.quote(text)} && exit\n'
+            for flag, text in said.items()
         )
-        kept = [*words[:4], *words[words.index("--script") :]]
-        said = {
-            "--version": "version: 7 (fake)",
-            "--help": HELP,
-            "--list-devices": "Available devices:",
-        }
-        asked = [
-            f'[ "$1" = {flag} ] && echo {shlex.quote(text)} && exit' for flag, text in said.items()
-        ]
+        asked += f'set -- "$@" {extra}\n'
         return Program(
-            shell_program(path, "\n".join([*asked, f'exec {shlex.join(kept)} "$@" {extra}'])),
-            journal,
+            server_program(tmp_path, script or Script(), journal.path, asked=asked), journal
         )
 
     return make

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -30,10 +29,9 @@ from llama_worker.testing.scripts import (
     Text,
     WaitClose,
     plain_reply,
-    scripted_server_cmd,
 )
-from tests.actors.conftest import eventually
-from tests.conftest import Running, running, shell_program
+from tests.actors.conftest import eventually, server_program
+from tests.conftest import Running, running
 from tests.ray.cluster import cluster_environment, cluster_processes
 from tests.server.conftest import ENDLESS, is_ticking
 from tests.server.pace import lean_server, patience
@@ -128,11 +126,7 @@ PICNIC = (
 def test_a_decision_is_taken_while_the_model_that_asks_goes_on(
     thin_model: str, tmp_path: Path
 ) -> None:
-    command = scripted_server_cmd(Script(replies=PICNIC), host="", port=0, slots=0)
-    program, script = command[: command.index("--host")], command[command.index("--script") :]
-    server = shell_program(
-        tmp_path / "llama-server", f'exec {shlex.join(program)} "$@" {shlex.join(script)}'
-    )
+    server = server_program(tmp_path, Script(replies=PICNIC))
     run = run_example("hivemind.py", "--server", server, "--model", thin_model)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[1:] == [
