@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.stream.reasoning import ReasoningSplitter, SplitText
+from tests.timing import is_linear
 
 TAGS = [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")]
 ALL_TAGS = [tag for pair in TAGS for tag in pair]
@@ -256,15 +256,13 @@ def test_little_is_held_back(content: str, opened: bool) -> None:
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("unit", ["\n\n", "ab ", "<", "</thi"])
 def test_time_is_in_proportion_to_the_length(unit: str, legacy: bool) -> None:
-    def seconds(count: int) -> float:
-        splitter, started = ReasoningSplitter(), time.thread_time()
+    def think(count: int) -> None:
+        splitter = ReasoningSplitter()
         splitter.feed_text("<think>")
         for _ in range(count):
             if legacy:
                 splitter.feed_reasoning(unit)
             splitter.feed_text(unit)
         splitter.finish()
-        return time.thread_time() - started
 
-    small = min(seconds(10_000) for _ in range(3))
-    assert seconds(80_000) < 8 * small * 4 + 0.2
+    assert is_linear(think, 10_000)

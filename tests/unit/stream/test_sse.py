@@ -1,7 +1,6 @@
 """Bytes to SSE records: any line end, any split, any rubbish between the records."""
 
 import itertools
-import time
 from collections.abc import Iterable
 
 import pytest
@@ -10,6 +9,8 @@ from hypothesis import strategies as st
 
 from llama_worker.stream import sse
 from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
+from tests.tables import cases
+from tests.timing import is_linear
 
 data, error = str, ErrorField
 
@@ -149,22 +150,21 @@ def test_endless_comments_and_blanks_need_no_memory(
     assert decoder.feed(b"\n\ndata: x\n\n") == [data("x")]
 
 
-def test_a_long_record_takes_linear_time() -> None:
-    def seconds(size: int, step: int, line: int) -> float:
-        text = "x" * size
-        body = (
-            b"".join(b"data: " + text[i : i + line].encode() + b"\n" for i in range(0, size, line))
-            + b"\n"
-        )
-        decoder, records, started = SseDecoder(), list[SseRecord](), time.thread_time()
-        for i in range(0, len(body), step):
-            records += decoder.feed(body[i : i + step])
-        assert [len(str(record).replace("\n", "")) for record in records] == [size]
-        return time.thread_time() - started
+@cases(
+    "step, line, size",
+    {
+        "by single bytes": (1, 1 << 20, 1 << 14),
+        "one long line": (64, 1 << 24, 1 << 18),
+        "many lines": (1 << 16, 64, 1 << 18),
+    },
+)
+def test_a_long_record_takes_linear_time(step: int, line: int, size: int) -> None:
+    def read(size: int) -> None:
+        body = (b"data: " + b"x" * min(line, size) + b"\n") * -(-size // line) + b"\n"
+        (record,) = decode(body[i : i + step] for i in range(0, len(body), step))
+        assert len(str(record).replace("\n", "")) == size
 
-    for step, line, size in ((1, 1 << 20, 1 << 14), (64, 1 << 24, 1 << 18), (1 << 16, 64, 1 << 18)):
-        small = min(seconds(size, step, line) for _ in range(3))
-        assert seconds(size * 8, step, line) < 8 * small * 4 + 0.2
+    assert is_linear(read, size)
 
 
 class LineByLine(SseDecoder):
