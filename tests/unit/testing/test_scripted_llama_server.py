@@ -34,6 +34,7 @@ from llama_worker.testing.scripts import (
     scripted_server_cmd,
     steps_json,
 )
+from tests.actors.conftest import WAIT_S
 
 STEPS: dict[str, Any] = {
     name: getattr(testing, name) for name in testing.__all__ if hasattr(steps, name)
@@ -54,7 +55,7 @@ class Fake:
         """The response, of which only the head was read."""
         method, headers = "GET" if body is None else "POST", {"Authorization": f"Bearer {key}"}
         return requests.request(
-            method, self.url + path, json=body, headers=headers, stream=True, timeout=10
+            method, self.url + path, json=body, headers=headers, stream=True, timeout=WAIT_S
         )
 
     def chat(self, *steps: Step) -> requests.Response:
@@ -107,7 +108,7 @@ def fake(
         yield Fake(process, journal, f"http://{HOST}:{port}")
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(WAIT_S)
         for child in journal.facts("child"):
             with suppress(ProcessLookupError):
                 os.kill(child["pid"], signal.SIGKILL)
@@ -168,7 +169,7 @@ def test_children_in_every_relation_outlive_the_server(fake: Fake) -> None:
         kind: fake.journal.wait("child", kind=kind) for kind in ("group", "session", "daemon")
     }
     fake.process.terminate()
-    assert fake.process.wait(5) == 0
+    assert fake.process.wait(WAIT_S) == 0
     assert children["group"]["pgid"] == fake.process.pid
     assert children["session"]["sid"] == children["session"]["pid"]
     assert children["daemon"]["sid"] not in (fake.process.pid, children["daemon"]["pid"])
