@@ -16,10 +16,8 @@ from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.blame import Verdict
 from llama_worker.server.messages import (
     HealthLost,
-    PaceLearnt,
     ProbeOutcome,
     Stalled,
-    StandDown,
     Unwatch,
 )
 from llama_worker.server.pace import PACE_MIN_S, PACE_MULTIPLE, Pace
@@ -93,26 +91,29 @@ def test_answers_of_every_build(body: Any, slots: tuple[Slot, ...] | None) -> No
     assert parse_slots(body) == slots
 
 
-def test_a_build_may_hide_its_reading() -> None:
-    body = {"id": 0, "is_processing": True, "id_task": 7, "next_token": [{"n_decoded": 0}]}
-    (reading,) = parse_slots([body]) or ()
-    assert reading.may_read_unseen
-    (generating,) = parse_slots([{**body, "next_token": [{"n_decoded": 3}]}]) or ()
-    (shown,) = parse_slots([{**body, "n_prompt_tokens_processed": 0}]) or ()
-    assert not generating.may_read_unseen
-    assert not shown.may_read_unseen
+def hiding(**shown: Any) -> dict[str, Any]:
+    """A slot of a build that does not show how far a prompt is read."""
+    return {"id": 0, "is_processing": True, "id_task": 7, **shown}
 
 
-def test_a_draft_model_reads_behind_the_first_token() -> None:
-    def parsed(speculative: bool, decoded: int) -> Slot:
-        (found,) = (
-            parse_slots([told(speculative=speculative, next_token=[{"n_decoded": decoded}])]) or ()
-        )
-        return found
+def decoded(count: int) -> list[dict[str, int]]:
+    return [{"n_decoded": count}]
 
-    assert parsed(True, 1).may_read_unseen
-    assert not parsed(True, 2).may_read_unseen
-    assert not parsed(False, 1).may_read_unseen
+
+@cases(
+    "body, unseen",
+    {
+        "no token, and no reading shown": (hiding(next_token=decoded(0)), True),
+        "tokens": (hiding(next_token=decoded(3)), False),
+        "its reading is shown": (hiding(next_token=decoded(0), n_prompt_tokens_processed=0), False),
+        "a draft model, one token": (told(speculative=True, next_token=decoded(1)), True),
+        "a draft model, two tokens": (told(speculative=True, next_token=decoded(2)), False),
+        "no draft model, one token": (told(speculative=False, next_token=decoded(1)), False),
+    },
+)
+def test_a_slot_may_read_unseen(body: Any, unseen: bool) -> None:
+    (found,) = parse_slots([body]) or ()
+    assert found.may_read_unseen is unseen
 
 
 # ---------------------------------------------------------------- what a round tells
@@ -509,19 +510,6 @@ def test_a_request_that_ends_before_it_is_asked_teaches() -> None:
     assert watch.watch._requests.pace.expected_s(512, 512) == 2.0
 
 
-def test_what_was_learnt_outlives_a_launch() -> None:
-    watch = watched(
-        lambda now: (slot(prompt=0),), lambda now: reads_at(now, began_at=0.0, stuck_at=80.0)[0]
-    )
-    assert watch.run(100.0, Stalled) is None
-    watch.tell(StandDown())
-    _, learnt = watch.news[-1]
-    assert isinstance(learnt, PaceLearnt)
-    following = VirtualWatch(PROFILE)
-    following.tell(learnt)
-    assert following.watch._requests.pace.expected_s(512, 512) == 2.0
-
-
 @pytest.mark.parametrize("has_media", [True, False])
 def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
     batches = (Batch(10.0, 11.0, 512, 512),)
@@ -591,9 +579,25 @@ def now_and_then(now: float) -> tuple[Slot, ...] | SlotsSilence:
     return SlotsSilence() if int(now) // 50 % 2 else writes_on(now)
 
 
+def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
+    """Of b9093, between two batches of a prompt that is read beside it."""
+    return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_reading=False))
+
+
+def hides_its_reading(now: float) -> tuple[Slot, ...]:
+    return (replace(slot(prompt=0), shows_reading=False),)
+
+
+def reads_batches(now: float) -> tuple[Slot, ...]:
+    return (slot(prompt=0 if now < 150.0 else 2048),)
+
+
 WROTE = writes_until(100.0)
 SILENT_FROM_180 = falls_silent(180.0, writes_on)
 SILENT_IN_PREFILL = falls_silent(180.0, lambda now: (slot(prompt=int(now)),))
+SILENT_BEHIND_READY = falls_silent(0.1, writes_on)
+BESIDE_A_STRANGER = falls_silent(180.0, writes_beside_a_stranger)
+HIDES_ITS_READING = falls_silent(180.0, hides_its_reading)
 
 
 def stalled_at(
@@ -603,77 +607,54 @@ def stalled_at(
     return None if found is None else found[0]
 
 
-def is_missed(at: float | None, since: float) -> bool:
-    """Whether the server was given up at that instant for slots that were silent since then."""
-    return at is not None and SILENT_S <= at - since <= SILENT_S + 3 * PAUSE_S
-
-
-def test_slots_that_fall_silent_cost_the_server() -> None:
-    assert is_missed(stalled_at(SILENT_FROM_180, WROTE), since=180.0)
-
-
-@pytest.mark.parametrize("request_at", [WROTE, reads])
-def test_slots_that_answered_at_ready_alone_are_missed(request_at: RequestAt) -> None:
-    at = stalled_at(falls_silent(0.1, writes_on), request_at)
-    assert is_missed(at, since=ANSWER_S + (request_at(1000.0).data_at or 0.0))
-
-
 @cases(
-    "slots, request_at, readiness, build",
+    "slots, request_at, build, since",
     {
-        "always silent": (lambda now: SlotsSilence(), WROTE, ProbeOutcome.READY, 11434),
-        "no HTTP": (SILENT_FROM_180, WROTE, ProbeOutcome.LOADING, 11434),
-        "a long batch, of an old build": (SILENT_IN_PREFILL, reads, ProbeOutcome.READY, 10019),
-        "an image, perhaps": (SILENT_IN_PREFILL, reads_an_image, ProbeOutcome.READY, 11434),
-        "it answers now and then": (now_and_then, WROTE, ProbeOutcome.READY, 11434),
+        "while it writes": (SILENT_FROM_180, WROTE, 11434, 180.0),
+        "answered at READY alone, writing": (SILENT_BEHIND_READY, WROTE, 11434, 100.0 + ANSWER_S),
+        "answered at READY alone, reading": (SILENT_BEHIND_READY, reads, 11434, ANSWER_S),
+        "had answered in a batch": (falls_silent(180.0, in_a_batch), reads, 11434, 180.0),
+        "had answered in batches": (falls_silent(180.0, reads_batches), reads, None, 180.0),
     },
 )
-def test_silent_slots_are_no_news(
-    slots: SlotsAt, request_at: RequestAt, readiness: ProbeOutcome, build: int
+def test_slots_that_fall_silent_cost_the_server(
+    slots: SlotsAt, request_at: RequestAt, build: int | None, since: float
 ) -> None:
-    answers = lambda now: readiness if now > 180.0 else ProbeOutcome.READY  # noqa: E731
-    assert stalled_at(slots, request_at, readiness=answers, build=build) is None
+    at = stalled_at(slots, request_at, build=build)
+    assert at is not None
+    assert SILENT_S <= at - since <= SILENT_S + 3 * PAUSE_S
 
 
-def test_slots_that_answered_in_a_batch_are_missed() -> None:
-    assert is_missed(stalled_at(falls_silent(180.0, in_a_batch), reads), since=180.0)
-
-
-def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
-    """Of b9093, between two batches of a prompt that is read beside it."""
-    return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_reading=False))
-
-
-@pytest.mark.parametrize("build", [9093, 10019, None])
-def test_an_unseen_batch_silences_an_old_build(build: int | None) -> None:
-    for before in (writes_on, writes_beside_a_stranger):
-        assert stalled_at(falls_silent(180.0, before), WROTE, build=build) is None
-
-
-@pytest.mark.parametrize("build", [9093, None])
-def test_hidden_reading_shows_no_interrupted_batch(build: int | None) -> None:
-    hides = falls_silent(180.0, lambda now: (replace(slot(prompt=0), shows_reading=False),))
-    assert stalled_at(hides, reads, build=build) is None
+def is_loading(now: float) -> ProbeOutcome:
+    return ProbeOutcome.LOADING if now > 180.0 else ProbeOutcome.READY
 
 
 @cases(
-    "world",
+    "slots, request_at, world",
     {
-        "all is slow": {"probes_take_s": lambda now: 3.0 if now > 180.0 else 0.0},
-        "its memory comes from disk": {"reads": lambda now: now > 180.0},
+        "always silent": (lambda now: SlotsSilence(), WROTE, {}),
+        "no HTTP": (SILENT_FROM_180, WROTE, {"readiness": is_loading}),
+        "a long batch, of an old build": (SILENT_IN_PREFILL, reads, {"build": 10019}),
+        "an image, perhaps": (SILENT_IN_PREFILL, reads_an_image, {}),
+        "it answers now and then": (now_and_then, WROTE, {}),
+        "all is slow": (SILENT_FROM_180, WROTE, {"probes_take_s": lambda now: 3.0 * (now > 180.0)}),
+        "its memory comes from disk": (SILENT_FROM_180, WROTE, {"reads": lambda now: now > 180.0}),
+        "its slot never went on": (falls_silent(180.0, in_a_batch), reads, {"build": None}),
+        **{
+            f"{name}, b{build}": (slots, request_at, {"build": build})
+            for name, slots, request_at, builds in (
+                ("an unseen batch", SILENT_FROM_180, WROTE, (9093, 10019, None)),
+                ("a stranger's batch", BESIDE_A_STRANGER, WROTE, (9093, 10019, None)),
+                ("hidden reading", HIDES_ITS_READING, reads, (9093, None)),
+            )
+            for build in builds
+        },
     },
 )
-def test_slots_of_a_slow_server_are_not_silent(world: dict[str, Any]) -> None:
-    assert stalled_at(SILENT_FROM_180, WROTE, **world) is None
-
-
-def test_an_unknown_build_that_answered_in_a_batch() -> None:
-    in_batches = falls_silent(180.0, lambda now: (slot(prompt=0 if now < 150.0 else 2048),))
-    assert is_missed(stalled_at(in_batches, reads, build=None), since=180.0)
-
-
-def test_a_slot_that_never_goes_on_shows_no_batch() -> None:
-    assert stalled_at(falls_silent(180.0, in_a_batch), reads, build=None) is None
+def test_slots_of_an_honest_server_may_be_silent(
+    slots: SlotsAt, request_at: RequestAt, world: dict[str, Any]
+) -> None:
+    assert stalled_at(slots, request_at, **world) is None
 
 
 def test_a_probe_beside_silent_slots_is_no_health_probe() -> None:
