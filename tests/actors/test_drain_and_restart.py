@@ -9,7 +9,6 @@ import pytest
 
 from llama_worker import RequestRefused, RestartPolicy, WorkerStartError
 from llama_worker.testing.scripts import (
-    Answer,
     ErrorData,
     Exit,
     Gate,
@@ -18,12 +17,12 @@ from llama_worker.testing.scripts import (
     Script,
     Step,
     Text,
-    Tokens,
     WaitClose,
     plain_reply,
 )
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_restart
 from tests.conftest import OwnText
+from tests.tables import cases
 
 
 def submit_error(rig: Rig) -> str | None:
@@ -60,20 +59,27 @@ def test_drain_loses_nothing_that_runs(make_worker: MakeWorker, gate: Path) -> N
     assert rig.run(*plain_reply(Text("anew")))["text"] == "anew"
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [plain_reply()[1:], [ErrorData(500, "broken")], [Reset()]],
-    ids=["nothing", "error", "reset"],
+STRICT = RestartPolicy(
+    transport_failures_before_restart=1,
+    server_errors_before_restart=1,
+    degenerate_outputs_before_restart=1,
+)
+
+
+@cases(
+    "bad, policy",
+    {
+        "nothing": (plain_reply()[1:], STRICT),
+        "error": ([ErrorData(500, "broken")], STRICT),
+        "reset": ([Reset()], STRICT),
+        "a cause for a probe": ([Reset()], RestartPolicy()),
+    },
 )
 def test_how_another_request_ends_cuts_no_drain_short(
-    make_worker: MakeWorker, tmp_path: Path, gate: Path, bad: list[Step]
+    make_worker: MakeWorker, tmp_path: Path, gate: Path, bad: list[Step], policy: RestartPolicy
 ) -> None:
-    policy = RestartPolicy(
-        transport_failures_before_restart=1,
-        server_errors_before_restart=1,
-        degenerate_outputs_before_restart=1,
-    )
     rig = make_worker(slots=2, restart=policy)
+    probes = rig.journal.facts("request", path="/v1/models")
     running = rig.submit(*plain_reply(Text("one "), Gate(gate), Text("two")))
     bad_gate = tmp_path / "bad"
     failing = rig.submit(Headers(), Gate(bad_gate), *bad)
@@ -86,21 +92,7 @@ def test_how_another_request_ends_cuts_no_drain_short(
     assert rig.ended(running)["text"] == "one two"
     drained.get(timeout=WAIT_S)
     assert (rig.status()["state"], rig.status()["restart_count"]) == ("stopped", 0)
-
-
-def test_a_probe_for_those_that_come_after_cuts_no_drain_short(
-    make_worker: MakeWorker, gate: Path
-) -> None:
-    script = Script(models=[Answer(times=1), Answer(status=500)])
-    rig = make_worker(script, slots=2)
-    running = rig.submit(*plain_reply(Text("one "), Gate(gate), Tokens(20, 0.05), Text("two")))
-    broken = rig.submit(Headers(), Gate(gate), Reset())
-    rig.wait_text(running, "one ")
-    drained = rig.worker.drain()
-    gate.touch()
-    assert rig.ended(broken)["fail_reason"] == "stream_disconnected"
-    assert rig.ended(running)["text"].endswith("two")
-    drained.get(timeout=WAIT_S)
+    assert rig.journal.facts("request", path="/v1/models") == probes
 
 
 def test_stop_cuts_a_drain_short_and_start_begins_anew_after_it(rig: Rig) -> None:

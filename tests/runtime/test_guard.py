@@ -15,6 +15,7 @@ import pytest
 from llama_worker.runtime.process import guard
 from llama_worker.runtime.process.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, Plan
 from tests.actors.conftest import WAIT_S
+from tests.tables import cases
 
 # A server that says on standard output when it may be asked to end, and that it was.
 SERVER = """
@@ -110,28 +111,32 @@ def cleanup() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def test_a_closed_control_pipe_lets_the_server_end_itself(cleanup: contextlib.ExitStack) -> None:
-    """The pipe's end comes before the pidfd says that the host has ended."""
-    run = Guard(cleanup, "-c", PATIENT)
-    run.close_control()
-    assert run.ended() == (b"asked ", b"died 0\ngone\n")
+ITSELF = ("-I", "-S", str(Path(guard.__file__)))
+ASKED, KILLED = (b"asked ", b"died 0\ngone\n"), (b"", b"died -9\ngone\n")
 
 
-@pytest.mark.parametrize(
-    ("order", "said"), [(b"T", (b"asked ", b"died 0\ngone\n")), (b"K", (b"", b"died -9\ngone\n"))]
+@cases(
+    "program, order, said",
+    {
+        # it comes before the pidfd says that the host has ended
+        "the control pipe's end": (("-c", PATIENT), None, ASKED),
+        "SIGTERM": (ITSELF, b"T", ASKED),
+        "SIGKILL": (ITSELF, b"K", KILLED),
+        "SIGKILL without descriptors": (("-c", STARVED), b"K", KILLED),
+    },
 )
-def test_the_guard_obeys(
-    cleanup: contextlib.ExitStack, order: bytes, said: tuple[bytes, bytes]
+def test_the_guard_ends_its_tree(
+    cleanup: contextlib.ExitStack,
+    program: tuple[str, ...],
+    order: bytes | None,
+    said: tuple[bytes, bytes],
 ) -> None:
-    run = Guard(cleanup, "-I", "-S", str(Path(guard.__file__)))
-    run.say(order)
+    run = Guard(cleanup, *program)
+    if order is None:
+        run.close_control()
+    else:
+        run.say(order)
     assert run.ended() == said
-
-
-def test_a_guard_without_descriptors_ends_its_tree(cleanup: contextlib.ExitStack) -> None:
-    run = Guard(cleanup, "-c", STARVED)
-    run.say(b"K")
-    assert run.ended() == (b"", b"died -9\ngone\n")
 
 
 def test_a_guard_that_may_not_kill_waits(cleanup: contextlib.ExitStack) -> None:

@@ -20,7 +20,7 @@ from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents
 from llama_worker.runtime.http import session
 from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.stream import decoder, lazy_reading
-from llama_worker.stream.events import Finish, PromptReport, TextDelta, ToolCallDelta
+from llama_worker.stream.events import Finish, TextDelta, ToolCallDelta
 from llama_worker.types.request import RequestFailReason
 from tests.actors.conftest import WAIT_S, eventually
 from tests.tables import cases
@@ -175,13 +175,6 @@ def test_what_is_not_text_is_told_at_once_and_makes_it_eager(streaming: Rig) -> 
     assert not streaming.reader._lazy.is_lazy
 
 
-def test_progress_does_not_use_up_the_hurry_of_the_first_token(rig: Rig) -> None:
-    rig.server.sendall(HEAD + record({}, prompt_progress={"total": 9, "processed": 1, "cache": 0}))
-    rig.told.wait_events(PromptReport(1, 9, 0))
-    rig.server.sendall(text("first"))
-    rig.told.wait_events(TextDelta("first"))
-
-
 def test_what_came_with_the_headers_is_told(rig: Rig) -> None:
     head, body = HEAD, text("a") + text("b")
     rig.server.sendall(head + body[:-10])  # in one segment, and cut off in the second record
@@ -251,13 +244,6 @@ def test_a_flush_that_finds_the_end_ends_the_stream_of_a_server_that_stays_conne
     streaming.reader.flush()
     assert streaming.told.wait_closed().failure is None
     assert streaming.told.events() == [TextDelta("a")]
-
-
-def test_much_at_once_is_told_at_once_though_text_is_collected(streaming: Rig) -> None:
-    streaming.server.sendall(text("a"))
-    streaming.gets_lazy()
-    streaming.server.sendall(text("x" * 40_000))
-    eventually(lambda: "x" * 40_000 in "".join(e.text for e in streaming.told.events()), "all")
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + text("a") + text("b")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from llama_worker.stream.lazy_reading import (
     LazyReading,
     Portion,
 )
+from tests.tables import cases
 
 FAST_S = 0.01  # between two tokens
 SLOW_S = LOOK_S + 0.01
@@ -45,6 +47,10 @@ class Reader:
             self.now = self._look_at
             self._look()
         self.now = until
+
+    def says_and_waits(self, event: StreamEvent) -> None:
+        self.sends(event)
+        self.waits(LOOK_S)
 
     def flushes(self) -> None:
         self._take()
@@ -113,46 +119,33 @@ def test_slow_text_is_told_at_once(reader: Reader) -> None:
         assert not reader.reading.is_lazy
 
 
-def test_text_before_a_pause_is_told_in_the_pause(reader: Reader) -> None:
+STOP, REPORT = Finish("stop"), PromptReport(1, 2, 0)
+ONE_LOOK, TWO_LOOKS = FAST_S + LOOK_S, FAST_S + 2 * LOOK_S
+
+
+@cases(
+    "happens, told, by_s",
+    {
+        # "b" was seen at the first look, and may be followed by more
+        "one look in a pause": (lambda reader: reader.waits(LOOK_S), None, 0.0),
+        "two looks in a pause": (lambda reader: reader.waits(2 * LOOK_S), "ab", TWO_LOOKS),
+        "a finish": (lambda reader: reader.says_and_waits(STOP), f"ab{STOP}", ONE_LOOK),
+        "a report": (lambda reader: reader.says_and_waits(REPORT), f"ab{REPORT}", ONE_LOOK),
+        "much": (lambda reader: reader.sends(size_bytes=MUCH_BYTES), "ab", 2 * FAST_S),
+        "two flushes": (lambda reader: (reader.flushes(), reader.flushes()), "ab", 2 * FAST_S),
+        "the end": (lambda reader: reader.ends(), "ab", 2 * FAST_S),
+    },
+)
+def test_what_tells_the_text_that_waits(
+    reader: Reader, happens: Callable[[Reader], object], told: str | None, by_s: float
+) -> None:
     reader.sends(TextDelta("a"), after_s=FAST_S)
     reader.sends(TextDelta("b"), after_s=FAST_S)
-    reader.waits(LOOK_S)
-    assert reader.told == []  # "b" was seen at the first look, and may be followed by more
-    reader.waits(LOOK_S)
-    assert [text for _, text in reader.told] == ["ab"]
-    assert not reader.reading.is_lazy
-
-
-@pytest.mark.parametrize("event", [Finish("stop"), PromptReport(1, 2, 0)])
-def test_what_is_not_text_is_told_at_the_next_look(reader: Reader, event: StreamEvent) -> None:
-    reader.sends(TextDelta("a"), after_s=FAST_S)
-    reader.sends(event, after_s=FAST_S)
-    reader.waits(LOOK_S)
-    assert [text for _, text in reader.told] == [f"a{event}"]
-    assert reader.told[0][0] <= LOOK_S + FAST_S
-    assert not reader.reading.is_lazy
-
-
-def test_much_is_told_at_once(reader: Reader) -> None:
-    reader.sends(TextDelta("a"), after_s=FAST_S)
-    reader.sends(TextDelta("b"), after_s=FAST_S, size_bytes=MUCH_BYTES)
-    assert reader.told == [(2 * FAST_S, "ab")]
-
-
-def test_a_flush_tells_what_waits_and_what_lies_ready(reader: Reader) -> None:
-    reader.sends(TextDelta("a"), after_s=FAST_S)
-    reader.sends(TextDelta("b"), after_s=FAST_S)
-    reader.flushes()
-    assert [text for _, text in reader.told] == ["ab"]
-    reader.flushes()
-    assert len(reader.told) == 1
-
-
-def test_the_end_is_told_with_all_before_it(reader: Reader) -> None:
-    reader.sends(TextDelta("a"), after_s=FAST_S)
-    reader.sends(TextDelta("b"), after_s=FAST_S)
-    reader.ends()
-    assert [text for _, text in reader.told] == ["ab"]
+    happens(reader)
+    assert [text for _, text in reader.told] == ([] if told is None else [told])
+    assert all(at <= by_s for at, _ in reader.told)
+    if by_s > 2 * FAST_S:
+        assert not reader.reading.is_lazy
 
 
 def test_who_waits_gets_each_text_at_once_and_the_first_after_that(reader: Reader) -> None:

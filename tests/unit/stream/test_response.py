@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llama_worker.stream.events import Done, StreamEvent, TextDelta
 from llama_worker.stream.response import ChatBody, ReplyParser
 from llama_worker.types.request import RequestFailReason
+from tests.tables import cases
 
 RECORDS = [
     b": keepalive\n\n",
@@ -74,31 +75,28 @@ def test_events_do_not_depend_on_framing_or_splits(
     assert body.failure is None
 
 
-@pytest.mark.parametrize("name", list(WIRES))
-def test_a_body_cut_off_is_a_disconnect(name: str) -> None:
-    headers, wire = WIRES[name]
+@cases(
+    "headers, wire, said",
+    {
+        **{
+            f"cut off, {name}": (headers, wire[: wire.index(b"data: [DO") + 8], SAID[:1])
+            for name, (headers, wire) in WIRES.items()
+        },
+        "without its last chunk": (CHUNKED, chunked(RECORDS)[:-5], SAID),
+        "chunked no longer": (CHUNKED, chunked(RECORDS)[:-5] + b"what?\r\n", SAID),
+    },
+)
+def test_a_body_cut_off_is_a_disconnect(
+    headers: dict[str, str], wire: bytes, said: list[StreamEvent]
+) -> None:
     body = chat_body(headers)
-    assert feed(body, [wire[: wire.index(b"data: [DO") + 8]]) == SAID[:1]
+    assert body.feed(wire) == said
+    is_malformed = b"what?" in wire
+    assert body.over is is_malformed
     body.end()
     assert body.failure is not None
     assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
-
-
-def test_a_body_without_its_last_chunk_is_cut_off() -> None:
-    body = chat_body(CHUNKED)
-    assert body.feed(chunked(RECORDS)[:-5]) == SAID
-    body.end()
-    assert body.failure is not None
-    assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
-
-
-def test_a_body_no_longer_chunked_is_a_disconnect() -> None:
-    body = chat_body(CHUNKED)
-    assert body.feed(chunked(RECORDS)[:-5] + b"what?\r\n") == SAID
-    assert body.over
-    assert body.failure is not None
-    assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
-    assert "it is not HTTP any more" in body.failure.detail
+    assert ("it is not HTTP any more" in body.failure.detail) is is_malformed
 
 
 def test_a_stream_that_is_none_is_a_protocol_error() -> None:
