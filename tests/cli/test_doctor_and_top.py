@@ -71,21 +71,22 @@ def test_the_doctor_names_a_problem_and_goes_on(
     assert "prompt caches" not in done.stdout
 
 
-def test_the_doctor_refuses_wrong_usage(run: Run, program: MakeProgram, model: str) -> None:
-    words = ("--server-arg=--port", "--server-arg=5")
-    done = run("doctor", model, "--server", program().path, *words, "--json")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--port 5" in done.stderr
-    assert "no --server-arg" in done.stderr
-
-
 @pytest.mark.parametrize(
-    "args", ["fleet.toml --server /bin/true", "fleet.toml --server-arg x", "--server-arg x"]
+    ("args", "says"),
+    [
+        ("MODEL --server SERVER --server-arg=--port --server-arg=5", "--port 5.*no --server-arg"),
+        ("fleet.toml --server /bin/true", "--server"),
+        ("fleet.toml --server-arg x", "--server-arg"),
+        ("--server-arg x", "--server-arg"),
+    ],
 )
-def test_the_doctor_refuses_options_without_effect(run: Run, args: str) -> None:
-    done = run("doctor", *args.split(), "--json")
+def test_the_doctor_refuses_wrong_usage(
+    run: Run, program: MakeProgram, model: str, args: str, says: str
+) -> None:
+    given = args.replace("MODEL", model).replace("SERVER", program().path)
+    done = run("doctor", *given.split(), "--json")
     assert (done.returncode, done.stdout) == (2, "")
-    assert args.split()[-2] in done.stderr
+    assert re.search(says, done.stderr, re.DOTALL)
 
 
 def test_the_doctor_examines_a_fleet(

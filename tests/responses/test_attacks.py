@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -144,15 +145,31 @@ def test_what_has_no_end_is_refused(
     assert fake.create().status == 200
 
 
+Connect = Callable[[], socket.socket]
+
+
+@contextlib.contextmanager
+def listening(
+    serve: Callable[[HttpRequest, ProxyClient], None] = lambda request, client: None,
+    **config: Any,
+) -> Iterator[tuple[SocketListener, Connect]]:
+    """A listener without a thread, which goes on by `_turn()`, and what connects to it."""
+    proxy_config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0, **config)
+    listener = SocketListener(proxy_config, serve)
+    with contextlib.ExitStack() as stack:
+        stack.callback(listener.serve)
+        stack.callback(listener.stop)
+        yield (
+            listener,
+            lambda: stack.enter_context(socket.create_connection((HOST, listener.port))),
+        )
+
+
 def test_who_still_sends_may_read_why_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(listener, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0, max_body_bytes=9)
-    refusing = SocketListener(config, lambda request, client: None)
-    with contextlib.ExitStack() as stack:
-        stack.callback(refusing.serve)
-        stack.callback(refusing.stop)
-        client = stack.enter_context(socket.create_connection((HOST, refusing.port)))
+    with listening(max_body_bytes=9) as (refusing, connect):
+        client = connect()
         client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n")
         refusing._turn()
         while refusing._clients:
@@ -219,21 +236,17 @@ def test_a_reused_descriptor_is_a_new_client() -> None:
         client.when_left(lambda: has_left.append(True))
         client.reply(200, {})
 
-    listener = SocketListener(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0), serve)
-    listener._max_clients = 1
-    with contextlib.ExitStack() as stack:
-        old, between, new = (stack.enter_context(socket.socket()) for _ in range(3))
-        old.connect((HOST, listener.port))
+    with listening(serve) as (listener, connect):
+        listener._max_clients = 1
+        old = connect()
         listener._turn()
-        between.connect((HOST, listener.port))
-        new.connect((HOST, listener.port))
+        connect()
+        new = connect()
         new.sendall(request_bytes("/health", port=listener.port))
         old.sendall(b"G")
         listener._turn()
         listener._turn()
         assert b"200 OK" in new.recv(65536)
-        listener.stop()
-        listener.serve()
     assert not has_left
 
 
@@ -250,22 +263,18 @@ def test_a_connection_that_cannot_be_watched_is_closed(monkeypatch: pytest.Monke
         def register(self, *_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    listener = SocketListener(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0), serve)
-    epoll = listener._epoll
-    with contextlib.ExitStack() as stack:
-        closed, served = (stack.enter_context(socket.socket()) for _ in range(2))
+    with listening(serve) as (listener, connect):
+        epoll = listener._epoll
         with monkeypatch.context() as full:
             full.setattr(listener, "_epoll", FullEpoll())
-            closed.connect((HOST, listener.port))
+            closed = connect()
             listener._turn()
         assert closed.recv(1) == b""
-        served.connect((HOST, listener.port))
+        served = connect()
         served.sendall(request_bytes("/health", port=listener.port))
         for _ in range(2):
             listener._turn()
         assert b"200 OK" in served.recv(65536)
-        listener.stop()
-        listener.serve()
 
 
 def test_a_forked_child_keeps_no_socket(fake: Client) -> None:

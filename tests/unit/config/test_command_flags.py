@@ -94,26 +94,35 @@ def test_a_flag_that_breaks_a_promise_is_named(
     assert (says or "") in "".join(lines)
 
 
-@pytest.mark.parametrize("words", ["--kv-unified", "--lora a.gguf", ""])
-def test_one_slot_shares_its_context_with_none(words: str) -> None:
-    assert command_warnings((*MODEL, *words.split()), {}, TimeoutProfile(), 1) == []
+NO_PARALLEL, NO_MODEL = "has no --parallel: ", "names no model"
+MODELS = ("/opt/llama-server-cuda", "--models-dir", "/models")
 
 
 @pytest.mark.parametrize(
-    ("command", "env", "warned"),
+    ("command", "slots", "env", "says"),
     [
-        (MODEL, {}, True),
-        ((*MODEL, "-no-kvu"), {}, True),
-        ((*MODEL, "-np", "2"), {}, False),
-        (MODEL, {"LLAMA_ARG_N_PARALLEL": "2"}, False),
-        (("./serve.sh",), {}, False),
+        *(((*MODEL, *more), 1, {}, None) for more in ((), ("--kv-unified",), ("--lora", "a.gguf"))),
+        (MODEL, 2, {}, NO_PARALLEL),
+        ((*MODEL, "-no-kvu"), 2, {}, NO_PARALLEL),
+        ((*MODEL, "-np", "2"), 2, {}, None),
+        (MODEL, 2, {"LLAMA_ARG_N_PARALLEL": "2"}, None),
+        (("./serve.sh",), 2, {}, None),  # it may name both itself
+        (("llama-server",), 1, {}, NO_MODEL),
+        (MODELS, 1, {}, NO_MODEL),
+        (("nice", "-n", "5", "llama-server"), 1, {}, NO_MODEL),
+        (("llama-server", "-hf", "org/model"), 1, {}, None),
+        (("llama-server", "--model_url", "https://org/model"), 1, {}, None),
+        (("llama-server", "--gpt-oss-20b-default"), 1, {}, None),
+        (("llama-server", "--gpt_oss_20b_default"), 1, {}, None),
+        (("llama-server",), 1, {"LLAMA_ARG_HF_REPO": "org/model"}, None),
     ],
 )
-def test_slots_that_the_command_does_not_name_share_one_context(
-    command: tuple[str, ...], env: dict[str, str], warned: bool
+def test_what_a_command_leaves_out_is_named(
+    command: tuple[str, ...], slots: int, env: dict[str, str], says: str | None
 ) -> None:
-    lines = command_warnings(command, env, TimeoutProfile(), 2)
-    assert ["has no --parallel: " in line for line in lines] == [True] * warned
+    lines = command_warnings(command, env, TimeoutProfile(), slots)
+    assert [says in line for line in lines if says] == [True] * (says is not None)
+    assert says or lines == []
 
 
 def test_a_limit_turned_off_outlasts_any_timeout() -> None:
@@ -123,27 +132,6 @@ def test_a_limit_turned_off_outlasts_any_timeout() -> None:
     (line,) = command_warnings((*MODEL, "--timeout", "86400"), {}, profile, 1)
     assert "silent_work_timeout_s" in line
     assert "idle_stream" not in line
-
-
-@pytest.mark.parametrize(
-    ("command", "env", "warned"),
-    [
-        (("llama-server",), {}, True),
-        (("/opt/llama-server-cuda", "--models-dir", "/models"), {}, True),
-        (("nice", "-n", "5", "llama-server"), {}, True),
-        (("llama-server", "-hf", "org/model"), {}, False),
-        (("llama-server", "--model_url", "https://org/model"), {}, False),
-        (("llama-server", "--gpt-oss-20b-default"), {}, False),
-        (("llama-server", "--gpt_oss_20b_default"), {}, False),
-        (("llama-server",), {"LLAMA_ARG_HF_REPO": "org/model"}, False),
-        (("./serve.sh",), {}, False),  # it may name one itself
-    ],
-)
-def test_a_command_without_a_model_is_named(
-    command: tuple[str, ...], env: dict[str, str], warned: bool
-) -> None:
-    lines = command_warnings(command, env, TimeoutProfile(), 1)
-    assert ["names no model" in line for line in lines] == [True] * warned
 
 
 def test_a_config_has_the_warnings_of_its_command() -> None:
