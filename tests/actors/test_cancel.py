@@ -8,27 +8,15 @@ import pytest
 
 from llama_worker.request import prompt
 from llama_worker.stream import lazy_reading
-from llama_worker.testing.scripts import (
-    Burn,
-    Finish,
-    Gate,
-    Headers,
-    Note,
-    PingEvery,
-    PromptProgress,
-    Repeat,
-    Step,
-    Text,
-    WaitClose,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker
 
-PHASES: dict[str, list[Step]] = {
-    "before the headers, at work": [Burn(None)],
-    "prefill": [Headers(), PromptProgress(1, 9), Burn(None)],
-    "keepalives": [Headers(), PingEvery(0.02), WaitClose()],
-    "tokens as fast as can be": [Headers(), Repeat(None, [Text("token ")])],
-    "after the finish reason": [Headers(), Text("token "), Finish(), WaitClose()],
+PHASES: dict[str, list[fs.Step]] = {
+    "before the headers, at work": [fs.Burn(None)],
+    "prefill": [fs.Headers(), fs.PromptProgress(1, 9), fs.Burn(None)],
+    "keepalives": [fs.Headers(), fs.PingEvery(0.02), fs.WaitClose()],
+    "tokens as fast as can be": [fs.Headers(), fs.Repeat(None, [fs.Text("token ")])],
+    "after the finish reason": [fs.Headers(), fs.Text("token "), fs.Finish(), fs.WaitClose()],
 }
 
 
@@ -62,8 +50,8 @@ def test_text_that_was_not_told_is_kept(
     monkeypatch.setattr(lazy_reading, "LOOK_S", WAIT_S)
     monkeypatch.setattr(prompt, "TELL_S", WAIT_S)
     rig, gate = make_worker(), tmp_path / "gate"
-    rest = (Gate(gate), Text("upon "), Text("a "), Note("said"), WaitClose())
-    request = rig.submit(Headers(), Text("Once "), *rest)
+    rest = (fs.Gate(gate), fs.Text("upon "), fs.Text("a "), fs.Note("said"), fs.WaitClose())
+    request = rig.submit(fs.Headers(), fs.Text("Once "), *rest)
     rig.wait_text(request, "Once ")
     gate.touch()
     rig.journal.wait("note", timeout=WAIT_S, name="said")

@@ -8,18 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_worker import RequestRefused, RestartPolicy, WorkerStartError
-from llama_worker.testing.scripts import (
-    ErrorData,
-    Exit,
-    Gate,
-    Headers,
-    Reset,
-    Script,
-    Step,
-    Text,
-    WaitClose,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_restart
 from tests.conftest import OwnText
 from tests.tables import cases
@@ -42,7 +31,7 @@ def refusal_of_a_slot(rig: Rig) -> str:
 
 def test_drain_loses_nothing_that_runs(make_worker: MakeWorker, gate: Path) -> None:
     rig = make_worker(slots=2)
-    running = rig.submit(*plain_reply(Text("one "), Gate(gate), Text("two")))
+    running = rig.submit(*fs.plain_reply(fs.Text("one "), fs.Gate(gate), fs.Text("two")))
     rig.wait_text(running, "one ")
     drained = rig.worker.drain()
     status = rig.status()
@@ -56,7 +45,7 @@ def test_drain_loses_nothing_that_runs(make_worker: MakeWorker, gate: Path) -> N
     rig.wait_gone(0.0)
     assert rig.ended(running)["text"] == "one two"
     rig.start()
-    assert rig.run(*plain_reply(Text("anew")))["text"] == "anew"
+    assert rig.run(*fs.plain_reply(fs.Text("anew")))["text"] == "anew"
 
 
 STRICT = RestartPolicy(
@@ -69,20 +58,20 @@ STRICT = RestartPolicy(
 @cases(
     "bad, policy",
     {
-        "nothing": (plain_reply()[1:], STRICT),
-        "error": ([ErrorData(500, "broken")], STRICT),
-        "reset": ([Reset()], STRICT),
-        "a cause for a probe": ([Reset()], RestartPolicy()),
+        "nothing": (fs.plain_reply()[1:], STRICT),
+        "error": ([fs.ErrorData(500, "broken")], STRICT),
+        "reset": ([fs.Reset()], STRICT),
+        "a cause for a probe": ([fs.Reset()], RestartPolicy()),
     },
 )
 def test_how_another_request_ends_cuts_no_drain_short(
-    make_worker: MakeWorker, tmp_path: Path, gate: Path, bad: list[Step], policy: RestartPolicy
+    make_worker: MakeWorker, tmp_path: Path, gate: Path, bad: list[fs.Step], policy: RestartPolicy
 ) -> None:
     rig = make_worker(slots=2, restart=policy)
     probes = rig.journal.facts("request", path="/v1/models")
-    running = rig.submit(*plain_reply(Text("one "), Gate(gate), Text("two")))
+    running = rig.submit(*fs.plain_reply(fs.Text("one "), fs.Gate(gate), fs.Text("two")))
     bad_gate = tmp_path / "bad"
-    failing = rig.submit(Headers(), Gate(bad_gate), *bad)
+    failing = rig.submit(fs.Headers(), fs.Gate(bad_gate), *bad)
     rig.wait_text(running, "one ")
     drained = rig.worker.drain()
     bad_gate.touch()
@@ -96,7 +85,7 @@ def test_how_another_request_ends_cuts_no_drain_short(
 
 
 def test_stop_cuts_a_drain_short_and_start_begins_anew_after_it(rig: Rig) -> None:
-    running = rig.submit(Headers(), Text("one"), WaitClose())
+    running = rig.submit(fs.Headers(), fs.Text("one"), fs.WaitClose())
     rig.wait_text(running, "one")
     drained = rig.worker.drain()
     rig.stop()
@@ -104,7 +93,7 @@ def test_stop_cuts_a_drain_short_and_start_begins_anew_after_it(rig: Rig) -> Non
     result = rig.ended(running)
     assert (result["fail_reason"], result["text"]) == ("worker_stopped", "one")
     rig.start()
-    running = rig.submit(Headers(), WaitClose())
+    running = rig.submit(fs.Headers(), fs.WaitClose())
     drained, started = rig.worker.drain(), rig.worker.start()
     waiting = rig.worker.wait_slot()
     rig.worker.cancel(running).get(timeout=WAIT_S)
@@ -114,7 +103,7 @@ def test_stop_cuts_a_drain_short_and_start_begins_anew_after_it(rig: Rig) -> Non
 
 
 def test_tokens_are_counted_while_it_drains_and_not_while_it_stops(rig: Rig, gate: Path) -> None:
-    running = rig.submit(*plain_reply(Gate(gate)))
+    running = rig.submit(*fs.plain_reply(fs.Gate(gate)))
     rig.worker.drain()
     assert rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)["ok"]
     gate.touch()
@@ -128,7 +117,7 @@ def test_tokens_are_counted_while_it_drains_and_not_while_it_stops(rig: Rig, gat
 
 def test_restart_replaces_the_server_at_once(make_worker: MakeWorker) -> None:
     rig = make_worker(restart=fast_restart(restart_backoff_s=1000.0, backoff_max_s=1000.0))
-    running = rig.submit(Headers(), Text("one"), WaitClose())
+    running = rig.submit(fs.Headers(), fs.Text("one"), fs.WaitClose())
     rig.wait_text(running, "one")
     before = rig.status()["pid"]
     status = rig.worker.restart(OwnText("new weights")).get(timeout=WAIT_S)
@@ -154,8 +143,8 @@ def test_restart_checks_its_reason(rig: Rig) -> None:
 def test_wait_slot_resolves_when_a_slot_is_free(make_worker: MakeWorker, gate: Path) -> None:
     rig = make_worker(slots=2)
     rig.worker.wait_slot().get(timeout=WAIT_S)
-    first = rig.submit(*plain_reply(Gate(gate)))
-    rig.submit(Headers(), WaitClose())
+    first = rig.submit(*fs.plain_reply(fs.Gate(gate)))
+    rig.submit(fs.Headers(), fs.WaitClose())
     waiting = [rig.worker.wait_slot() for _ in range(3)]
     rig.status()
     assert not any(each.done() for each in waiting)
@@ -177,7 +166,7 @@ def test_wait_slot_outlasts_a_start_and_a_restart(make_worker: MakeWorker) -> No
 
 
 def test_wait_slot_says_what_will_not_end_by_itself(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(exits=[Exit(code=3, when="before_bind")]), start=False)
+    rig = make_worker(fs.Script(exits=[fs.Exit(code=3, when="before_bind")]), start=False)
     started, waiting = rig.worker.start(), rig.worker.wait_slot()
     with pytest.raises(WorkerStartError):
         started.get(timeout=WAIT_S)
@@ -190,11 +179,11 @@ def test_wait_slot_says_what_will_not_end_by_itself(make_worker: MakeWorker) -> 
 
 def test_release_forgets_what_has_ended_and_nothing_else(make_worker: MakeWorker) -> None:
     rig = make_worker(slots=2)
-    running = rig.submit(Headers(), WaitClose())
-    ended = [rig.submit(*plain_reply(Text("x")))]
+    running = rig.submit(fs.Headers(), fs.WaitClose())
+    ended = [rig.submit(*fs.plain_reply(fs.Text("x")))]
     rig.worker.result(ended[0])
     rig.worker.wait_slot().get(timeout=WAIT_S)
-    ended.append(rig.submit(*plain_reply(Text("y"))))
+    ended.append(rig.submit(*fs.plain_reply(fs.Text("y"))))
     rig.worker.wait_slot().get(timeout=WAIT_S)
     assert rig.status()["finished_request_ids"] == ended
     assert rig.worker.release(ended[0]).get(timeout=WAIT_S) is True

@@ -21,21 +21,7 @@ from llama_worker import (
     ToolDef,
 )
 from llama_worker.runtime.http import token_count
-from llama_worker.testing.scripts import (
-    Answer,
-    ErrorData,
-    Gate,
-    Headers,
-    HttpError,
-    Reasoning,
-    Script,
-    Text,
-    ToolCall,
-    Turns,
-    WaitClose,
-    plain_reply,
-    steps_json,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import (
     WAIT_S,
     MakeWorker,
@@ -53,7 +39,7 @@ HELLO = "Hello"  # what a scripted server says unless it is told otherwise
 @pytest.fixture
 def server(tmp_path: Path) -> str:
     """A scripted llama-server that is run by its path."""
-    return server_program(tmp_path, Script(), tmp_path / "journal")
+    return server_program(tmp_path, fs.Script(), tmp_path / "journal")
 
 
 # ---------------------------------------------------------------- from_model
@@ -131,7 +117,8 @@ def test_ask_passes_everything_on_and_leaves_nothing_behind(rig: Rig) -> None:
 
 def test_an_answer_that_nobody_waits_for_is_forgotten_too(rig: Rig, gate: Path) -> None:
     rig.worker.ask(
-        "Hello?", params={"scripted_reply": steps_json(*plain_reply(Gate(gate), Text("done")))}
+        "Hello?",
+        params={"scripted_reply": fs.steps_json(*fs.plain_reply(fs.Gate(gate), fs.Text("done")))},
     )
     eventually(lambda: rig.status()["active_request_ids"] == [1], "the request")
     gc.collect()
@@ -149,7 +136,7 @@ def test_a_refusal_is_raised_with_its_code(make_worker: MakeWorker) -> None:
 
 
 def test_a_failure_is_raised_with_all_output_that_came(rig: Rig) -> None:
-    reply = steps_json(Headers(), Text("half an answ"), ErrorData(400, "no more"))
+    reply = fs.steps_json(fs.Headers(), fs.Text("half an answ"), fs.ErrorData(400, "no more"))
     with pytest.raises(RequestFailed, match=r"server_error: .*no more.*12 characters") as caught:
         rig.worker.ask("Hello?", params={"scripted_reply": reply}).get(timeout=WAIT_S)
     result = caught.value.result
@@ -159,7 +146,7 @@ def test_a_failure_is_raised_with_all_output_that_came(rig: Rig) -> None:
 
 
 def test_a_cancelled_answer_is_raised(rig: Rig) -> None:
-    reply = steps_json(Headers(), Text("half"), WaitClose())
+    reply = fs.steps_json(fs.Headers(), fs.Text("half"), fs.WaitClose())
     asked = rig.worker.ask("Hello?", params={"scripted_reply": reply})
     rig.wait_text(1, "half")
     rig.worker.cancel(1).get(timeout=WAIT_S)
@@ -174,12 +161,12 @@ def test_a_cancelled_answer_is_raised(rig: Rig) -> None:
 def test_a_follow_up_repeats_the_conversation_to_the_letter(make_worker: MakeWorker) -> None:
     runner = SimpleNamespace(run_tool=lambda **call: {"found": call["arguments"]["q"]})
     rig = make_worker(normal_tools=[SEARCH], tool_runner=runner)
-    turns = Turns(
+    turns = fs.Turns(
         [
-            plain_reply(
-                Text("Let me see. "), ToolCall("search", {"q": "Graz"}), reason="tool_calls"
+            fs.plain_reply(
+                fs.Text("Let me see. "), fs.ToolCall("search", {"q": "Graz"}), reason="tool_calls"
             ),
-            plain_reply(Reasoning("So it is."), Text("Graz it is.")),
+            fs.plain_reply(fs.Reasoning("So it is."), fs.Text("Graz it is.")),
         ]
     )
     earlier: list[ChatMessage] = [
@@ -190,7 +177,7 @@ def test_a_follow_up_repeats_the_conversation_to_the_letter(make_worker: MakeWor
         "Where?",
         system_prompt="Be terse.",
         messages=earlier,
-        params={"scripted_reply": steps_json(turns)},
+        params={"scripted_reply": fs.steps_json(turns)},
     ).get(timeout=WAIT_S)
     assert [message["role"] for message in first["conversation"]] == [
         *("user", "assistant", "tool", "assistant")
@@ -216,7 +203,7 @@ def test_a_follow_up_repeats_the_conversation_to_the_letter(make_worker: MakeWor
 def test_a_prompt_is_counted_as_it_would_be_sent_and_takes_no_slot(make_worker: MakeWorker) -> None:
     runner = SimpleNamespace(run_tool=lambda **call: None)
     rig = make_worker(normal_tools=[SEARCH], tool_runner=runner)
-    busy = rig.submit(Headers(), WaitClose())
+    busy = rig.submit(fs.Headers(), fs.WaitClose())
     history: list[ChatMessage] = [{"role": "user", "content": "Before."}]
     count = rig.worker.count_tokens("Be terse.", "Where?", messages=history).get(timeout=WAIT_S)
     template, tokenize = (
@@ -241,7 +228,9 @@ def test_a_prompt_is_counted_as_it_would_be_sent_and_takes_no_slot(make_worker: 
 def test_refused_tools_are_counted_in_the_prompt(make_worker: MakeWorker) -> None:
     refusal = {"error": {"message": "tools param requires --jinja flag"}}  # b11434 with --no-jinja
     runner = SimpleNamespace(run_tool=lambda **call: None)
-    script = Script(apply_template=[Answer(times=1), Answer(500, refusal, times=1), Answer()])
+    script = fs.Script(
+        apply_template=[fs.Answer(times=1), fs.Answer(500, refusal, times=1), fs.Answer()]
+    )
     rig = make_worker(script, normal_tools=[SEARCH], tool_runner=runner)
     assert rig.worker.count_tokens("", "Where?").get(timeout=WAIT_S)["ok"]
     template = rig.journal.facts("request", path="/apply-template")[-1]["body"]
@@ -258,14 +247,17 @@ def test_a_prompt_far_too_large_is_counted(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        (Script(tokenize=[Answer(status=500)]), "POST /tokenize: HTTP 500: fake error"),
-        (Script(tokenize=[Answer(text="[1, 2")]), "POST /tokenize: HTTP 200"),
-        (Script(tokenize=[Answer(reset=True)]), "could not be counted"),
-        (Script(apply_template=[Answer(times=1), Answer(hang=True)]), "no answer within 0.2 s"),
+        (fs.Script(tokenize=[fs.Answer(status=500)]), "POST /tokenize: HTTP 500: fake error"),
+        (fs.Script(tokenize=[fs.Answer(text="[1, 2")]), "POST /tokenize: HTTP 200"),
+        (fs.Script(tokenize=[fs.Answer(reset=True)]), "could not be counted"),
+        (
+            fs.Script(apply_template=[fs.Answer(times=1), fs.Answer(hang=True)]),
+            "no answer within 0.2 s",
+        ),
     ],
 )
 def test_a_count_that_cannot_be_had_is_an_error(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, script: Script, says: str
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, script: fs.Script, says: str
 ) -> None:
     monkeypatch.setattr(token_count, "COUNT_S", 0.2 if "within" in says else WAIT_S)
     with pytest.raises(LlamaWorkerError, match=says):
@@ -292,7 +284,7 @@ def test_a_count_needs_a_server_and_good_input(make_worker: MakeWorker) -> None:
 
 
 def test_iter_output_gives_an_empty_chunk_after_each_silence(rig: Rig, gate: Path) -> None:
-    request_id = rig.submit(*plain_reply(Text("one"), Gate(gate), Text("two")))
+    request_id = rig.submit(*fs.plain_reply(fs.Text("one"), fs.Gate(gate), fs.Text("two")))
     seen: list[str] = []
     for chunk in rig.worker.iter_output(request_id, timeout_s=0.01):
         seen.append(chunk["text"])
@@ -312,7 +304,9 @@ def test_iter_output_checks_its_arguments_at_once(rig: Rig) -> None:
 
 
 def test_iter_output_gives_what_comes_and_ends_with_done(rig: Rig, gate: Path) -> None:
-    request_id = rig.submit(*plain_reply(Reasoning("hm"), Text("one"), Gate(gate), Text("two")))
+    request_id = rig.submit(
+        *fs.plain_reply(fs.Reasoning("hm"), fs.Text("one"), fs.Gate(gate), fs.Text("two"))
+    )
     seen = []
     for chunk in rig.worker.iter_output(request_id):
         seen.append(chunk)
@@ -330,7 +324,7 @@ def test_iter_output_gives_what_comes_and_ends_with_done(rig: Rig, gate: Path) -
 def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(rig: Rig, gate: Path) -> None:
     with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
         rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate)))
+    request_id = rig.submit(*fs.plain_reply(fs.Text("a"), fs.Gate(gate)))
     rig.wait_text(request_id, "a")
     waiting = rig.worker.read_output(request_id, text_offset=1, wait=True)
     assert not rig.worker.read_output(request_id, text_offset=1).get(timeout=WAIT_S).get("done")
@@ -344,7 +338,7 @@ def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(rig: Rig, gate
 def test_questions_that_nobody_named_are_a_job_each(make_worker: MakeWorker) -> None:
     """A GPU that failed may leave a server that is well, and answers every request with a 500."""
     rig = make_worker(restart=fast_restart(server_errors_before_restart=2))
-    broken = {"scripted_reply": steps_json(HttpError(500, "CUDA error"))}
+    broken = {"scripted_reply": fs.steps_json(fs.HttpError(500, "CUDA error"))}
 
     def ask(prompt: str, job_name: str = "ask") -> None:
         with pytest.raises(RequestFailed, match="CUDA error"):

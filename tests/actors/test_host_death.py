@@ -14,22 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_worker.testing.scripts import (
-    ChildProcess,
-    Flood,
-    Headers,
-    JournalReader,
-    Repeat,
-    Script,
-    ScriptedReply,
-    Sleep,
-    Startup,
-    Text,
-    Tokens,
-    WaitClose,
-    scripted_server_cmd,
-    to_json,
-)
+from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import WorkerState
 from tests.actors.conftest import (
     WAIT_S,
@@ -44,14 +29,16 @@ from tests.conftest import running as running_program
 from tests.conftest import trace
 
 HOST_PROGRAM = Path(__file__).with_name("host_program.py")
-ENDLESS = ScriptedReply(
-    [Headers(), Repeat(None, [Text("token "), Sleep(0.02)])], marker="stream", times=None
+ENDLESS = fs.ScriptedReply(
+    [fs.Headers(), fs.Repeat(None, [fs.Text("token "), fs.Sleep(0.02)])],
+    marker="stream",
+    times=None,
 )
-TREE = (ChildProcess("group"), ChildProcess("session"), ChildProcess("daemon"))
-STUBBORN = Script(replies=[ENDLESS], children=TREE, ignore_term=True, floods=[Flood()])
+TREE = (fs.ChildProcess("group"), fs.ChildProcess("session"), fs.ChildProcess("daemon"))
+STUBBORN = fs.Script(replies=[ENDLESS], children=TREE, ignore_term=True, floods=[fs.Flood()])
 HALTED = replace(STUBBORN)  # by a SIGSTOP
-LOADING = replace(STUBBORN, startup=Startup(load_s=None))
-OBEDIENT = Script(replies=[ENDLESS])
+LOADING = replace(STUBBORN, startup=fs.Startup(load_s=None))
+OBEDIENT = fs.Script(replies=[ENDLESS])
 
 
 @dataclass(frozen=True)
@@ -59,7 +46,7 @@ class Host:
     """A running host program."""
 
     process: subprocess.Popen[str]
-    journal: JournalReader
+    journal: fs.JournalReader
 
     def go(self) -> None:
         """Let it end."""
@@ -68,20 +55,20 @@ class Host:
         self.process.stdin.flush()
 
 
-RunHost = Callable[[str, Script], Host]
+RunHost = Callable[[str, fs.Script], Host]
 
 
 @pytest.fixture
 def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
     running: list[subprocess.Popen[str]] = []
 
-    def run(way: str, script: Script) -> Host:
+    def run(way: str, script: fs.Script) -> Host:
         journal = tmp_path / "journal"
         arguments = (
             way,
             str(free_port()),
             str(journal),
-            json.dumps(to_json(replace(script, lifetime_s=120))),
+            json.dumps(fs.to_json(replace(script, lifetime_s=120))),
         )
         command, pipe = [sys.executable, str(HOST_PROGRAM), *arguments], subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -89,7 +76,7 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             pytest.fail(f"the host did not come up: {process.communicate(timeout=30)}")
-        return Host(process, JournalReader(journal))
+        return Host(process, fs.JournalReader(journal))
 
     yield run
     for process in running:
@@ -111,7 +98,7 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
     ],
 )
 def test_a_host_that_ends_without_close_leaves_nothing(
-    run_host: RunHost, way: str, ends_by: int, script: Script
+    run_host: RunHost, way: str, ends_by: int, script: fs.Script
 ) -> None:
     host = run_host(way, script)
     eventually(lambda: len(tree(host.journal)) == 2 + len(script.children), "the whole tree")
@@ -166,13 +153,13 @@ def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: RunHost) 
 def test_a_server_and_its_children_do_not_outlive_their_guard_and_nobody_elses_are_touched(
     make_worker: MakeWorker,
 ) -> None:
-    script, timeouts = Script(children=TREE, ignore_term=True), fast_timeouts(stop_grace_s=0.5)
+    script, timeouts = fs.Script(children=TREE, ignore_term=True), fast_timeouts(stop_grace_s=0.5)
     swept, other = (make_worker(script, timeouts=timeouts) for _ in range(2))
     for rig in (swept, other):
         rig.journal.wait("child", count=3)
     first, others = swept.tree(), other.tree()
     assert len(first) == len(others) == 2 + 3
-    request = swept.submit(Headers(), Tokens(3), WaitClose())
+    request = swept.submit(fs.Headers(), fs.Tokens(3), fs.WaitClose())
     swept.wait_text(request, "tok2")
     os.kill(swept.journal.wait("launched")["ppid"], signal.SIGKILL)
     result = swept.ended(request)
@@ -211,7 +198,7 @@ def test_a_stopped_guard_that_owes_news_goes_on(make_worker: MakeWorker) -> None
 
 
 def test_a_guard_that_cannot_go_on_is_killed(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(children=TREE))
+    rig = make_worker(fs.Script(children=TREE))
     rig.journal.wait("child", count=3)
     first, launched = rig.tree(), rig.journal.wait("launched")
     trace(launched["ppid"], stop=True)
@@ -223,7 +210,7 @@ def test_a_guard_that_cannot_go_on_is_killed(make_worker: MakeWorker) -> None:
 def test_the_guard_ignores_what_everybody_is_sent_and_standing_still_does_not_hold_up_a_stop(
     make_worker: MakeWorker,
 ) -> None:
-    rig = make_worker(Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.5))
+    rig = make_worker(fs.Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.5))
     guard = rig.journal.wait("launched")["ppid"]
     by_a_terminal, by_a_manager = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP), signal.SIGTERM
     for number in (*by_a_terminal, by_a_manager):
@@ -251,7 +238,7 @@ def test_a_host_whose_standard_streams_are_closed_runs_a_server(
     free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     port, said = free_port(), tmp_path / "said"
-    command = scripted_server_cmd(Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
+    command = fs.scripted_server_cmd(fs.Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
     subprocess.run(
         [sys.executable, "-c", _WITHOUT_STREAMS, str(port), str(said), *command], timeout=60
     )
@@ -276,7 +263,7 @@ def test_the_last_lines_of_the_log_are_written_before_the_exit(
     free_port: Callable[[], int],
 ) -> None:
     port = free_port()
-    command = scripted_server_cmd(Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
+    command = fs.scripted_server_cmd(fs.Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
     host = [sys.executable, "-c", _LOGS, str(port), *command]
     log = subprocess.run(host, timeout=60, capture_output=True, text=True).stderr
     assert "state='stopped'" in log.splitlines()[-1]

@@ -25,25 +25,12 @@ from llama_worker.config import server_program
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process import server_process
 from llama_worker.runtime.process.log_ring import LogRing
-from llama_worker.testing.scripts import (
-    SERVER,
-    ChildProcess,
-    Exit,
-    Flood,
-    Headers,
-    Script,
-    Sleep,
-    Startup,
-    Tokens,
-    WaitClose,
-    plain_reply,
-    scripted_server_cmd,
-)
+from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, eventually, fast_timeouts, living
 from tests.conftest import Leftovers, shell_program
 
-TREE = (ChildProcess("group"), ChildProcess("session"), ChildProcess("daemon"))
+TREE = (fs.ChildProcess("group"), fs.ChildProcess("session"), fs.ChildProcess("daemon"))
 
 
 def _failure(starting: WorkerFuture[WorkerStatus]) -> WorkerStartError:
@@ -64,7 +51,7 @@ def test_the_bare_word_is_looked_for_where_the_server_is_started(
     by: str,
 ) -> None:
     port = free_port()
-    words = scripted_server_cmd(Script(), host=HOST, port=port, slots=1)
+    words = fs.scripted_server_cmd(fs.Script(), host=HOST, port=port, slots=1)
     program = shell_program(tmp_path / "llama-server", f"exec {shlex.join(words)}")
     monkeypatch.delenv("LLAMA_SERVER", raising=False)
     monkeypatch.setenv("PATH", os.defpath)
@@ -84,9 +71,9 @@ def test_a_relative_path_counts_from_the_folder_in_which_the_worker_was_made(
     make_worker: MakeWorker, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    command = scripted_server_cmd(Script(), host=HOST, port=port, slots=1)
-    relative = tuple(SERVER.name if word == str(SERVER) else word for word in command)
-    monkeypatch.chdir(SERVER.parent)
+    command = fs.scripted_server_cmd(fs.Script(), host=HOST, port=port, slots=1)
+    relative = tuple(fs.SERVER.name if word == str(fs.SERVER) else word for word in command)
+    monkeypatch.chdir(fs.SERVER.parent)
     rig = make_worker(server_cmd=relative, port=port)
     monkeypatch.chdir("/")
     rig.worker.restart().get(timeout=WAIT_S)
@@ -173,7 +160,9 @@ def test_a_server_that_exits_says_why_and_with_which_code(
     make_worker: MakeWorker, code: int
 ) -> None:
     lines = ["loading", "error: failed to load model 'x.gguf'"]
-    rig = make_worker(Script(exits=[Exit(code=code, when="before_bind", log=lines)]), start=False)
+    rig = make_worker(
+        fs.Script(exits=[fs.Exit(code=code, when="before_bind", log=lines)]), start=False
+    )
     error = _failure(rig.worker.start())
     assert (error.reason, error.returncode) == (StartFailReason.EXITED, code)
     assert error.log_tail[-2:] == tuple(lines)
@@ -212,7 +201,7 @@ def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: Ma
 def test_a_port_that_is_taken_before_or_during_a_launch_is_port_in_use(
     make_worker: MakeWorker,
 ) -> None:
-    rig = make_worker(Script(startup=Startup(bind_delay_s=1.0)), start=False)
+    rig = make_worker(fs.Script(startup=fs.Startup(bind_delay_s=1.0)), start=False)
     with socket.create_server((HOST, rig.config.port)):
         assert _failure(rig.worker.start()).reason is StartFailReason.PORT_IN_USE
     assert rig.status()["state"] is WorkerState.STOPPED
@@ -226,10 +215,12 @@ def test_a_port_that_is_taken_before_or_during_a_launch_is_port_in_use(
 
 
 def test_a_stranger_who_answers_is_not_readiness(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(startup=Startup(never_bind=True), children=TREE), start=False)
+    rig = make_worker(fs.Script(startup=fs.Startup(never_bind=True), children=TREE), start=False)
     starting = rig.worker.start()
     rig.journal.wait("launched", timeout=WAIT_S)
-    command = scripted_server_cmd(Script(lifetime_s=120), host=HOST, port=rig.config.port, slots=1)
+    command = fs.scripted_server_cmd(
+        fs.Script(lifetime_s=120), host=HOST, port=rig.config.port, slots=1
+    )
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as stranger:
         assert _failure(starting).reason is StartFailReason.PORT_IN_USE
         assert rig.status()["state"] is WorkerState.STOPPED
@@ -242,9 +233,9 @@ def test_a_stranger_who_answers_is_not_readiness(make_worker: MakeWorker) -> Non
 
 
 def test_a_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(floods=[Flood(), Flood(newline=False)]), log_lines=50)
+    rig = make_worker(fs.Script(floods=[fs.Flood(), fs.Flood(newline=False)]), log_lines=50)
     for _ in range(5):
-        assert rig.run(*plain_reply(Tokens(20)))["state"] == "completed"
+        assert rig.run(*fs.plain_reply(fs.Tokens(20)))["state"] == "completed"
     assert len(rig.worker.get_debug_info().get()["recent_logs"]) <= 51
 
 
@@ -252,7 +243,7 @@ def test_output_that_finds_no_memory_costs_no_server(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = Mock(side_effect=MemoryError)
-    rig = make_worker(Script(floods=[Flood()]))
+    rig = make_worker(fs.Script(floods=[fs.Flood()]))
     with monkeypatch.context() as lacking:
         lacking.setattr(LogRing, "feed", feed)
         eventually(lambda: feed.call_count >= 2, "output that was not kept")
@@ -282,13 +273,13 @@ def test_a_host_without_descriptors_loses_none_over_a_connection_that_cannot_be_
 # ------------------------------------------------------------ stop
 
 STUBBORN = {
-    "obedient, a child without output": Script(
-        children=[ChildProcess("daemon", keep_output=False)]
+    "obedient, a child without output": fs.Script(
+        children=[fs.ChildProcess("daemon", keep_output=False)]
     ),
-    "children, floods its log, ignores SIGTERM": Script(
-        children=TREE, floods=[Flood()], ignore_term=True
+    "children, floods its log, ignores SIGTERM": fs.Script(
+        children=TREE, floods=[fs.Flood()], ignore_term=True
     ),
-    "children, is SIGSTOPped": Script(children=TREE),
+    "children, is SIGSTOPped": fs.Script(children=TREE),
 }
 
 
@@ -301,7 +292,8 @@ def test_stop_leaves_nothing(make_worker: MakeWorker, name: str) -> None:
     for _ in range(2):
         rig.start()
         streams = [
-            rig.submit(*steps) for steps in ([Headers(), Tokens(1), WaitClose()], [Sleep(60)])
+            rig.submit(*steps)
+            for steps in ([fs.Headers(), fs.Tokens(1), fs.WaitClose()], [fs.Sleep(60)])
         ]
         rig.wait_text(streams[0], "tok")
         seen = rig.tree()
@@ -321,7 +313,7 @@ def test_stop_leaves_nothing(make_worker: MakeWorker, name: str) -> None:
 def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(
     make_worker: MakeWorker,
 ) -> None:
-    rig = make_worker(Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=30.0))
+    rig = make_worker(fs.Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=30.0))
     rig.stop()
     assert len(rig.journal.facts("signal", signal="SIGTERM")) == 2
     assert rig.journal.facts("exit", code=1), "by its own decision: it was not killed"
@@ -331,7 +323,7 @@ def test_a_host_that_has_changed_its_user_stops_in_order(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a daemon that drops root's privileges: the guard is another user's."""
-    rig = make_worker(Script(term_delay_s=0.1))
+    rig = make_worker(fs.Script(term_delay_s=0.1))
     monkeypatch.setattr(subprocess.Popen, "send_signal", Mock(side_effect=PermissionError))
     rig.stop()
     assert rig.journal.facts("exit", code=0), "by its own decision: it was not killed"
@@ -341,7 +333,8 @@ def test_a_host_that_has_changed_its_user_stops_in_order(
 
 def test_a_tree_that_outlives_its_root_is_ended(make_worker: MakeWorker) -> None:
     rig = make_worker(
-        Script(children=TREE, exits=[Exit(code=7, when="request")]), restart=RestartPolicy.never()
+        fs.Script(children=TREE, exits=[fs.Exit(code=7, when="request")]),
+        restart=RestartPolicy.never(),
     )
     assert rig.run()["fail_reason"] == "server_died"
     rig.wait_state(WorkerState.FAILED)
@@ -353,7 +346,7 @@ def test_a_start_that_is_stopped_leaves_nothing(
     make_worker: MakeWorker, children_count: int
 ) -> None:
     rig = make_worker(
-        Script(startup=Startup(load_s=None), children=TREE, ignore_term=True), start=False
+        fs.Script(startup=fs.Startup(load_s=None), children=TREE, ignore_term=True), start=False
     )
     starting = rig.worker.start()
     if children_count:

@@ -19,21 +19,7 @@ from llama_worker import RestartPolicy, RunningCall
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.request import messages
 from llama_worker.request.messages import ToolThreadStuck
-from llama_worker.testing.scripts import (
-    DoneMarker,
-    Finish,
-    Gate,
-    Headers,
-    HttpError,
-    Role,
-    Script,
-    ScriptedReply,
-    Step,
-    Text,
-    ToolCall,
-    Turns,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from llama_worker.types.chat import ToolDef
 from llama_worker.types.request import ExitSignal
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
@@ -92,13 +78,13 @@ def make_rig(make_worker: MakeWorker, tools: Tools) -> Callable[..., Rig]:
     return make
 
 
-def calling(*steps: Step) -> list[Step]:
+def calling(*steps: fs.Step) -> list[fs.Step]:
     """A turn that calls tools."""
-    return plain_reply(*steps, reason="tool_calls")
+    return fs.plain_reply(*steps, reason="tool_calls")
 
 
-def call(name: str, index: int = 0, **arguments: Any) -> Step:
-    return ToolCall(name, arguments, call_id=f"from-the-server-{index}", index=index, pieces=2)
+def call(name: str, index: int = 0, **arguments: Any) -> fs.Step:
+    return fs.ToolCall(name, arguments, call_id=f"from-the-server-{index}", index=index, pieces=2)
 
 
 def bodies(rig: Rig) -> list[dict[str, Any]]:
@@ -120,7 +106,7 @@ def test_tools_of_different_requests_run_side_by_side_with_arguments_of_their_ow
 
     meeting = Tools(meet=meet)
     rig = make_worker(slots=2, normal_tools=meeting.definitions, tool_runner=meeting)
-    turns = Turns([calling(call("meet", list=[1])), plain_reply(Text("met"))])
+    turns = fs.Turns([calling(call("meet", list=[1])), fs.plain_reply(fs.Text("met"))])
     ids = {rig.submit(turns, job_name=name): name for name in ("one", "two")}
     for result in map(rig.ended, ids):
         assert (result["text"], result["tool_trace"][0]["arguments"]) == ("met", {"list": [1]})
@@ -179,8 +165,10 @@ def test_a_runner_that_is_lost_fails_its_request_only(
 def test_once_the_server_has_refused_tools_they_are_not_offered_again(
     make_worker: MakeWorker, tools: Tools
 ) -> None:
-    refusal = HttpError(500, "tools param requires --jinja flag")  # b11434 with --no-jinja
-    script = Script(replies=[ScriptedReply([refusal]), ScriptedReply(plain_reply(), times=None)])
+    refusal = fs.HttpError(500, "tools param requires --jinja flag")  # b11434 with --no-jinja
+    script = fs.Script(
+        replies=[fs.ScriptedReply([refusal]), fs.ScriptedReply(fs.plain_reply(), times=None)]
+    )
     restart = RestartPolicy(server_errors_before_restart=1)
     rig = make_worker(script, normal_tools=tools.definitions, tool_runner=tools, restart=restart)
     assert [rig.run()["state"] for _ in range(2)] == ["completed"] * 2
@@ -201,7 +189,10 @@ def test_a_tool_that_never_returns_fails_its_request_on_time_and_holds_up_nothin
     assert "tool_timeout_s 0.2" in result["fail_detail"]
     assert result["tool_trace"][0]["duration_s"] >= 0.2
     eventually(lambda: stuck(rig) == 1, "one stuck thread")
-    assert rig.run(Turns([calling(call("add", a=1, b=2)), plain_reply(Text("3"))]))["text"] == "3"
+    assert (
+        rig.run(fs.Turns([calling(call("add", a=1, b=2)), fs.plain_reply(fs.Text("3"))]))["text"]
+        == "3"
+    )
     rig.stop()
     rig.start()
     assert stuck(rig) == 1
@@ -216,7 +207,7 @@ def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
     monkeypatch.setattr(messages, "ToolThreadStuck", told)
     rig = make_rig(tool_timeout_s=60.0)
     for last in (call("add", 1, a=1, b=2), call("add", 1)):  # well, and with a failure
-        rig.run(Turns([calling(call("echo"), last), plain_reply(Text("done"))]))
+        rig.run(fs.Turns([calling(call("echo"), last), fs.plain_reply(fs.Text("done"))]))
     assert (told.called, stuck(rig)) == (False, 0)
 
 
@@ -276,7 +267,7 @@ class Async:
 
 def test_an_async_runner_runs_in_a_loop_of_its_own(make_worker: MakeWorker) -> None:
     rig = make_worker(normal_tools=[tool("echo"), tool("bad")], tool_runner=Async())
-    turns = Turns([calling(call("echo", a=1)), plain_reply(Text("done"))])
+    turns = fs.Turns([calling(call("echo", a=1)), fs.plain_reply(fs.Text("done"))])
     (entry,) = rig.run(turns)["tool_trace"]
     assert (entry["ok"], entry["result"]) == (True, '{"a": 1}')
     failed = rig.run(*calling(call("bad")))
@@ -304,7 +295,7 @@ def test_an_async_tool_need_not_wait_for_its_threads(make_worker: MakeWorker) ->
 
     rig = make_worker(normal_tools=[tool("look")], tool_runner=Impatient())
     try:
-        result = rig.run(Turns([calling(call("look")), plain_reply(Text("Later."))]))
+        result = rig.run(fs.Turns([calling(call("look")), fs.plain_reply(fs.Text("Later."))]))
     finally:
         held.set()
     assert (result["fail_reason"], result["text"]) == (None, "Later.")
@@ -327,20 +318,20 @@ def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conv
         raise RuntimeError("and nobody minds")
 
     rig = make_rig(exit_tools=ALL_EXIT_TOOLS, on_signal=on_signal)
-    issue = ToolCall("signal_issue", ISSUE, index=0, call_id="exit", pieces=3)
+    issue = fs.ToolCall("signal_issue", ISSUE, index=0, call_id="exit", pieces=3)
     first = [
-        Headers(),
-        Role(),
+        fs.Headers(),
+        fs.Role(),
         issue,
-        Gate(gate),
+        fs.Gate(gate),
         call("add", 1, a=1, b=2),
-        Finish("tool_calls"),
-        DoneMarker(),
+        fs.Finish("tool_calls"),
+        fs.DoneMarker(),
     ]
     second = calling(
-        Text("done"), ToolCall("declare_outcome", {"outcome": "success", "summary": "s"})
+        fs.Text("done"), fs.ToolCall("declare_outcome", {"outcome": "success", "summary": "s"})
     )
-    request_id = rig.submit(Turns([first, second]))
+    request_id = rig.submit(fs.Turns([first, second]))
     signal, *whose = heard.get(timeout=WAIT_S)
     assert (signal["tool_name"], signal["arguments"], whose) == (
         "signal_issue",

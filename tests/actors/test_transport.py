@@ -19,46 +19,30 @@ from llama_worker import Canary, LlamaWorkerError, RestartPolicy, WorkerStartErr
 from llama_worker.config.settings import Endpoint
 from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.stream.sse import SseDecoder
-from llama_worker.testing.scripts import (
-    Answer,
-    DoneMarker,
-    ErrorData,
-    ErrorField,
-    Fin,
-    Finish,
-    Headers,
-    HttpError,
-    PingEvery,
-    Record,
-    Redirect,
-    Repeat,
-    Reset,
-    Script,
-    ScriptedReply,
-    Startup,
-    Step,
-    Text,
-    Tokens,
-    WaitClose,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 
-ENDS: list[tuple[list[Step], str, str | None]] = [
-    ([Headers(), Text("all"), Finish(), Reset()], "all", None),
-    ([Headers(), Text("all"), Finish(), PingEvery(0.05), WaitClose()], "all", None),
-    ([Headers(), Text("all"), DoneMarker(), WaitClose()], "all", None),
-    ([Headers(), Text("part")], "part", "stream_disconnected"),
-    ([Headers(), Text("part"), Fin()], "part", "stream_disconnected"),
-    ([Headers(), Text("part"), Reset()], "part", "stream_disconnected"),
-    ([Headers(framing="close"), Text("part")], "part", "stream_disconnected"),
+ENDS: list[tuple[list[fs.Step], str, str | None]] = [
+    ([fs.Headers(), fs.Text("all"), fs.Finish(), fs.Reset()], "all", None),
+    ([fs.Headers(), fs.Text("all"), fs.Finish(), fs.PingEvery(0.05), fs.WaitClose()], "all", None),
+    ([fs.Headers(), fs.Text("all"), fs.DoneMarker(), fs.WaitClose()], "all", None),
+    ([fs.Headers(), fs.Text("part")], "part", "stream_disconnected"),
+    ([fs.Headers(), fs.Text("part"), fs.Fin()], "part", "stream_disconnected"),
+    ([fs.Headers(), fs.Text("part"), fs.Reset()], "part", "stream_disconnected"),
+    ([fs.Headers(framing="close"), fs.Text("part")], "part", "stream_disconnected"),
     (
-        [Headers(), Text("part"), Record("this is no JSON"), Text("more"), WaitClose()],
+        [
+            fs.Headers(),
+            fs.Text("part"),
+            fs.Record("this is no JSON"),
+            fs.Text("more"),
+            fs.WaitClose(),
+        ],
         "part",
         "protocol_error",
     ),
-    ([Reset()], "", "stream_disconnected"),
-    ([Headers(status=500, framing="length", length=100), WaitClose()], "", "http_error"),
+    ([fs.Reset()], "", "stream_disconnected"),
+    ([fs.Headers(status=500, framing="length", length=100), fs.WaitClose()], "", "http_error"),
 ]
 
 
@@ -87,7 +71,7 @@ def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int]) -> N
             (308, location),
             (307, "http://[::1"),
         ):
-            result = rig.run(Redirect(to, status=status))
+            result = rig.run(fs.Redirect(to, status=status))
             assert (result["fail_reason"], result["fail_detail"][:8]) == (
                 "http_error",
                 f"HTTP {status}",
@@ -100,7 +84,7 @@ def test_a_server_that_refuses_connections_is_doubted_and_replaced(make_worker: 
     # The listener goes, the process stays: SIGTERM is held up by an open stream that the script
     # never ends.
     rig = make_worker(slots=2, timeouts=fast_timeouts(health_probe_interval_s=None))
-    rig.wait_text(rig.submit(Headers(), Text("a"), WaitClose()), "a")
+    rig.wait_text(rig.submit(fs.Headers(), fs.Text("a"), fs.WaitClose()), "a")
     os.kill(rig.status()["pid"], signal.SIGTERM)
     assert rig.journal.wait("signal")["connected"] == 1
     eventually(lambda: socket.socket().connect_ex((HOST, rig.config.port)), "a closed listener")
@@ -125,8 +109,8 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_an_abort(
         take_in(reader)
 
     monkeypatch.setattr(StreamReader, "_take_in", slow_take_in)
-    rig = make_worker(Script(journal_tokens=True), loop_detector=None)
-    request = rig.submit(Headers(), Repeat(None, [Text("token " * 1000)]))
+    rig = make_worker(fs.Script(journal_tokens=True), loop_detector=None)
+    request = rig.submit(fs.Headers(), fs.Repeat(None, [fs.Text("token " * 1000)]))
     rig.wait_text(request, "token ")
     slow.set()
     assert stands_still.wait(WAIT_S)
@@ -162,8 +146,8 @@ def test_every_record_is_decoded_by_sseclient_and_every_request_made_by_the_sess
     count(socket.socket, "connect_ex", "connections")
     count(requests.Session, "send", "requests")
     rig = make_worker(timeouts=fast_timeouts(health_probe_interval_s=0.05))
-    assert rig.run(*plain_reply(Tokens(1000)))["state"] == "completed"
-    failed = rig.run(Headers(), Text("a"), ErrorField(400, "full"))
+    assert rig.run(*fs.plain_reply(fs.Tokens(1000)))["state"] == "completed"
+    failed = rig.run(fs.Headers(), fs.Text("a"), fs.ErrorField(400, "full"))
     assert failed["fail_reason"] == "server_error"
     eventually(lambda: counts["requests begun"] > 10, "health probes")
     rig.stop()
@@ -189,15 +173,15 @@ def test_the_api_key_is_sent_and_shown_nowhere(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     refusal = f"Invalid API Key: {KEY}"
-    answer = Answer(401, {"error": {"message": refusal}})
-    script = Script(startup=Startup(log=[f"started with --api-key {KEY}"]), tokenize=[answer])
+    answer = fs.Answer(401, {"error": {"message": refusal}})
+    script = fs.Script(startup=fs.Startup(log=[f"started with --api-key {KEY}"]), tokenize=[answer])
     rig = make_worker(script, api_key=KEY, env={"LLAMA_API_KEY": KEY})
     assert rig.run()["state"] == "completed"
-    refused = rig.ended(rig.submit(HttpError(401, message=refusal)))
-    failed = rig.ended(rig.submit(Headers(), ErrorData(message=refusal)))
+    refused = rig.ended(rig.submit(fs.HttpError(401, message=refusal)))
+    failed = rig.ended(rig.submit(fs.Headers(), fs.ErrorData(message=refusal)))
     with pytest.raises(LlamaWorkerError, match=r"Invalid API Key: \*\*\*") as not_counted:
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
-    script = Script(replies=[ScriptedReply([HttpError(401, message=refusal)])])
+    script = fs.Script(replies=[fs.ScriptedReply([fs.HttpError(401, message=refusal)])])
     canary = Canary(prompt="2 + 2?", check=bool)
     unfit = make_worker(script, start=False, api_key=KEY, canary=canary)
     with pytest.raises(WorkerStartError, match=r"Invalid API Key: \*\*\*") as not_started:

@@ -10,31 +10,22 @@ from typing import Any
 
 import pytest
 
-from llama_worker.testing.scripts import (
-    Exit,
-    HttpError,
-    KillSelf,
-    PromptProgress,
-    Reasoning,
-    Script,
-    ScriptedReply,
-    Sleep,
-    Text,
-    ToolCall,
-)
+from llama_worker.testing import scripts as fs
 from tests.cli.conftest import MakeProgram, Run, saying
 from tests.conftest import shell_program
 from tests.server.pace import lean_server
 
 HARMFUL = "a\x1b[31mred\x1b]0;title\x07 [bold]b[/bold]\r\n\x9b2Jc\x7f :smile:"
 TOO_LONG = "request (99 tokens) exceeds the available context size (64 tokens)"
-REFUSES = Script(replies=[ScriptedReply([HttpError(400, TOO_LONG)])])
-ENDS = Script(exits=[Exit(1, "before_bind", log=["error: invalid argument: --frobnicate"])])
+REFUSES = fs.Script(replies=[fs.ScriptedReply([fs.HttpError(400, TOO_LONG)])])
+ENDS = fs.Script(exits=[fs.Exit(1, "before_bind", log=["error: invalid argument: --frobnicate"])])
 
 
 def test_the_text_is_all_that_stdout_gets(run: Run, program: MakeProgram, model: str) -> None:
-    words = (Reasoning("let me see"), Text("4 [b]\x1b[1m"))
-    server = program(saying(PromptProgress(50, 100), Sleep(0.3), *words), extra="--parallel 1")
+    words = (fs.Reasoning("let me see"), fs.Text("4 [b]\x1b[1m"))
+    server = program(
+        saying(fs.PromptProgress(50, 100), fs.Sleep(0.3), *words), extra="--parallel 1"
+    )
     done = run("run", model, "2 + 2?", "--server", server.path, "--slots", "2", FORCE_COLOR="1")
     assert (done.returncode, done.stdout) == (0, "4 [b]␛[1m\n")
     warned = ("the server has 1 slots, fewer than the worker's 2", "start it with --parallel 2")
@@ -97,8 +88,8 @@ def test_options_become_flags_of_the_server(
 
 
 def test_json_is_the_only_thing_on_stdout(run: Run, program: MakeProgram, model: str) -> None:
-    call = ToolCall("declare_outcome", {"outcome": "success", "summary": "done"})
-    server = program(saying(Reasoning("r"), Text(HARMFUL), call))
+    call = fs.ToolCall("declare_outcome", {"outcome": "success", "summary": "done"})
+    server = program(saying(fs.Reasoning("r"), fs.Text(HARMFUL), call))
     done = run("run", model, "Hi", "--server", server.path, "--json", "--exit-tools")
     told = json.loads(done.stdout)
     assert (done.returncode, {"\x1b", "\x9b"} & set(done.stdout)) == (0, set())
@@ -115,8 +106,8 @@ def test_a_conversation_survives_its_servers_death(
     run: Run, program: MakeProgram, model: str, answer: str
 ) -> None:
     """A turn without an answer leaves no trace in it."""
-    steps = [Text(answer)] if answer else []
-    server = program(Script(launches=[saying(*steps, KillSelf()), Script()]))
+    steps = [fs.Text(answer)] if answer else []
+    server = program(fs.Script(launches=[saying(*steps, fs.KillSelf()), fs.Script()]))
     done = run("run", model, "One", "--chat", "--server", server.path, stdin="Two\n\nThree\n")
     kept = ["One", answer] if answer else []
     assert (done.returncode, done.stdout.split()) == (0, [*kept[1:], "Hello", "Hello"])

@@ -18,18 +18,7 @@ from websockets.sync.connection import Connection
 
 from llama_worker.responses import app
 from llama_worker.responses.http import websocket
-from llama_worker.testing.scripts import (
-    ErrorData,
-    Headers,
-    Repeat,
-    Role,
-    Step,
-    Text,
-    ToolCall,
-    WaitClose,
-    plain_reply,
-    steps_json,
-)
+from llama_worker.testing import scripts as fs
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient
 from tests.responses.open_responses import SOCKET_ERROR
 from tests.responses.oracle import TERMINAL, Event
@@ -48,8 +37,8 @@ def opened(client: Client, **options: Any) -> Iterator[Connection]:
         yield socket
 
 
-def create(*steps: Step, **body: Any) -> str:
-    script = {"scripted_reply": steps_json(*steps)} if steps else {}
+def create(*steps: fs.Step, **body: Any) -> str:
+    script = {"scripted_reply": fs.steps_json(*steps)} if steps else {}
     return json.dumps({"type": "response.create", "model": "m", "input": "Hi", **body, **script})
 
 
@@ -61,13 +50,13 @@ def turn(socket: Connection, message: str) -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize("begun", [[], [Headers(), Role(), Text("Once")]])
+@pytest.mark.parametrize("begun", [[], [fs.Headers(), fs.Role(), fs.Text("Once")]])
 def test_a_ping_is_answered_while_the_server_is_silent(
-    make_fake: MakeClient, begun: list[Step]
+    make_fake: MakeClient, begun: list[fs.Step]
 ) -> None:
     fake = make_fake(heartbeat_s=2 * WAIT_S)
     with opened(fake) as socket:
-        socket.send(create(*begun, WaitClose()))
+        socket.send(create(*begun, fs.WaitClose()))
         fake.journal.wait("started", timeout=WAIT_S)
         while begun and "Once" not in str(socket.recv(WAIT_S)):
             pass
@@ -76,7 +65,7 @@ def test_a_ping_is_answered_while_the_server_is_silent(
 
 def test_a_client_that_closes_ends_the_servers_work(fake: Client) -> None:
     with opened(fake) as socket:
-        socket.send(create(Headers(), Role(), Text("Once"), WaitClose()))
+        socket.send(create(fs.Headers(), fs.Role(), fs.Text("Once"), fs.WaitClose()))
         while "Once" not in str(socket.recv(WAIT_S)):
             pass
     fake.journal.wait("client_closed", timeout=WAIT_S)
@@ -95,7 +84,7 @@ def test_a_malformed_message_costs_only_itself(fake: Client, message: str) -> No
 
 def test_a_failure_is_one_terminal_event(fake: Client) -> None:
     with opened(fake) as socket:
-        events = turn(socket, create(Headers(), Role(), Text("a"), ErrorData()))
+        events = turn(socket, create(fs.Headers(), fs.Role(), fs.Text("a"), fs.ErrorData()))
         assert events[-1]["type"] == "response.failed"
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert turn(socket, create())[-1]["type"] == "response.completed"
@@ -199,7 +188,7 @@ def test_who_only_pings_is_closed(fake: Client, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_client_that_reads_nothing_is_cut_off(make_fake: MakeClient) -> None:
     fake = make_fake(client_timeout_s=0.05)
-    flood = create(Headers(), Role(), Repeat(None, [Text("x" * 4096)])).encode()
+    flood = create(fs.Headers(), fs.Role(), fs.Repeat(None, [fs.Text("x" * 4096)])).encode()
     assert 126 <= len(flood) < 65536
     frame = b"\x81\xfe" + len(flood).to_bytes(2, "big") + b"\0\0\0\0" + flood
     with fake.dial(_UPGRADE + frame):
@@ -229,9 +218,11 @@ def test_what_is_sent_ahead_generates_nothing(
 
 @pytest.mark.parametrize("store", [True, False])
 def test_a_continuation_may_refer_to_items(fake: Client, store: bool) -> None:
-    stored = fake.create(*plain_reply(Text("once stored"))).json
+    stored = fake.create(*fs.plain_reply(fs.Text("once stored"))).json
     with opened(fake) as socket:
-        latest = turn(socket, create(*plain_reply(Text("just said")), store=store))[-1]["response"]
+        latest = turn(socket, create(*fs.plain_reply(fs.Text("just said")), store=store))[-1][
+            "response"
+        ]
         ids = [response["output"][0]["id"] for response in (stored, latest)]
         items = [{"type": "item_reference", "id": item_id} for item_id in ids]
         again = create(store=store, previous_response_id=latest["id"], input=items)
@@ -242,9 +233,9 @@ def test_a_continuation_may_refer_to_items(fake: Client, store: bool) -> None:
 
 @pytest.mark.parametrize("store", [True, False])
 def test_a_continuation_has_the_call_that_the_limit_cut(fake: Client, store: bool) -> None:
-    half_call = ToolCall("f", '{"a": ')
+    half_call = fs.ToolCall("f", '{"a": ')
     with opened(fake) as socket:
-        latest = turn(socket, create(*plain_reply(half_call, reason="length"), store=store))[-1]
+        latest = turn(socket, create(*fs.plain_reply(half_call, reason="length"), store=store))[-1]
         assert latest["type"] == "response.incomplete"
         again = create(previous_response_id=latest["response"]["id"], input="Go on.")
         assert turn(socket, again)[-1]["type"] == "response.completed"

@@ -9,26 +9,8 @@ from typing import Any
 import pytest
 
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
+from llama_worker.types import request
 from llama_worker.types.chat import ToolDef
-from llama_worker.types.request import (
-    ExitSignal,
-    NotFound,
-    NotReady,
-    OutputChunk,
-    OutputLoop,
-    PromptProgress,
-    RequestFinishReason,
-    RequestPhase,
-    RequestResult,
-    RequestState,
-    RequestStatus,
-    SubmitErr,
-    SubmitOk,
-    Timings,
-    TokenCount,
-    ToolTraceEntry,
-    Usage,
-)
 from llama_worker.types.worker import RestartRecord, WorkerDebugInfo, WorkerState, WorkerStatus
 
 
@@ -36,9 +18,9 @@ from llama_worker.types.worker import RestartRecord, WorkerDebugInfo, WorkerStat
     ("kind", "values"),
     [
         (WorkerState, "stopped running ready failed"),
-        (RequestState, "running tool_running completed failed canceled"),
-        (RequestFinishReason, "stop max_tokens canceled failed"),
-        (RequestPhase, "waiting prefill generating tool done"),
+        (request.RequestState, "running tool_running completed failed canceled"),
+        (request.RequestFinishReason, "stop max_tokens canceled failed"),
+        (request.RequestPhase, "waiting prefill generating tool done"),
     ],
 )
 def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
@@ -51,30 +33,30 @@ def test_the_values_of_an_enum(kind: type[StrEnum], values: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
-        (SubmitOk, "ok request_id"),
-        *((kind, "ok error") for kind in (SubmitErr, NotFound, NotReady)),
+        (request.SubmitOk, "ok request_id"),
+        *((kind, "ok error") for kind in (request.SubmitErr, request.NotFound, request.NotReady)),
         (
-            RequestStatus,
+            request.RequestStatus,
             "ok request_id job_name state phase created_at output_chars reasoning_chars "
             "tool_iters_remaining tool_calls_count signals fail_reason dispatched_at? "
             "first_token_at? completed_at? last_progress_at? last_stream_byte_at? "
             "last_liveness_at? prompt_progress? tokens_received? tokens_per_second? tail? "
             "running_tool? fail_detail?",
         ),
-        (PromptProgress, "processed total cached"),
-        (TokenCount, "ok n_prompt_tokens n_ctx n_left"),
-        (OutputChunk, "ok text reasoning text_offset reasoning_offset done"),
+        (request.PromptProgress, "processed total cached"),
+        (request.TokenCount, "ok n_prompt_tokens n_ctx n_left"),
+        (request.OutputChunk, "ok text reasoning text_offset reasoning_offset done"),
         (
-            RequestResult,
+            request.RequestResult,
             "ok request_id job_name state finish_reason text reasoning signals tool_trace "
             "fail_reason conversation usage? timings? fail_detail? context? loop?",
         ),
-        (Usage, "prompt_tokens completion_tokens cached_tokens"),
-        (OutputLoop, "repeats line? text?"),
-        (Timings, "total_s ttft_s? tokens_per_second?"),
-        (ExitSignal, "tool_name arguments emitted_at malformed?"),
+        (request.Usage, "prompt_tokens completion_tokens cached_tokens"),
+        (request.OutputLoop, "repeats line? text?"),
+        (request.Timings, "total_s ttft_s? tokens_per_second?"),
+        (request.ExitSignal, "tool_name arguments emitted_at malformed?"),
         (
-            ToolTraceEntry,
+            request.ToolTraceEntry,
             "tool_call_id tool_name arguments iteration started_at duration_s ok error? result?",
         ),
         (
@@ -97,7 +79,7 @@ def test_answers_have_these_keys_some_optional(kind: Any, keys: str) -> None:
 
 
 def test_three_states_are_terminal() -> None:
-    terminal = [state.value for state in RequestState if state.is_terminal]
+    terminal = [state.value for state in request.RequestState if state.is_terminal]
     assert terminal == ["completed", "failed", "canceled"]
 
 

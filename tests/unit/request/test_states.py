@@ -11,83 +11,57 @@ import pytest
 from llama_worker.request import states
 from llama_worker.request.messages import AskIfServerDied
 from llama_worker.stream.events import Done, StreamEvent, TextDelta
-from tests.unit.request.playbook import (
-    BOOM,
-    CALLS,
-    CANCEL,
-    LINE,
-    RESET,
-    RESTARTED,
-    SERVER_DIED,
-    SERVER_IS_ALIVE,
-    SERVER_IS_GONE,
-    STOP,
-    TOOLS_REFUSED,
-    WITH_TOOLS,
-    Event,
-    Play,
-    asked,
-    bios,
-    call,
-    closed,
-    disconnected,
-    failure,
-    generating,
-    in_tools,
-    reading_rest,
-    returned,
-    settling,
-)
+from tests.unit.request import playbook
 
 
-def settling_with_calls() -> Play:
-    play = asked(WITH_TOOLS)
-    assert play >> 101.0 >> (TextDelta("a"), call("add"), CALLS)
+def settling_with_calls() -> playbook.Play:
+    play = playbook.asked(playbook.WITH_TOOLS)
+    assert play >> 101.0 >> (TextDelta("a"), playbook.call("add"), playbook.CALLS)
     return play
 
 
-def asked_why() -> Play:
-    play = disconnected()
+def asked_why() -> playbook.Play:
+    play = playbook.disconnected()
     assert play >> 103.2 << AskIfServerDied
     return play
 
 
-def ended() -> Play:
-    play = settling()
+def ended() -> playbook.Play:
+    play = playbook.settling()
     play >> Done()
     play.drop_effects()
     return play
 
 
-STATES: dict[str, Callable[[], Play]] = {
-    "Prompting": lambda: Play(writes_bios=False),
-    "Streaming": lambda: generating(WITH_TOOLS),
-    "Settling": lambda: settling(WITH_TOOLS),
+STATES: dict[str, Callable[[], playbook.Play]] = {
+    "Prompting": lambda: playbook.Play(writes_bios=False),
+    "Streaming": lambda: playbook.generating(playbook.WITH_TOOLS),
+    "Settling": lambda: playbook.settling(playbook.WITH_TOOLS),
     "Settling with calls": settling_with_calls,
-    "Disconnected": disconnected,
+    "Disconnected": playbook.disconnected,
     "Disconnected and asked": asked_why,
-    "ReadingRest": reading_rest,
-    "RunningTools": in_tools,
+    "ReadingRest": playbook.reading_rest,
+    "RunningTools": playbook.in_tools,
     "Ended": ended,
 }
-EVENTS: dict[str, Event | tuple[StreamEvent, ...]] = {
-    "BIOS written": bios(),
-    "BIOS failed": bios(error="no prompt today"),
-    "finish reason": STOP,
+EVENTS: dict[str, playbook.Event | tuple[StreamEvent, ...]] = {
+    "BIOS written": playbook.bios(),
+    "BIOS failed": playbook.bios(error="no prompt today"),
+    "finish reason": playbook.STOP,
     "[DONE]": Done(),
-    "error record": BOOM,
-    "loop": TextDelta(LINE * 30),
-    "connection lost": closed(RESET),
-    "HTTP error": closed(failure("http_error", "HTTP 500: no", 500)),
-    "tools refused": closed(TOOLS_REFUSED),
-    "server died": SERVER_DIED,
-    "server is alive": SERVER_IS_ALIVE,
-    "server is gone": SERVER_IS_GONE,
+    "error record": playbook.BOOM,
+    "loop": TextDelta(playbook.LINE * 30),
+    "connection lost": playbook.closed(playbook.RESET),
+    "HTTP error": playbook.closed(playbook.failure("http_error", "HTTP 500: no", 500)),
+    "tools refused": playbook.closed(playbook.TOOLS_REFUSED),
+    "server died": playbook.SERVER_DIED,
+    "server is alive": playbook.SERVER_IS_ALIVE,
+    "server is gone": playbook.SERVER_IS_GONE,
     "text": TextDelta("more"),
-    "last call returned": returned("3"),
-    "call failed": returned("no", ok=False),
-    "abandoned": RESTARTED,
-    "cancelled": CANCEL,
+    "last call returned": playbook.returned("3"),
+    "call failed": playbook.returned("no", ok=False),
+    "abandoned": playbook.RESTARTED,
+    "cancelled": playbook.CANCEL,
 }
 
 

@@ -18,22 +18,8 @@ import pytest
 import requests
 
 from llama_worker import testing
+from llama_worker.testing import scripts as fs
 from llama_worker.testing.scripted_llama_server import steps
-from llama_worker.testing.scripts import (
-    Burn,
-    ChildProcess,
-    DiskReads,
-    Headers,
-    JournalReader,
-    Note,
-    Script,
-    Step,
-    Text,
-    Tokens,
-    WaitClose,
-    scripted_server_cmd,
-    steps_json,
-)
 from tests.actors.conftest import WAIT_S
 
 STEPS: dict[str, Any] = {
@@ -48,7 +34,7 @@ class Fake:
     """A running fake server, with an API key and a child of each kind."""
 
     process: subprocess.Popen[bytes]
-    journal: JournalReader
+    journal: fs.JournalReader
     url: str
 
     def ask(self, path: str, body: Any = None, key: str = "sesame") -> requests.Response:
@@ -58,9 +44,9 @@ class Fake:
             method, self.url + path, json=body, headers=headers, stream=True, timeout=WAIT_S
         )
 
-    def chat(self, *steps: Step) -> requests.Response:
+    def chat(self, *steps: fs.Step) -> requests.Response:
         return self.ask(
-            "/v1/chat/completions", {"messages": MESSAGES, "scripted_reply": steps_json(*steps)}
+            "/v1/chat/completions", {"messages": MESSAGES, "scripted_reply": fs.steps_json(*steps)}
         )
 
 
@@ -95,11 +81,11 @@ def fake(
     tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Fake]:
     monkeypatch.setenv("NO_PROXY", HOST)
-    port, journal = free_port(), JournalReader(tmp_path / "journal")
-    script = Script(
-        children=[ChildProcess("group"), ChildProcess("session"), ChildProcess("daemon")]
+    port, journal = free_port(), fs.JournalReader(tmp_path / "journal")
+    script = fs.Script(
+        children=[fs.ChildProcess("group"), fs.ChildProcess("session"), fs.ChildProcess("daemon")]
     )
-    cmd = scripted_server_cmd(script, host=HOST, port=port, slots=2, journal=journal.path)
+    cmd = fs.scripted_server_cmd(script, host=HOST, port=port, slots=2, journal=journal.path)
     process = subprocess.Popen(
         [*cmd, "-m", "model.gguf", "--api-key", "sesame"], start_new_session=True
     )
@@ -133,27 +119,27 @@ def test_a_mistake_in_a_script_is_loud(fake: Fake) -> None:
     refusal = fake.chat({"do": "nonsense"})
     assert refusal.status_code == 599
     assert "script error: KeyError('nonsense')" in refusal.text
-    assert "script error: TypeError" in fake.chat(Text("a"), Tokens("3")).text  # type: ignore[arg-type]
+    assert "script error: TypeError" in fake.chat(fs.Text("a"), fs.Tokens("3")).text  # type: ignore[arg-type]
     assert len(fake.journal.facts("script_error")) == 2
 
 
 @pytest.mark.parametrize(
     ("step", "least_ticks", "most_ticks_per_s", "least_bytes"),
     [
-        (Burn(60, ticks_per_s=8), 4, 13, 0),
-        (DiskReads(60), 0, 20, 5e6),
-        (WaitClose(), 0, 2, 0),
+        (fs.Burn(60, ticks_per_s=8), 4, 13, 0),
+        (fs.DiskReads(60), 0, 20, 5e6),
+        (fs.WaitClose(), 0, 2, 0),
     ],
 )
 def test_work_shows_in_proc_as_it_should(
-    fake: Fake, step: Step, least_ticks: int, most_ticks_per_s: float, least_bytes: float
+    fake: Fake, step: fs.Step, least_ticks: int, most_ticks_per_s: float, least_bytes: float
 ) -> None:
     process = psutil.Process(fake.process.pid)
 
     def used() -> tuple[float, int]:
         return 100 * sum(process.cpu_times()[:2]), process.io_counters().read_bytes
 
-    with fake.chat(Headers(), Note("works"), step):
+    with fake.chat(fs.Headers(), fs.Note("works"), step):
         fake.journal.wait("note")
         began_at, (ticks, read_bytes) = time.monotonic(), used()
         while time.monotonic() < began_at + 1.0 or (
