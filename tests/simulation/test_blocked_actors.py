@@ -14,7 +14,6 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.messages import PostChat, RequestEnded, RequestInput, RequestOutput
 from llama_worker.request.request import Request
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
-from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.messages import Died
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.server.termination import Signal
@@ -35,7 +34,7 @@ class LongAnswer:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         bench.worker.submit("job", "", "a long answer")
-        self.result: WorkerFuture[RequestResult] = bench.worker.result(1)
+        self.result = bench.worker.result(1)
         bench.scheduler.run_for(5.0)
 
     def ended(self, within_s: float) -> RequestResult:
