@@ -22,15 +22,7 @@ from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.request.messages import Begin, OpenStream, RequestEnded, RunTool, StreamEvents
 from llama_worker.server.messages import BecameReady, Exited, Start, Watch
-from llama_worker.testing.scripts import (
-    Headers,
-    Text,
-    ToolCall,
-    Turns,
-    WaitClose,
-    plain_reply,
-    steps_json,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.conftest import Leftovers, Speechless
 
@@ -75,8 +67,8 @@ def test_a_death_fails_the_request_and_is_survived(
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     rig = make_worker(normal_tools=[tool], tool_runner=Mock(**{"run_tool.return_value": "seen"}))
     happened = arm(actor, kind, error)
-    with_call = plain_reply(ToolCall("look"), reason="tool_calls")
-    request = rig.submit(Turns([with_call, [Headers(), Text("a"), WaitClose()]]))
+    with_call = fs.plain_reply(fs.ToolCall("look"), reason="tool_calls")
+    request = rig.submit(fs.Turns([with_call, [fs.Headers(), fs.Text("a"), fs.WaitClose()]]))
     questions: list[Any] = [
         call(request) for call in (rig.worker.get_status, rig.worker.read_output)
     ]
@@ -84,7 +76,7 @@ def test_a_death_fails_the_request_and_is_survived(
     assert rig.ended(request)["state"] == "failed"
     assert happened.is_set()
     rig.wait_restarted()
-    assert rig.run(Turns([with_call, plain_reply(Text("fine"))]))["text"] == "fine"
+    assert rig.run(fs.Turns([with_call, fs.plain_reply(fs.Text("fine"))]))["text"] == "fine"
     assert any(
         event["event"] == "actor_died"
         for event in rig.worker.get_debug_info().get()["recent_events"]
@@ -114,9 +106,9 @@ def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing_but_the_hosts
     with contextlib.suppress(WorkerClosed):  # it had died before the call
         futures.append(rig.worker.start())
         eventually(lambda: futures[0].done(), "an answer to start()")
-        for steps in ([Headers(), Text("a"), WaitClose()], plain_reply(Text("b"))):
+        for steps in ([fs.Headers(), fs.Text("a"), fs.WaitClose()], fs.plain_reply(fs.Text("b"))):
             futures.append(
-                rig.worker.submit("job", "", "x", params={"scripted_reply": steps_json(*steps)})
+                rig.worker.submit("job", "", "x", params={"scripted_reply": fs.steps_json(*steps)})
             )
         futures += [rig.worker.result(1), rig.worker.result(2), rig.worker.get_worker_status()]
         if kind is RequestEnded:
@@ -137,7 +129,7 @@ def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing_but_the_hosts
 
 def test_the_hosts_stop_all_leaves_no_server(make_worker: MakeWorker, leftovers: Leftovers) -> None:
     rig = make_worker()
-    result = rig.worker.result(rig.submit(Headers(), Text("a"), WaitClose()))
+    result = rig.worker.result(rig.submit(fs.Headers(), fs.Text("a"), fs.WaitClose()))
     pykka.ActorRegistry.stop_all(timeout=WAIT_S)
     with pytest.raises(WorkerClosed):
         rig.worker.get_worker_status()

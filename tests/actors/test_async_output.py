@@ -13,15 +13,7 @@ import pytest
 
 from llama_worker import ConfigError, OutputChunk, WorkerClosed
 from llama_worker.async_output import stream
-from llama_worker.testing.scripts import (
-    Gate,
-    Headers,
-    Reasoning,
-    Text,
-    Tokens,
-    WaitClose,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import MakeWorker, Rig, run_async
 
 
@@ -36,7 +28,7 @@ async def first_then(rig: Rig, request_id: int, act: Callable[[], Awaitable[Any]
 
 
 def test_pieces_make_the_output_the_last_is_done(rig: Rig) -> None:
-    request_id = rig.submit(*plain_reply(Reasoning("hm "), Tokens(50, interval_s=0.002)))
+    request_id = rig.submit(*fs.plain_reply(fs.Reasoning("hm "), fs.Tokens(50, interval_s=0.002)))
     chunks = run_async(collect(rig, request_id))
     assert [chunk["done"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(chunk["text"] or chunk["reasoning"] for chunk in chunks[:-1])
@@ -52,7 +44,7 @@ def test_pieces_make_the_output_the_last_is_done(rig: Rig) -> None:
 
 
 def test_the_event_loop_goes_on_while_it_waits(rig: Rig, gate: Path) -> None:
-    request_id = rig.submit(*plain_reply(Text("first"), Gate(gate), Text(" second")))
+    request_id = rig.submit(*fs.plain_reply(fs.Text("first"), fs.Gate(gate), fs.Text(" second")))
 
     async def main() -> list[OutputChunk]:
         chunks = stream(rig.worker, request_id, poll_interval_s=0.01)
@@ -69,7 +61,7 @@ def test_the_event_loop_goes_on_while_it_waits(rig: Rig, gate: Path) -> None:
 def test_ending_an_iteration_early_leaves_the_request_running(
     rig: Rig, gate: Path, is_cancelled: bool
 ) -> None:
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
+    request_id = rig.submit(*fs.plain_reply(fs.Text("a"), fs.Gate(gate), fs.Text("b")))
 
     async def main() -> None:
         async with aclosing(stream(rig.worker, request_id, poll_interval_s=0.01)) as chunks:
@@ -85,7 +77,7 @@ def test_ending_an_iteration_early_leaves_the_request_running(
 
 
 def test_a_result_taken_meanwhile_is_a_lookup_error(rig: Rig, gate: Path) -> None:
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
+    request_id = rig.submit(*fs.plain_reply(fs.Text("a"), fs.Gate(gate), fs.Text("b")))
 
     async def take() -> None:
         gate.touch()
@@ -96,7 +88,7 @@ def test_a_result_taken_meanwhile_is_a_lookup_error(rig: Rig, gate: Path) -> Non
 
 
 def test_a_closed_worker_ends_it(rig: Rig) -> None:
-    request_id = rig.submit(Headers(), Text("a"), WaitClose())
+    request_id = rig.submit(fs.Headers(), fs.Text("a"), fs.WaitClose())
     with pytest.raises(WorkerClosed):
         run_async(first_then(rig, request_id, partial(asyncio.to_thread, rig.worker.close)))
 

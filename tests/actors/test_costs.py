@@ -25,16 +25,7 @@ from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.timers import TimerThread
 from llama_worker.server.messages import Probed
 from llama_worker.stream.lazy_reading import HURRY_LASTS_S, LOOK_S
-from llama_worker.testing.scripts import (
-    Gate,
-    Script,
-    ScriptedReply,
-    Sleep,
-    Text,
-    Tokens,
-    plain_reply,
-    steps_json,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
 
 EVENTS = 4000  # below the bound on tokens
@@ -58,7 +49,7 @@ def test_text_that_comes_fast_is_told_each_third_look_and_wakes_no_thread_betwee
     rig: Rig, told: Counter[type]
 ) -> None:
     before, began = _wakeups(), time.monotonic()
-    rig.run(*plain_reply(Tokens(1000, 0.002)))
+    rig.run(*fs.plain_reply(fs.Tokens(1000, 0.002)))
     ticks = (time.monotonic() - began) / LOOK_S
     assert told[StreamEvents] <= ticks / 3 + 10
     # The stream's thread, and now and then the request's, each for the interpreter's lock, too.
@@ -69,7 +60,7 @@ def test_a_reader_that_waits_for_each_token_hurries_its_stream_a_few_times_a_sec
     rig: Rig, told: Counter[type], gate: Path
 ) -> None:
     began = time.monotonic()
-    request_id = rig.submit(*plain_reply(Text("Once"), Gate(gate), Tokens(100, 0.01)))
+    request_id = rig.submit(*fs.plain_reply(fs.Text("Once"), fs.Gate(gate), fs.Tokens(100, 0.01)))
     chunks = rig.worker.iter_output(request_id)
     assert next(chunks)["text"] == "Once"
     gate.touch()
@@ -82,7 +73,9 @@ def test_a_reader_that_waits_for_each_token_hurries_its_stream_a_few_times_a_sec
 def test_an_event_in_bulk_costs_no_more_than_a_bare_loop(make_worker: MakeWorker) -> None:
     # On a quiet machine it costs half as much; the least of interleaved rounds, since noise only
     # ever adds.
-    rig = make_worker(Script(replies=[ScriptedReply(plain_reply(Tokens(EVENTS)))]), max_tokens=None)
+    rig = make_worker(
+        fs.Script(replies=[fs.ScriptedReply(fs.plain_reply(fs.Tokens(EVENTS)))]), max_tokens=None
+    )
     ours, bare = [], []
     for _ in range(4):
         bare.append(_cpu_s(lambda: _bare_loop(rig.config.port)))
@@ -96,7 +89,7 @@ def test_an_idle_worker_wakes_nobody_but_for_its_health_probe(
     others = _tasks()  # what earlier tests have left running is no cost of this worker
     monkeypatch.setattr(timers, "_timers", TimerThread())
     rig = make_worker(slots=4, timeouts=fast_timeouts(health_probe_interval_s=None))
-    rig.run(*plain_reply(Sleep(0)))
+    rig.run(*fs.plain_reply(fs.Sleep(0)))
 
     def rests() -> bool:
         before = _switches(others)
@@ -140,7 +133,7 @@ def _bare_loop(port: int) -> None:
     connection = http.client.HTTPConnection(HOST, port)
     body = {
         "messages": [{"role": "user", "content": "x"}],
-        "scripted_reply": steps_json(*plain_reply(Tokens(EVENTS))),
+        "scripted_reply": fs.steps_json(*fs.plain_reply(fs.Tokens(EVENTS))),
     }
     connection.request("POST", "/v1/chat/completions", json.dumps(body))
     response, rest, count = connection.getresponse(), b"", 0

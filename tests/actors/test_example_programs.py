@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.testing.scripts import (
-    Gate,
-    JournalReader,
-    Script,
-    ScriptedReply,
-    Step,
-    Text,
-    ToolCall,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import server_program
 from tests.conftest import running
 
@@ -27,18 +18,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> JournalReader:
+def journal(tmp_path: Path) -> fs.JournalReader:
     """What all servers of the example wrote down."""
-    return JournalReader(tmp_path / "journal")
+    return fs.JournalReader(tmp_path / "journal")
 
 
 @pytest.fixture
 def make_server(
-    tmp_path: Path, journal: JournalReader, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Script], None]:
+    tmp_path: Path, journal: fs.JournalReader, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[fs.Script], None]:
     """Puts a scripted llama-server where programs look for one."""
 
-    def make(script: Script) -> None:
+    def make(script: fs.Script) -> None:
         monkeypatch.setenv("LLAMA_SERVER", server_program(tmp_path, script, journal.path))
 
     return make
@@ -49,7 +40,7 @@ def example(name: str, *arguments: str) -> Any:
     return running(sys.executable, str(EXAMPLES / name), *arguments, env=dict(os.environ))
 
 
-def chats(journal: JournalReader) -> list[str]:
+def chats(journal: fs.JournalReader) -> list[str]:
     """The last message of each chat request."""
     asked = journal.facts("request", path="/v1/chat/completions")
     return [fact["body"]["messages"][-1]["content"] for fact in asked]
@@ -61,9 +52,11 @@ def test_an_example_is_short(name: str, most: int) -> None:
 
 
 def test_thirty_jobs_over_three_workers_are_refused_no_slot(
-    make_server: Callable[[Script], None], journal: JournalReader
+    make_server: Callable[[fs.Script], None], journal: fs.JournalReader
 ) -> None:
-    make_server(Script(replies=[ScriptedReply(plain_reply(Text("The Inn.")), times=None)]))
+    make_server(
+        fs.Script(replies=[fs.ScriptedReply(fs.plain_reply(fs.Text("The Inn.")), times=None)])
+    )
     with example("job_runner.py", "m.gguf") as (program, output):
         lines = output.read().splitlines()
         assert program.wait() == 0
@@ -72,29 +65,29 @@ def test_thirty_jobs_over_three_workers_are_refused_no_slot(
     assert len(journal.facts("launched")) == 3
 
 
-def tell(to: str, text: str) -> Step:
-    return ToolCall("tell", {"to": to, "text": text})
+def tell(to: str, text: str) -> fs.Step:
+    return fs.ToolCall("tell", {"to": to, "text": text})
 
 
 def test_a_hive_works_on_while_one_model_is_swapped_and_one_is_killed(
-    make_server: Callable[[Script], None], journal: JournalReader, tmp_path: Path
+    make_server: Callable[[fs.Script], None], journal: fs.JournalReader, tmp_path: Path
 ) -> None:
     swapped, killed, renamed = (tmp_path / name for name in ("swapped", "killed", "renamed"))
     sayings = {
-        "user says": [Text("Let us begin."), tell("coder", "Write it.")],
-        "planner says": [Gate(swapped), Text("Written."), tell("critic", "Review it.")],
-        "coder says": [Text("Hm."), Gate(killed), tell("coder", "Rename it.")],
-        "critic says": [Text("Renamed."), tell("planner", "It is done.")],
+        "user says": [fs.Text("Let us begin."), tell("coder", "Write it.")],
+        "planner says": [fs.Gate(swapped), fs.Text("Written."), tell("critic", "Review it.")],
+        "coder says": [fs.Text("Hm."), fs.Gate(killed), tell("coder", "Rename it.")],
+        "critic says": [fs.Text("Renamed."), tell("planner", "It is done.")],
         "It is done.": [
-            Gate(renamed),
-            Text("So it is."),
-            ToolCall("declare_outcome", {"outcome": "success", "summary": "Done."}),
+            fs.Gate(renamed),
+            fs.Text("So it is."),
+            fs.ToolCall("declare_outcome", {"outcome": "success", "summary": "Done."}),
         ],
     }
     make_server(
-        Script(
+        fs.Script(
             replies=[
-                ScriptedReply(plain_reply(*steps), marker=marker, times=None)
+                fs.ScriptedReply(fs.plain_reply(*steps), marker=marker, times=None)
                 for marker, steps in reversed(sayings.items())
             ]
         )

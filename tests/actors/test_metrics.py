@@ -18,15 +18,7 @@ from llama_worker import ConfigError, LlamaWorker
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.metrics import WorkerCollector
 from llama_worker.server.journal import BOUNDS_S
-from llama_worker.testing.scripts import (
-    Headers,
-    KillSelf,
-    Text,
-    Tokens,
-    ToolCall,
-    WaitClose,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,10 +62,13 @@ def test_a_worker_that_has_done_nothing_shows_its_state_its_slots_and_zeros(
 
 def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWorker) -> None:
     rig = make_worker(slots=2)
-    results = [rig.run(*plain_reply(Tokens(7))), rig.run(*plain_reply(Tokens(5), reason="length"))]
-    waiting = rig.submit(Headers(), Text("a"), WaitClose())
+    results = [
+        rig.run(*fs.plain_reply(fs.Tokens(7))),
+        rig.run(*fs.plain_reply(fs.Tokens(5), reason="length")),
+    ]
+    waiting = rig.submit(fs.Headers(), fs.Text("a"), fs.WaitClose())
     rig.wait_text(waiting, "a")
-    canceled = rig.submit(Headers(), Text("a"), WaitClose())
+    canceled = rig.submit(fs.Headers(), fs.Text("a"), fs.WaitClose())
     assert rig.worker.cancel(canceled).get(timeout=WAIT_S)
 
     seen = scrape(rig.worker)
@@ -189,7 +184,7 @@ def test_restarts_and_failures_have_their_cause_and_the_dashboard_groups_by_labe
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(exit_tools=ALL_EXIT_TOOLS)
-    rig.run(Headers(), Text("a"), ToolCall("declare_outcome", {}), KillSelf())
+    rig.run(fs.Headers(), fs.Text("a"), fs.ToolCall("declare_outcome", {}), fs.KillSelf())
     rig.wait_restarted()
     rig.stop()
     rig.start()  # which forgets nothing

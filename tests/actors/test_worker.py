@@ -18,17 +18,7 @@ import pytest
 from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
 from llama_worker.actors.messages import GetWorkerStatus
 from llama_worker.runtime.host.timers import call_at
-from llama_worker.testing.scripts import (
-    Answer,
-    Exit,
-    Fin,
-    Gate,
-    Headers,
-    Script,
-    Text,
-    WaitClose,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.conftest import Leftovers
 
@@ -46,10 +36,10 @@ def _all_at_once(calls: list[Callable[[], Any]]) -> list[Any]:
 
 
 def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -> None:
-    rig = make_worker(Script(models=[Answer(times=1), Answer(hang=True)]))
+    rig = make_worker(fs.Script(models=[fs.Answer(times=1), fs.Answer(hang=True)]))
     probes = len(rig.journal.facts("request", path="/v1/models"))
     # a reason to probe at once
-    assert rig.run(Headers(), Fin())["fail_reason"] == "stream_disconnected"
+    assert rig.run(fs.Headers(), fs.Fin())["fail_reason"] == "stream_disconnected"
     rig.journal.wait("request", path="/v1/models", count=probes + 1)
     rig.stop()
     assert rig.status()["restart_count"] == 0
@@ -82,7 +72,7 @@ def test_after_a_close_by_many_threads_at_once_every_call_raises(
     make_worker: MakeWorker, leftovers: Leftovers
 ) -> None:
     rig = make_worker(slots=2)
-    waiting = rig.worker.result(rig.submit(Headers(), Text("a"), WaitClose()))
+    waiting = rig.worker.result(rig.submit(fs.Headers(), fs.Text("a"), fs.WaitClose()))
 
     def close() -> None:
         rig.worker.close()
@@ -101,7 +91,7 @@ def test_after_a_close_by_many_threads_at_once_every_call_raises(
 def test_with_closes_after_a_start_that_failed(
     make_worker: MakeWorker, leftovers: Leftovers
 ) -> None:
-    rig = make_worker(Script(exits=[Exit(code=3, when="before_bind")]), start=False)
+    rig = make_worker(fs.Script(exits=[fs.Exit(code=3, when="before_bind")]), start=False)
     with pytest.raises(WorkerStartError), LlamaWorker(rig.config) as worker:
         pytest.fail(f"{worker} is ready")
     assert leftovers.wait_none(0.0) != []  # the fixture's own worker
@@ -128,7 +118,7 @@ def test_a_close_on_a_thread_that_it_would_wait_for_returns(
     make_worker: MakeWorker, thread: str
 ) -> None:
     """As by a `__del__` of the host's, which the garbage collector calls on any thread."""
-    rig = make_worker(Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.2))
+    rig = make_worker(fs.Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.2))
     closed = threading.Event()
 
     def close(*_: object) -> None:
@@ -160,7 +150,7 @@ def test_bad_input_takes_no_slot(rig: Rig) -> None:
 def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_taken(
     rig: Rig, gate: Path
 ) -> None:
-    request = rig.submit(Gate(gate), *plain_reply(Text("same")))
+    request = rig.submit(fs.Gate(gate), *fs.plain_reply(fs.Text("same")))
     futures = [rig.worker.result(request) for _ in range(8)]
     rig.status()  # the messages that carried them are handled
     gate.touch()
@@ -176,7 +166,7 @@ def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_t
 
 
 def test_a_host_may_change_what_it_is_answered(rig: Rig, gate: Path) -> None:
-    running, unknown = rig.submit(Gate(gate)), 99
+    running, unknown = rig.submit(fs.Gate(gate)), 99
     for calls, request, error in (
         ((rig.worker.get_result,), running, "NOT_READY"),
         (_questions(rig.worker), unknown, "NOT_FOUND"),
@@ -188,7 +178,7 @@ def test_a_host_may_change_what_it_is_answered(rig: Rig, gate: Path) -> None:
 
 
 def test_polling_for_a_result_leaves_no_futures_behind(rig: Rig, gate: Path) -> None:
-    request_id = rig.submit(*plain_reply(Text("a"), Gate(gate), Text("b")))
+    request_id = rig.submit(*fs.plain_reply(fs.Text("a"), fs.Gate(gate), fs.Text("b")))
     polled = []
     for _ in range(20):
         future = rig.worker.result(request_id)

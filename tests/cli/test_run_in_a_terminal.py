@@ -9,27 +9,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_worker.testing.scripts import (
-    Gate,
-    PromptProgress,
-    Reasoning,
-    Script,
-    ScriptedReply,
-    Startup,
-    Text,
-    WaitClose,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from tests.cli.conftest import COLUMNS, CONTROL_SEQUENCE, MakeProgram, OpenTerminal, saying
 
 
-def thinking(gate: Path) -> Script:
-    answer = (Reasoning("let me see"), Text("4\x1b]0;title\x07\x1b[2J"))
+def thinking(gate: Path) -> fs.Script:
+    answer = (fs.Reasoning("let me see"), fs.Text("4\x1b]0;title\x07\x1b[2J"))
     return saying(
-        PromptProgress(30, 100),
-        Gate(gate),
+        fs.PromptProgress(30, 100),
+        fs.Gate(gate),
         *answer,
-        startup=Startup(log=["load_model: loading model 'x'"]),
+        startup=fs.Startup(log=["load_model: loading model 'x'"]),
     )
 
 
@@ -61,7 +51,7 @@ def test_a_status_line_fits_the_width(
 ) -> None:
     gate, said = tmp_path / "gate", "loading model 'a/folder/of/models/with-a-long-name.gguf'"
     fifo = f"while [ ! -e {gate} ]; do sleep 0.02; done"
-    server = Path(program(saying(Text("4"), startup=Startup(log=["ready to bind"]))).path)
+    server = Path(program(saying(fs.Text("4"), startup=fs.Startup(log=["ready to bind"]))).path)
     first, _, rest = server.read_text().partition("exec ")
     server.write_text(f'{first}[ "$1" = --model ] && echo "{said}" && {fifo}\nexec {rest}')
     screen = terminal("run", model, "2 + 2?", "--server", str(server))
@@ -88,7 +78,7 @@ def test_without_colours_nothing_is_coloured(
 def test_ctrl_c_cancels_and_twice_stops_at_once(
     terminal: OpenTerminal, program: MakeProgram, model: str
 ) -> None:
-    server = program(saying(Text("half"), WaitClose(), ignore_term=True))
+    server = program(saying(fs.Text("half"), fs.WaitClose(), ignore_term=True))
     screen = terminal("run", model, "Hi", "--server", server.path)
     screen.expect("half")
     worker = psutil.Process(server.journal.facts("launched")[-1]["pid"])
@@ -106,8 +96,12 @@ def test_ctrl_c_cancels_and_twice_stops_at_once(
 def test_a_conversation(
     terminal: OpenTerminal, program: MakeProgram, model: str, last: str, code: int
 ) -> None:
-    long, brief = (plain_reply(*steps) for steps in ([Text("half"), WaitClose()], [Text("Hello")]))
-    server = program(Script(replies=[ScriptedReply(long, marker="long"), ScriptedReply(brief)]))
+    long, brief = (
+        fs.plain_reply(*steps) for steps in ([fs.Text("half"), fs.WaitClose()], [fs.Text("Hello")])
+    )
+    server = program(
+        fs.Script(replies=[fs.ScriptedReply(long, marker="long"), fs.ScriptedReply(brief)])
+    )
     screen = terminal("run", model, "--chat", "--server", server.path)
     for text, count, keys in [
         ("> ", 1, "a long story\r"),

@@ -22,16 +22,7 @@ from llama_worker import (
     WorkerStartError,
     WorkerState,
 )
-from llama_worker.testing.scripts import (
-    Exit,
-    Gate,
-    Reasoning,
-    Script,
-    Sleep,
-    Text,
-    plain_reply,
-    steps_json,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, eventually, running
 from tests.ray.stage import TALKING, WAIT_S, Stage, actor, assert_gone, get, tree_of
 
@@ -49,7 +40,9 @@ def calls_of_an_actor_wait_side_by_side(stage: Stage) -> None:
     assert server.environ()["CUDA_VISIBLE_DEVICES"] in ("0", "1"), "the GPU that Ray chose"
 
     talking = get(
-        worker.submit.remote("talk", "", "Hello?", params={"scripted_reply": steps_json(*TALKING)})
+        worker.submit.remote(
+            "talk", "", "Hello?", params={"scripted_reply": fs.steps_json(*TALKING)}
+        )
     )
     request_id = talking["request_id"]
     waiting = worker.result.remote(request_id)
@@ -80,7 +73,9 @@ def calls_of_an_actor_wait_side_by_side(stage: Stage) -> None:
 def a_request_can_be_followed_to_its_result(stage: Stage) -> None:
     worker, gate = actor(stage.config_for()), stage.folder / "gate"
     get(worker.start.remote())
-    script = steps_json(*plain_reply(Reasoning("hm"), Text("one "), Gate(gate), Text("two")))
+    script = fs.steps_json(
+        *fs.plain_reply(fs.Reasoning("hm"), fs.Text("one "), fs.Gate(gate), fs.Text("two"))
+    )
     request_id = get(worker.submit.remote("job", "", "Hello?", params={"scripted_reply": script}))[
         "request_id"
     ]
@@ -111,7 +106,7 @@ def an_actor_asks_counts_drains_and_restarts(stage: Stage) -> None:
     first = get(worker.start.remote())
     heard = worker.events.remote()
     parts = [{"type": "text", "text": "Hello?"}]
-    said = {"scripted_reply": steps_json(*plain_reply(Text("hello")))}
+    said = {"scripted_reply": fs.steps_json(*fs.plain_reply(fs.Text("hello")))}
     assert get(worker.ask.remote(parts, params=said))["text"] == "hello"
     count = get(worker.count_tokens.remote("You are terse.", parts))
     assert count["n_left"] == count["n_ctx"] - count["n_prompt_tokens"]
@@ -124,14 +119,15 @@ def an_actor_asks_counts_drains_and_restarts(stage: Stage) -> None:
     assert get(worker.release.remote(request_id)) is False
 
     get(worker.wait_slot.remote())
-    cut = worker.ask.remote("Hello?", params={"scripted_reply": steps_json(*TALKING)})
+    cut = worker.ask.remote("Hello?", params={"scripted_reply": fs.steps_json(*TALKING)})
     eventually(lambda: get(worker.get_worker_status.remote())["active_jobs"], "the request", WAIT_S)
     assert get(worker.restart.remote("a new build"))["pid"] != first["pid"]
     with pytest.raises(RequestFailed, match=r"worker_restarted.*a new build"):
         get(cut)
 
     slow = worker.ask.remote(
-        "Hello?", params={"scripted_reply": steps_json(*plain_reply(Sleep(1.0), Text("last")))}
+        "Hello?",
+        params={"scripted_reply": fs.steps_json(*fs.plain_reply(fs.Sleep(1.0), fs.Text("last")))},
     )
     eventually(lambda: get(worker.get_worker_status.remote())["active_jobs"], "the request", WAIT_S)
     get(worker.drain.remote())
@@ -167,7 +163,7 @@ def a_lease_that_is_over_ends_the_server(stage: Stage) -> None:
 
 
 def errors_reach_the_caller_with_their_fields(stage: Stage) -> None:
-    script = Script(exits=[Exit(3, "before_bind", log=["no such model"])])
+    script = fs.Script(exits=[fs.Exit(3, "before_bind", log=["no such model"])])
     worker = actor(stage.config_for(script))
     with pytest.raises(WorkerStartError) as caught:
         get(worker.start.remote())

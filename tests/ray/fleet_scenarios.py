@@ -14,16 +14,7 @@ import pytest
 
 from llama_worker import RestartPolicy, WorkerClosed, WorkerConfig, WorkerStartError
 from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, ReplicaLost, ReplicaState
-from llama_worker.testing.scripts import (
-    Exit,
-    Gate,
-    Reasoning,
-    Script,
-    Text,
-    Tokens,
-    plain_reply,
-    steps_json,
-)
+from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, eventually, running
 from tests.ray.stage import (
     TALKING,
@@ -42,7 +33,7 @@ from tests.ray.stage import (
 
 
 def a_fleet_that_cannot_start_says_why(stage: Stage) -> None:
-    script = Script(exits=[Exit(3, "before_bind", log=["no such model"])])
+    script = fs.Script(exits=[fs.Exit(3, "before_bind", log=["no such model"])])
     with pytest.raises(WorkerStartError) as caught, Fleet(stage.config_for(script), replicas=1):
         raise AssertionError("it did not start")
     assert "no such model" in caught.value.log_tail
@@ -90,7 +81,7 @@ def a_fleet_starts_one_replica_on_each_node(stage: Stage) -> None:
 def requests_without_a_free_slot_are_refused(stage: Stage) -> None:
     fleet, count = stage.fleet, 8
     barrier = threading.Barrier(count)
-    script = {"scripted_reply": steps_json(*TALKING)}
+    script = {"scripted_reply": fs.steps_json(*TALKING)}
 
     def race(number: int) -> Any:
         barrier.wait()
@@ -113,7 +104,7 @@ def requests_without_a_free_slot_are_refused(stage: Stage) -> None:
 
 def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
     fleet, gate = stage.fleet, stage.folder / "counted"
-    script = plain_reply(Reasoning("hm"), Tokens(30, interval_s=0.0), Gate(gate))
+    script = fs.plain_reply(fs.Reasoning("hm"), fs.Tokens(30, interval_s=0.0), fs.Gate(gate))
     request_id = submitted(fleet, *script, job_name="count")
     assert fleet.get_result(request_id).get(timeout=WAIT_S) == {"ok": False, "error": "NOT_READY"}
     eventually(lambda: text_of(fleet, request_id), "output while the request runs", WAIT_S)
@@ -145,7 +136,7 @@ def a_fleet_answers_as_a_worker_does(stage: Stage) -> None:
 
 def a_replica_is_replaced_after_its_requests(stage: Stage) -> None:
     fleet, gate = stage.fleet, stage.folder / "swap"
-    request_id = submitted(fleet, *plain_reply(Text("one "), Gate(gate), Text("two")))
+    request_id = submitted(fleet, *fs.plain_reply(fs.Text("one "), fs.Gate(gate), fs.Text("two")))
     before = replica_of(fleet, request_id)
     number = before["replica"]
     replaced = fleet.replace(number)
@@ -157,7 +148,7 @@ def a_replica_is_replaced_after_its_requests(stage: Stage) -> None:
     eventually(is_draining, "the drain", WAIT_S)
     with pytest.raises(ReplicaLost, match="it cannot be replaced, it is draining"):
         fleet.replace(number).get(timeout=WAIT_S)
-    other_id = submitted(fleet, *plain_reply(Text("elsewhere")))
+    other_id = submitted(fleet, *fs.plain_reply(fs.Text("elsewhere")))
     assert ended(fleet, other_id)["text"] == "elsewhere"
     gate.touch()
     assert ended(fleet, request_id)["text"] == "one two"
@@ -171,11 +162,13 @@ def a_silent_replica_gets_no_request(stage: Stage) -> None:
     one, other = ready_replicas(fleet).values()
     os.kill(one["place"]["pid"], signal.SIGSTOP)
     try:
-        asked = submitted(fleet, *plain_reply(Text("here")))
+        asked = submitted(fleet, *fs.plain_reply(fs.Text("here")))
         eventually(lambda: list(ready_replicas(fleet)) == [other["replica"]], "SILENT", WAIT_S)
         assert ended(fleet, asked)["text"] == "here"
         for _ in range(3):
-            assert ended(fleet, submitted(fleet, *plain_reply(Text("again"))))["text"] == "again"
+            assert (
+                ended(fleet, submitted(fleet, *fs.plain_reply(fs.Text("again"))))["text"] == "again"
+            )
     finally:
         os.kill(one["place"]["pid"], signal.SIGCONT)
     eventually(lambda: len(ready_replicas(fleet)) == 2, "READY", WAIT_S)
@@ -261,7 +254,7 @@ def a_killed_node_loses_nothing_that_was_received(stage: Stage) -> None:
     assert (result["text"], result["reasoning"], True) == (output["text"], "hm", output["done"])
 
     assert back(fleet, lost)["place"]["node_id"] == stage.nodes.first.node_id
-    assert ended(fleet, submitted(fleet, *plain_reply(Text("again"))))["text"] == "again"
+    assert ended(fleet, submitted(fleet, *fs.plain_reply(fs.Text("again"))))["text"] == "again"
     assert fleet.get_status(kept_id).get(timeout=WAIT_S)["state"] == "running"  # type: ignore[typeddict-item]
     gpus = {psutil.Process(server_pid(fleet, n)).environ()["CUDA_VISIBLE_DEVICES"] for n in (0, 1)}
     assert gpus == {"0", "1"}, "two replicas on one node have a GPU each"

@@ -11,26 +11,18 @@ import openai
 import pytest
 from openai.types.responses import ResponseItemList
 
-from llama_worker.testing.scripts import (
-    Gate,
-    Headers,
-    Reasoning,
-    Role,
-    Text,
-    WaitClose,
-    plain_reply,
-)
+from llama_worker.testing import scripts as fs
 from tests.responses.conftest import Client, MakeClient
 from tests.responses.oracle import check_events, read_sse
 from tests.responses.scenarios.openai_python import make_client as openai_client
 
-ANSWER = plain_reply(Reasoning("hm"), Text("Yes?"))
+ANSWER = fs.plain_reply(fs.Reasoning("hm"), fs.Text("Yes?"))
 
 
 def test_a_conversation_goes_on_by_id(fake: Client) -> None:
     first = fake.create(*ANSWER, instructions="Only now.").json
     second = fake.create(
-        *plain_reply(Text("I see.")), input="More", previous_response_id=first["id"]
+        *fs.plain_reply(fs.Text("I see.")), input="More", previous_response_id=first["id"]
     ).json
     assert second["previous_response_id"] == first["id"]
     fake.create(input="And?", previous_response_id=second["id"], instructions="Be terse.")
@@ -113,7 +105,7 @@ def test_what_is_not_to_be_stored_is_not(fake: Client, stream: bool) -> None:
 
 def test_a_client_resumes_what_it_broke_off(fake: Client) -> None:
     """However soon: the proxy may not have noticed yet."""
-    said = [Headers(), Role(), Text("Once "), Text("upon "), WaitClose()]
+    said = [fs.Headers(), fs.Role(), fs.Text("Once "), fs.Text("upon "), fs.WaitClose()]
     for _ in range(20):
         with fake.begun(*said, until=b"upon") as (data, _response):
             found = re.search(rb'"id":"(msg_[^"]+)"', data)
@@ -127,7 +119,10 @@ def test_a_client_resumes_what_it_broke_off(fake: Client) -> None:
 def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with (
-        fake.begun(*plain_reply(Text("Once"), Gate(gate)), until=b"Once") as (data, response),
+        fake.begun(*fs.plain_reply(fs.Text("Once"), fs.Gate(gate)), until=b"Once") as (
+            data,
+            response,
+        ),
         ThreadPoolExecutor() as pool,
     ):
         found = re.search(rb'"id":"(resp_[^"]+)"', data)
