@@ -76,11 +76,7 @@ HELP = """\
         ("--lora a.gguf", {}, "a request with other scales than its neighbours'"),
         ("--lora-scaled a.gguf:0.5", {}, "server_cmd has --lora-scaled: "),
         ("--timeout 3600", {}, None),
-        (
-            "--timeout 600",
-            {},
-            "600, shorter than prefill_liveness_timeout_s, silent_work_timeout_s of",
-        ),
+        ("--timeout 600", {}, "600, shorter than prefill_liveness_timeout_s, silent_work_timeout"),
         ("-to 299", {}, "_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s of"),
     ],
 )
@@ -166,11 +162,7 @@ def test_what_a_server_may_keep_of_prompts(
         ({"a": 8192}, 16 * GIB, None),
         ({"a": 8192, "b": 8192}, 16 * GIB, None),
         ({"a": 8192, "b": 8192, "c": 8192}, 16 * GIB, "3 servers may keep up to 24576 MiB"),
-        (
-            {"a": 8192, "b": math.inf},
-            64 * GIB,
-            "inf MiB of prompts in memory (a: 8192 MiB, b: ",
-        ),
+        ({"a": 8192, "b": math.inf}, 64 * GIB, "inf MiB of prompts in memory (a: 8192 MiB, b: "),
         ({"a": 8192}, 4 * GIB, "a server may keep up to 8192 MiB"),
         ({}, 0, None),
     ],

@@ -222,11 +222,7 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
         ('loop_detector.preset = "x"', "loop_detector.preset", "unknown key"),
         ('executable = ""', "executable", "must be a non-empty str, not ''"),
         ('extra_args = "-v"', "extra_args", "extra_args must be a sequence of words"),
-        (
-            'extra_args = ["--port", "1"]',
-            "port",
-            "server_cmd says --port 1, but port is 8081: make",
-        ),
+        ('extra_args = ["--port", "1"]', "port", "server_cmd says --port 1, but port is 8081"),
         ('server_cmd = ["s"]', "model", "has no effect beside server_cmd: leave out one of them"),
         (
             "default_params.at = 2026-01-01",
@@ -234,18 +230,10 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
             "default_params['at'] must be what JSON can hold",
         ),
         ("normal_tools = []", "normal_tools", "cannot be in a file; in the program: dataclasses"),
-        (
-            "restart.recycle = { max_request = 1 }",
-            "restart.recycle.max_request",
-            "unknown key; did",
-        ),
+        ("restart.recycle = { max_request = 1 }", "restart.recycle.max_request", "unknown key"),
         ("restart.recycle.max_requests = 0", "restart.recycle.max_requests", "max_requests must b"),
         ("restart.recycle = {}", "restart.recycle", "recycle needs one of"),
-        (
-            "restart.recycle = 7",
-            "restart.recycle",
-            "recycle must be a Recycle, not int: 7 (None is",
-        ),
+        ("restart.recycle = 7", "restart.recycle", "recycle must be a Recycle, not int: 7"),
     ],
 )
 def test_errors_name_file_line_and_key(tmp_path: Path, line: str, key: str, says: str) -> None:

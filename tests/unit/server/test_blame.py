@@ -136,10 +136,7 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or i
         "499 is no 5xx": ([*refused("abcd"), *refused("e", 499)], None),
         "nor is 600": ([*refused("abcd"), *refused("e", 600)], None),
         "an error without a code": ([*refused("abcd"), WITHOUT_A_CODE], None),
-        "other errors end no row": (
-            [*refused("ab"), *refused("x", 400), *refused("cde")],
-            JOBS_REFUSED,
-        ),
+        "others end no row": ([*refused("ab"), *refused("x", 400), *refused("cde")], JOBS_REFUSED),
         "a loop, and nothing": ([ended(LOOP, "a"), ended(job="b", text=" \n")], JOBS_WITH_NOTHING),
         "one job that tries again": ([ended(LOOP, "a"), ended(LOOP, "a")], None),
         "a text between": ([ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")], None),

@@ -91,12 +91,7 @@ def watch(*worked_at: float) -> StartupWatch:
     {
         "no sign of work": (LAST_RESORT, (), 220.0, f"{IDLE}; 120.0 s since the launch"),
         "work starts the time anew": (LAST_RESORT, (200.0, 300.0, 250.0), 420.0, IDLE),
-        "it spins": (
-            LAST_RESORT,
-            (1099.0,),
-            1100.0,
-            "not ready within silent_work_timeout_s 1000 s",
-        ),
+        "spins": (LAST_RESORT, (1099.0,), 1100.0, "not ready within silent_work_timeout_s 1000 s"),
         "it is bound": (BOUNDED, (999.0,), 1000.0, "not ready within load_timeout_s 900 s"),
     },
 )

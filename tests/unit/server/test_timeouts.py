@@ -129,12 +129,7 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             STALL,
         ),
         "read in turn, and no sign of work": (REPORTS, heard(neighbour=1130.0), 1250.0, STALL),
-        "writes the same, beside a neighbour": (
-            WRITES_THE_SAME,
-            heard(1219.0, 1219.0),
-            1220.0,
-            STALL,
-        ),
+        "the same, beside a neighbour": (WRITES_THE_SAME, heard(1219.0, 1219.0), 1220.0, STALL),
         "writes the same, its slot moved once": (
             WRITES_THE_SAME,
             heard(1219.0, slots=SlotSigns(moved_at=1100.5, any_moved_at=1219.0)),

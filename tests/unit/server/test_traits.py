@@ -79,11 +79,7 @@ def test_whether_the_template_ends_inside_a_think_tag(prompt: Any, opens: bool) 
         ({"text", "of_tomorrow"}, {"vision": False}, None),
         ({"image_url"}, {"vision": True}, None),
         ({"image_url"}, None, None),  # an old build does not say
-        (
-            {"image_url"},
-            {"vision": False, "audio": True},
-            "image_url parts need a model with vision",
-        ),
+        ({"image_url"}, {"vision": False, "audio": True}, "parts need a model with vision"),
         ({"input_audio", "text"}, {"vision": True}, "input_audio parts need a model with audio"),
     ],
 )
