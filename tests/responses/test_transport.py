@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from itertools import product
@@ -12,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker.responses import generation
+from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient
@@ -141,25 +141,27 @@ def test_a_slow_reader_slows_the_upstream(make_client: MakeClient) -> None:
         eventually(stands_still, "an upstream that waits")
 
 
-def test_who_has_read_the_end_has_a_place(make_fake: MakeClient) -> None:
-    """On the same connection and on another, streamed and in one piece, also before the stream
-    itself has ended."""
-    fake = make_fake(max_concurrent=1)
-    with fake.connection() as connection:
-        for number in range(60):
-            stream = number % 2 == 0
-            connection.request(
-                "POST",
-                "/v1/responses",
-                json.dumps({"input": f"{number}", "stream": stream}).encode(),
-            )
-            response = connection.getresponse()
-            data = response.read()
-            assert response.status == 200, data
-            assert not stream or check_events(read_sse(data))["status"] == "completed"
-    for _ in range(20):
-        with fake.begun(until=b"event: response.completed"):
-            assert fake.create().status == 200
+@pytest.mark.parametrize(
+    ("stream", "end"), [(True, b"event: response.completed"), (False, b'"completed"')]
+)
+def test_who_has_read_the_end_has_a_place(
+    make_fake: MakeClient, monkeypatch: pytest.MonkeyPatch, stream: bool, end: bytes
+) -> None:
+    """Also where the thread that served it is halted as soon as the end is out."""
+    fake, send = make_fake(max_concurrent=1), ServedClient._send
+    halts, goes_on = threading.Event(), threading.Event()
+
+    def send_and_halt(client: ServedClient, data: bytes) -> None:
+        send(client, data)
+        if end in data and not halts.is_set():
+            halts.set()
+            goes_on.wait(WAIT_S)
+
+    monkeypatch.setattr(ServedClient, "_send", send_and_halt)
+    with fake.begun(stream=stream, until=end):
+        status = fake.create(stream=not stream).status
+        goes_on.set()
+    assert status == 200
 
 
 def test_no_more_than_allowed_run_at_once(make_fake: MakeClient) -> None:
