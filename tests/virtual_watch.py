@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 from llama_worker.config.profiles import TimeoutProfile
@@ -59,6 +60,22 @@ def generating(data_at: float, request_id: int = 1) -> Progress:
         headers_at=0.0,
         first_token_at=0.0,
         last_data_at=data_at,
+    )
+
+
+def silent(phase: RequestPhase, **changes: Any) -> Progress:
+    """A request that was sent at 0.0 and brought nothing since 40.0."""
+    progress = Progress(request_id=1, phase=phase, dispatched_at=0.0, turn_started_at=0.0)
+    if phase is not RequestPhase.WAITING:
+        progress = replace(progress, headers_at=1.0)
+    if phase is RequestPhase.GENERATING:
+        progress = replace(progress, first_token_at=30.0, last_data_at=40.0, tokens=10)
+    return replace(progress, **changes)
+
+
+def slot(*, decoded: int = 0, prompt: int = 20, task: int = 1) -> Slot:
+    return Slot(
+        slot_id=0, is_processing=True, task=task, prompt_tokens=prompt, decoded_tokens=decoded
     )
 
 
