@@ -324,9 +324,14 @@ def test_framing_follows_the_clients_http_version() -> None:
 
 @pytest.mark.parametrize(
     ("phase", "allowed_s"),
-    [(Phase.SILENT, SILENT_S), (Phase.HEAD, HEAD_S), (Phase.BODY, BODY_S), (None, LINGER_S)],
+    [
+        (Phase.SILENT, SILENT_S),
+        (Phase.HEAD, HEAD_S),
+        (Phase.BODY, BODY_S),
+        (Phase.LINGER, LINGER_S),
+    ],
 )
-def test_nobody_waits_for_ever(phase: Phase | None, allowed_s: float) -> None:
+def test_nobody_waits_for_ever(phase: Phase, allowed_s: float) -> None:
     waiting: WaitingClients[str] = WaitingClients()
     assert waiting.deadline() is None
     waiting.enter("a", phase, 10.0)
@@ -359,7 +364,7 @@ def test_whoever_waits_longest_makes_room_the_silent_first() -> None:
         "head": Phase.HEAD,
         "s1": Phase.SILENT,
         "s2": Phase.SILENT,
-        "end": None,
+        "end": Phase.LINGER,
     }
     for number, (client, phase) in enumerate(phases.items()):
         waiting.enter(client, phase, float(number))

@@ -23,7 +23,13 @@ HEAD_S = 20.0  # from a head's first byte to its last
 BODY_S = 30.0  # without a byte of a body
 LINGER_S = 2.0  # after the last reply: for the client to read it and to close, or to send more
 MAX_LINGER_S = 30.0  # for one that goes on sending: many read nothing before they have sent all
-_ALLOWED_S = {Phase.SILENT: SILENT_S, Phase.HEAD: HEAD_S, Phase.BODY: BODY_S, None: LINGER_S}
+# in the order in which they make room for others
+_ALLOWED_S = {
+    Phase.LINGER: LINGER_S,
+    Phase.SILENT: SILENT_S,
+    Phase.HEAD: HEAD_S,
+    Phase.BODY: BODY_S,
+}
 
 
 class Client:
@@ -144,16 +150,14 @@ class Client:
 
 class WaitingClients(Generic[C]):
     """Who waits for what on the listener's thread, how long they may, and who goes first where
-    places are short.
-
-    `None`: for the connection's end. Instants are monotonic seconds.
+    places are short. Instants are monotonic seconds.
     """
 
     def __init__(self) -> None:
         # Of each kind the one that has waited longest comes first: all of a kind may wait equally
         # long.
-        self._waiting: dict[Phase | None, dict[C, float]] = {phase: {} for phase in _ALLOWED_S}
-        self._phases: dict[C, Phase | None] = {}
+        self._waiting: dict[Phase, dict[C, float]] = {phase: {} for phase in _ALLOWED_S}
+        self._phases: dict[C, Phase] = {}
 
     def __len__(self) -> int:
         return len(self._phases)
@@ -161,7 +165,7 @@ class WaitingClients(Generic[C]):
     def __iter__(self) -> Iterator[C]:
         return iter(tuple(self._phases))
 
-    def enter(self, client: C, phase: Phase | None, now: float) -> None:
+    def enter(self, client: C, phase: Phase, now: float) -> None:
         """It waits from now on. One that goes on with its head has no more time for it."""
         if phase is Phase.HEAD and self._phases.get(client) is Phase.HEAD:
             return
@@ -193,10 +197,7 @@ class WaitingClients(Generic[C]):
     def next_to_evict(self) -> C | None:
         """Whose place is given to another: whoever waits longest, the end of a connection or
         silence first."""
-        order = (None, Phase.SILENT, Phase.HEAD, Phase.BODY)
-        return next(
-            (next(iter(self._waiting[phase])) for phase in order if self._waiting[phase]), None
-        )
+        return next((next(iter(kind)) for kind in self._waiting.values() if kind), None)
 
 
 def _json_headers(body: bytes) -> list[tuple[str, str]]:

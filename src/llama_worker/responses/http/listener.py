@@ -194,10 +194,10 @@ class SocketListener:
             data = b""
         if not data:
             self._drop(client)
-        elif client.http.phase is not Phase.BUSY:  # else it lingers
+        elif client.http.phase is not Phase.LINGER:
             self._read(client, lambda: client.http.receive(data))
         elif (now := time.monotonic()) < client.lingers_until:
-            self._waiting_clients.enter(client, None, now)
+            self._waiting_clients.enter(client, Phase.LINGER, now)
 
     def _read(self, client: Client, receive: Callable[[], HttpRequest | None]) -> None:
         """Take what has come of a request; run it once it is whole."""
@@ -245,7 +245,7 @@ class SocketListener:
 
     def _linger(self, client: Client) -> None:
         """Let it read to the end: closing with unread data would destroy what is on its way."""
-        client.http.phase = Phase.BUSY
+        client.http.phase = Phase.LINGER
         self._account(client, 0)
         try:
             client.socket.shutdown(socket.SHUT_WR)
@@ -254,7 +254,7 @@ class SocketListener:
             return
         now = time.monotonic()
         client.lingers_until = now + MAX_LINGER_S - LINGER_S
-        self._waiting_clients.enter(client, None, now)
+        self._waiting_clients.enter(client, Phase.LINGER, now)
 
     def _drop(self, client: Client) -> None:
         self._stop_waiting(client)

@@ -39,6 +39,7 @@ class Phase(Enum):
     HEAD = auto()  # the rest of a head
     BODY = auto()  # the rest of a body
     BUSY = auto()  # its reply
+    LINGER = auto()  # its end: nothing more is read of it
 
 
 class HttpRequest(Struct, frozen=True, kw_only=True):
