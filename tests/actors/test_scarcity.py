@@ -26,7 +26,7 @@ from llama_worker.runtime.http.abortable_socket import AbortableSocket
 from llama_worker.stream.events import TextDelta
 from llama_worker.testing.scripts import Gate, Text, ToolCall, Turns, plain_reply
 from llama_worker.types.worker import StartFailReason, WorkerState
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, no_threads
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, no_threads
 from tests.conftest import Leftovers
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -226,8 +226,8 @@ def _to_a_server(connection: socket.socket, data: bytes) -> None:
 
 
 def _to_a_client(connection: socket.socket, data: bytes) -> None:
-    reader = RequestReader(max_body_bytes=0, check_head=Mock())
-    Client(connection, reader, HOST, WAIT_S).send_raw(data)
+    reader = RequestReader(max_body_bytes=0, allowed_origin=Mock())
+    Client(connection, reader, WAIT_S).send_raw(data)
 
 
 @pytest.mark.parametrize("send", [_to_a_server, _to_a_client])

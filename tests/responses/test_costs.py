@@ -61,10 +61,10 @@ class Stream:
         self.events = ResponseEvents(unique="1", clock=lambda: 0.0, echo={})
         ours, self.reader = socket.socketpair()
         ours.setblocking(False)
-        http = RequestReader(max_body_bytes=1, check_head=lambda _: None)
+        http = RequestReader(max_body_bytes=1, allowed_origin=lambda _: None)
         http.reply = ReplyFramer("POST")
         http.reply.begin(200, [])
-        self.client = Client(ours, http, "127.0.0.1", WAIT_S)
+        self.client = Client(ours, http, WAIT_S)
         self.client.when_slow(self.leased.pauses)
         endpoint = Endpoint(base_url=make_server(serve).url, connect_timeout_s=WAIT_S)
         self.chat = ChatExchange(

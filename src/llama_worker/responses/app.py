@@ -85,7 +85,7 @@ class ResponsesApp:
         stored = _STORED.fullmatch(path)
         if (
             method == "OPTIONS"
-            and client.origin is not None
+            and client.http.origin is not None
             and request.header("access-control-request-method")
         ):
             client.begin(204, [])  # what an allowed page's browser asks first

@@ -36,7 +36,7 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
 
 
 def connection() -> RequestReader:
-    return RequestReader(max_body_bytes=100, check_head=lambda _: None)
+    return RequestReader(max_body_bytes=100, allowed_origin=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_head_is_checked_before_the_body() -> None:
     def check(request: HttpRequest) -> None:
         raise ApiError(403, request.target)
 
-    client = RequestReader(max_body_bytes=100, check_head=check)
+    client = RequestReader(max_body_bytes=100, allowed_origin=check)
     with pytest.raises(ApiError, match="/v1/responses"):
         client.receive(HEAD + b"Content-Length: 50\r\n\r\n")
 
@@ -241,7 +241,7 @@ def measured(action: Callable[[], T]) -> tuple[T, int]:
 def test_counted_bytes_are_close_to_held_bytes(
     rest: bytes, pieces: list[bytes], counted: int
 ) -> None:
-    client = RequestReader(max_body_bytes=1_000_000, check_head=lambda _: None)
+    client = RequestReader(max_body_bytes=1_000_000, allowed_origin=lambda _: None)
     is_whole, held = measured(
         lambda: any(client.receive(piece) for piece in [HEAD + rest, *pieces])
     )
@@ -251,7 +251,7 @@ def test_counted_bytes_are_close_to_held_bytes(
 
 
 def test_a_running_requests_body_is_held_once() -> None:
-    client = RequestReader(max_body_bytes=1_000_000, check_head=lambda _: None)
+    client = RequestReader(max_body_bytes=1_000_000, allowed_origin=lambda _: None)
     client.receive(HEAD + b"Content-Length: 1000000\r\n\r\n" + b"x" * 500_000)
     request, held = measured(lambda: client.receive(b"x" * 500_000))
     assert request is not None
@@ -395,5 +395,5 @@ class SteadyClient:
 
 def test_a_slow_client_gets_a_long_reply() -> None:
     steady: Any = SteadyClient()
-    Client(steady, connection(), "127.0.0.1", write_timeout_s=2.0).send_raw(b"x" * 95)
+    Client(steady, connection(), write_timeout_s=2.0).send_raw(b"x" * 95)
     assert (steady.taken, steady.timeout_s) == (b"x" * 95, 0.0)

@@ -36,16 +36,10 @@ class Client:
     """`write_timeout_s`: how long a client may take nothing of its reply."""
 
     def __init__(
-        self,
-        connection: socket.socket,
-        http: RequestReader,
-        local_address: str,
-        write_timeout_s: float,
+        self, connection: socket.socket, http: RequestReader, write_timeout_s: float
     ) -> None:
         self.socket = connection
         self.http = http
-        self.local_address = local_address
-        self.origin: str | None = None  # the allowed page that sent the request
         # for the listener's thread
         self.pending_bytes = 0  # of a request that is not whole
         self.lingers_until = 0.0  # monotonic; at most, after the last reply
@@ -120,8 +114,8 @@ class Client:
                 self.socket.setblocking(False)
 
     def _page_headers(self) -> Headers:
-        head = self.http.head  # of the request that is answered
-        return page_headers(head, self.origin) if head and self.origin is not None else ()
+        head, origin = self.http.head, self.http.origin  # of the request that is answered
+        return page_headers(head, origin) if head and origin is not None else ()
 
     # ------------------------------------------------------------ the listener's thread
 

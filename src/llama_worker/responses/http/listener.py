@@ -167,19 +167,14 @@ class SocketListener:
         except OSError:  # it has left, or nothing more can be watched: max_user_watches, memory
             connection.close()
             return
-        client: Client
         http = RequestReader(
             max_body_bytes=self._config.max_body_bytes,
-            check_head=lambda request: self._check(client, request),
+            allowed_origin=partial(self._access.allowed_origin, local_address=local_address),
         )
-        client = Client(connection, http, local_address, self._config.client_timeout_s)
+        client = Client(connection, http, self._config.client_timeout_s)
         self._clients[connection.fileno()] = client
         self._waiting_clients.enter(client, Phase.SILENT, time.monotonic())
         self._on_ready(client)  # its request is mostly here by now
-
-    def _check(self, client: Client, request: HttpRequest) -> None:
-        client.origin = None  # not the page of the request before, where this one is refused
-        client.origin = self._access.allowed_origin(request, client.local_address)
 
     def _on_ready(self, client: Client) -> None:
         """A client has sent something, or has left."""

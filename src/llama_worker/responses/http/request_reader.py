@@ -60,14 +60,17 @@ class HttpRequest(Struct, frozen=True, kw_only=True):
 
 
 class RequestReader:
-    """`check_head` is called with each request before its body is read, and raises ApiError.
+    """`allowed_origin` is called with each request before its body is read: the web page that sent
+    it, None for a program; raises ApiError.
 
-    `reply` is the one to the request that was read last.
+    `reply` is the one to the request that was read last, `origin` the page that sent it.
     """
 
-    def __init__(self, *, max_body_bytes: int, check_head: Callable[[HttpRequest], object]) -> None:
+    def __init__(
+        self, *, max_body_bytes: int, allowed_origin: Callable[[HttpRequest], str | None]
+    ) -> None:
         self._max_body_bytes = max_body_bytes
-        self._check_head = check_head
+        self._allowed_origin = allowed_origin
         self._unread = b""  # what came after a whole request
         self._begin_anew()
 
@@ -78,6 +81,7 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self._headers)
         self._head_bytes = bytearray()
         self.head: HttpRequest | None = None  # of the request that is being read
+        self.origin: str | None = None
         self._body = bytearray()  # no list: of tiny pieces, it would take 30 times as much
         self._length = 0  # of a body that is not chunked
         self._chunks: ChunkedBody | None = None
@@ -169,7 +173,7 @@ class RequestReader:
             raise ApiError(501, "the request's transfer encoding is not known")
         if len(length) > _MAX_LENGTH_DIGITS:
             raise ApiError(400, "malformed HTTP request: its Content-Length has too many digits")
-        self._check_head(head)
+        self.origin = self._allowed_origin(head)
         self._length = int(length or 0)
         check_body_size(self._length, self._max_body_bytes)
         self._awaits_continue = head.header("expect").lower() == "100-continue" and version == "1.1"
