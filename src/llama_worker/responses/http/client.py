@@ -52,8 +52,7 @@ class Client:
 
     def reply(self, status: int, value: Mapping[str, Any], headers: Headers = ()) -> None:
         """A whole reply in JSON."""
-        body = json.dumps(value).encode()
-        self.begin(status, [*_json_headers(body), *headers], data=body)
+        self._send(self._json_reply(status, value, headers))
         self.end()
 
     def refuse(self, refused: ApiError) -> None:
@@ -64,8 +63,7 @@ class Client:
 
         Raises OSError where the client has left or takes nothing, as `write` and `end` do.
         """
-        head = self.http.reply.begin(status, [*headers, *self._page_headers()], reason)
-        self._send(head + self.http.reply.data(data) if data else head)
+        self._send(self._head(status, headers, reason) + self.http.reply.data(data))
 
     def write(self, data: bytes) -> None:
         """A piece of its body; blocks while the client does not take it."""
@@ -113,18 +111,22 @@ class Client:
             finally:
                 self.socket.setblocking(False)
 
-    def _page_headers(self) -> Headers:
+    def _head(self, status: int, headers: Headers, reason: str = "") -> bytes:
         head, origin = self.http.head, self.http.origin  # of the request that is answered
-        return page_headers(head, origin) if head and origin is not None else ()
+        for_page = page_headers(head, origin) if head and origin is not None else ()
+        return self.http.reply.begin(status, [*headers, *for_page], reason)
+
+    def _json_reply(self, status: int, value: Mapping[str, Any], headers: Headers) -> bytes:
+        body = json.dumps(value).encode()
+        own = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        return self._head(status, [*own, *headers]) + self.http.reply.data(body)
 
     # ------------------------------------------------------------ the listener's thread
 
     def refusal(self, refused: ApiError) -> bytes:
         """The whole reply to a request that could not be read, or was not to be."""
-        reply, body = self.http.reply, json.dumps(refused.body()).encode()
-        headers = [*_json_headers(body), ("Connection", "close"), *refused.headers()]
-        begins = reply.begin(refused.status, [*headers, *self._page_headers()])
-        return begins + reply.data(body) + reply.end()
+        headers = [("Connection", "close"), *refused.headers()]
+        return self._json_reply(refused.status, refused.body(), headers)
 
     # ------------------------------------------------------------ any thread
 
@@ -192,7 +194,3 @@ class WaitingClients(Generic[C]):
         """Whose place is given to another: whoever waits longest, the end of a connection or
         silence first."""
         return next((next(iter(kind)) for kind in self._waiting.values() if kind), None)
-
-
-def _json_headers(body: bytes) -> list[tuple[str, str]]:
-    return [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
