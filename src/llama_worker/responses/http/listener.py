@@ -227,8 +227,7 @@ class SocketListener:
             )
 
     def _refuse(self, client: Client, refused: ApiError) -> None:
-        if not client.http.reply.has_begun:
-            self._send(client, client.refusal(refused))
+        self._send(client, client.refusal(refused))
         self._linger(client)
 
     def _send(self, client: Client, data: bytes) -> None:
