@@ -150,7 +150,7 @@ def test_a_lease_is_told_when_the_server_takes_its_time(
         if replies:
             server.send(b"reply")
         for _ in range(2):
-            leased.waits()
+            leased.before_reading()
             assert leased.is_watched is is_watched
     assert told == ["lease"] * is_watched
 
@@ -210,10 +210,10 @@ def test_a_slow_client_excuses_the_server(stream: Stream) -> None:
     stream.leased.sends()
     assert stream.is_waited_for()
     stream.client.write(b"x" * (8 << 20))
-    stream.leased.waits()
+    stream.leased.before_reading()
     waited_for.append(stream.is_waited_for())
     assert stream.chat.read()
-    stream.leased.waits()
+    stream.leased.before_reading()
     waited_for.append(stream.is_waited_for())
     stream.client.cut()
     reader.join()

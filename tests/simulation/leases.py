@@ -88,5 +88,5 @@ class ProxiedClient:
                 self.has_finish |= any(isinstance(event, Finish) for event in events)
             case StreamClosed():
                 self.closed.answer(message)
-        self.exchange.waits()
+        self.exchange.before_reading()
         return True

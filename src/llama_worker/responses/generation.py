@@ -90,7 +90,7 @@ class ChatExchange:
         except Exception as error:
             self._client_error = error
             raise
-        self._leased.waits()
+        self._leased.before_reading()
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
         """Post it and wait for the headers; False where `failure` says why there is no stream."""
@@ -126,7 +126,7 @@ class ChatExchange:
         events, self._events = self._events, []
         if not events and not body.over:
             before_waiting()
-            self._leased.waits()
+            self._leased.before_reading()
             try:
                 data = self._connection.receive(_READ_BYTES)
             except OSError as error:

@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 
-from msgspec import Struct
-
 from llama_worker.config.validation import json_of
 from llama_worker.request.prompt import answers_asked
 from llama_worker.responses.errors import ApiError
@@ -21,7 +19,6 @@ from llama_worker.responses.http.request_reader import HttpRequest, header_words
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import HttpReply
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.events import Done
 from llama_worker.stream.failure import StreamFailure, describe_http_error, disconnected
@@ -85,7 +82,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
             # a chat's stream is read, too: compressed, it would look silent, and be given up
             headers=forwarded(request, exclude=("accept-encoding",) if is_chat else ()),
             body=request.body if has_body else None,
-            waiter=_Waiter(leased),
+            waiter=leased,
         )
     except (OSError, ValueError) as error:
         failure = session.no_reply(error, exchange.abort, endpoint)
@@ -139,16 +136,6 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
         if is_over:
             break
     client.end()
-
-
-class _Waiter(Struct):
-    """Whoever watches is to know that the server is waited for."""
-
-    leased: LeasedExchange
-    silence_s: float | None = None
-
-    def before_reading(self) -> None:
-        self.leased.waits()
 
 
 def _next_piece(reply: HttpReply, settled_at: float | None) -> bytes:

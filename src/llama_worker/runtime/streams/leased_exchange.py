@@ -46,6 +46,8 @@ class LeasedExchange:
     Without a lease (`begin` was never called) nobody asks for what the thread tells.
     """
 
+    silence_s: float | None = None  # as a `Waiter`: told once before a wait, however long
+
     def __init__(
         self,
         abort: Abort,
@@ -76,12 +78,12 @@ class LeasedExchange:
     opened = _locked(LeasedRequest.opened)
 
     def pauses(self) -> None:
-        """The client takes nothing: until `waits` nobody waits for the server."""
+        """The client takes nothing: until `before_reading` nobody waits for the server."""
         self._is_paused = True
         with self._lock:
             self._request.pauses()
 
-    def waits(self) -> None:
+    def before_reading(self) -> None:
         """To be told before each wait for the server. Whoever watches is told of the lease where it
         takes longer than `SOON_S` in all: there is nothing to watch before, and to wake an actor
         costs more than a short reply."""
