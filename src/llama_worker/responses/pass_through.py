@@ -24,8 +24,6 @@ from llama_worker.stream.events import Done
 from llama_worker.stream.failure import StreamFailure, describe_http_error, disconnected
 
 _CHAT = re.compile(r"(/v1)?/chat/completions/?")
-Headers = list[tuple[str, str]]
-
 _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade",
@@ -46,16 +44,13 @@ def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, st
     }
 
 
-def passed_back(headers: Headers) -> Headers:
+def passed_back(reply: HttpReply) -> list[tuple[str, str]]:
     """The upstream's headers, but those that belong to its connection, and those of CORS: the proxy
     says which pages may read a reply."""
-    dropped = {*_HOP_BY_HOP}
-    for name, value in headers:
-        if name.lower() == "connection":
-            dropped |= header_words(value)
+    dropped = _HOP_BY_HOP | header_words(reply.header("connection"))
     return [
         (name, value)
-        for name, value in headers
+        for name, value in reply.headers
         if name.lower() not in dropped and not name.lower().startswith(_CORS)
     ]
 
@@ -96,7 +91,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
 
 def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
     try:
-        client.begin(reply.status, passed_back(reply.headers), reason=reply.reason)
+        client.begin(reply.status, passed_back(reply), reason=reply.reason)
     except MalformedReply:
         raise ApiError(
             502, "the upstream server: its reply is malformed", code="upstream_failed"
