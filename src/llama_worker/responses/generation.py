@@ -268,7 +268,6 @@ class ResponseGenerator:
         self._heartbeat_s = heartbeat_s
         # the last of these waits ends when a heartbeat is due
         self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _LISTEN_S)
-        self._not_for_chat = _NOT_FOR_CHAT | {name.lower() for name in self._endpoint.headers()}
         self._keeps_late_instructions = False  # the server's template, as far as is known
         # of the server, as it last said, and until when that counts
         self._sampling: Mapping[str, float] = LLAMA_SERVER_SAMPLING
@@ -337,7 +336,7 @@ class ResponseGenerator:
         # with progress reports, a prompt that stands still is found sooner
         body = {**chat_request.body, "messages": messages, "return_progress": True}
         try:
-            is_open = chat.open(body, forwarded(request, exclude=self._not_for_chat))
+            is_open = chat.open(body, forwarded(request, exclude=_NOT_FOR_CHAT))
         except OSError:
             run.abandon()
             raise
