@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from llama_worker.responses import app
+from llama_worker.responses import actor, app
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, no_threads
@@ -131,3 +131,19 @@ def test_a_proxy_without_a_thread_says_so_and_can_be_closed() -> None:
     lacks = pytest.raises(RuntimeError, match="new thread")
     with contextlib.closing(proxy), no_threads("responses"), lacks:
         proxy.start().get(timeout=WAIT_S)
+
+
+def test_a_start_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[object] = []
+
+    def no_port(*args: object) -> None:
+        tries.append(args)
+        raise OSError("Address already in use")
+
+    monkeypatch.setattr(actor, "SocketListener", no_port)
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
+    with contextlib.closing(ResponsesProxy(config)) as proxy:
+        for _ in range(2):
+            with pytest.raises(OSError, match="in use"):
+                proxy.start().get(timeout=WAIT_S)
+    assert len(tries) == 1

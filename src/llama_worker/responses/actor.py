@@ -43,7 +43,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         self._running: set[str] = set()  # ids of the responses that are made
         self._recalls: list[messages.Recall] = []
         self._listener: SocketListener | None = None
-        self._starting: Reply[int] | None = None
+        self._port: Reply[int] | None = None  # None: it was not told to start
         self._stopping: list[Reply[None]] = []
         self._alive = False  # the listener's thread
         self._stopped = False
@@ -80,17 +80,18 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         self._end_all()
 
     def _begin(self, reply: Reply[int]) -> None:
-        if reply is self._starting:
+        if self._port is not None:
+            return  # told again: it has one answer
+        if self._stopped:
+            reply.fail(RuntimeError("the proxy is closed"))
             return
-        if self._alive or self._stopped:
-            reply.fail(RuntimeError("a Responses proxy is started once"))
-            return
+        self._port = reply
         try:
             start_thread("llama_worker-responses", partial(self._listen, self.me()))
         except RuntimeError as error:  # the system has no thread left
             reply.fail(error)
-            return
-        self._starting, self._alive = reply, True
+        else:
+            self._alive = True
 
     def _listen(self, me: Ref[messages.ProxyMessage]) -> None:
         """The listener's thread; those that it starts are daemons like itself."""
@@ -116,9 +117,8 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
             listener.port,
             self._config.base_url,
         )
-        if self._starting is not None:
-            self._starting.answer(listener.port)
-        self._starting = None
+        if self._port is not None:
+            self._port.answer(listener.port)
 
     def _enter(self, entering: messages.Enter) -> None:
         limit = self._config.max_concurrent
@@ -137,19 +137,17 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
                 recall.reply.answer(self._store.recall(recall.wanted))
 
     def _end_all(self) -> None:
-        if not self._stopped:
-            self._stopped = True
-            if self._listener is not None:
-                self._listener.stop()
+        self._stopped = True
+        if self._listener is not None:
+            self._listener.stop()
         if not self._alive:
             self._answer_stopping()
 
     def _ended(self, error: BaseException | None) -> None:
         self._alive = False
-        if self._starting is not None:
-            self._starting.fail(error or RuntimeError("stopped"))
-            self._starting = None
-        elif error is not None:
+        if self._port is not None:  # without effect once it listens
+            self._port.fail(error or RuntimeError("stopped"))
+        if error is not None and self._listener is not None:
             _logger.error("the responses proxy's listener ended: %s", type(error).__name__)
         self._answer_stopping()
 

@@ -12,7 +12,7 @@ from llama_worker.responses.http.listener import SocketListener
 
 class StartListening(Struct, frozen=True, kw_only=True):
     """Answered with the port once connections are taken; fails with OSError where the port is not
-    to be had."""
+    to be had. Sent again, it has the same `reply`."""
 
     reply: Reply[int]
 
