@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.api.conversation import unseal
+from llama_worker.responses.api.echo import LLAMA_SERVER_SAMPLING, sampling_echo
 from llama_worker.responses.api.events import ResponseEvents, sse
 from llama_worker.responses.api.request import normalise
 from llama_worker.stream.events import (
@@ -64,7 +65,7 @@ def new_events(body: dict[str, Any] | None = None, *, seal: bool = False) -> Res
     return ResponseEvents(
         unique="1",
         clock=lambda: 1700000000.5,
-        echo=request.echo,
+        echo={**request.echo, **sampling_echo(request.body, LLAMA_SERVER_SAMPLING)},
         tools=request.tools,
         seal=seal,
     )

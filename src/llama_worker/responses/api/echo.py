@@ -1,4 +1,4 @@
-"""The request as its response repeats it. Pure."""
+"""The request as its response repeats it, and what it is sampled with. Pure."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def sampling_of(props: object) -> dict[str, float] | None:
     params = as_object(as_object(props).get("default_generation_settings")).get("params")
     if not isinstance(params, Mapping):
         return None
-    return {name: _number(params.get(name), known) for name, known in LLAMA_SERVER_SAMPLING.items()}
+    return sampling_echo(params, LLAMA_SERVER_SAMPLING)
 
 
-def sampling_echo(body: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, float]:
-    """What a chat completion samples with; `defaults`: where it does not say."""
-    return {name: _number(body.get(name), default) for name, default in defaults.items()}
+def sampling_echo(params: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, float]:
+    """What these parameters sample with; `defaults`: where they do not say."""
+    return {name: _number(params.get(name), default) for name, default in defaults.items()}
 
 
 def echo_of(
     body: Mapping[str, Any], tools: ToolSet, choice: Choice, text_format: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What is not of the API's form is left out."""
+    """All but what is sampled with. What is not of the API's form is left out."""
     reasoning = as_object(body.get("reasoning"))
     effort, summary = reasoning.get("effort"), reasoning.get("summary")
     text: dict[str, Any] = {"format": dict(text_format) if text_format else {"type": "text"}}
@@ -60,7 +60,6 @@ def echo_of(
         "safety_identifier": _typed(body.get("safety_identifier"), str),
         "service_tier": "default",
         "store": body.get("store") is not False,
-        **sampling_echo(body, LLAMA_SERVER_SAMPLING),
         "text": text,
         "tool_choice": choice.echo,
         "tools": [dict(tool) for tool in tools.echo],
