@@ -225,8 +225,6 @@ def parse_create(message: bytes) -> dict[str, Any]:
     body = parse_body(message)
     if body.pop("type", None) != "response.create":
         raise ApiError(400, "messages are of type 'response.create'", param="type")
-    for name in ("stream_options", "background"):
-        body.pop(name, None)
     return {**body, "stream": True}
 
 
