@@ -255,18 +255,12 @@ def input_items(body: Mapping[str, Any]) -> tuple[Item, ...]:
     given = body.get("input")
     if given is None:
         return ()
-    if isinstance(given, str):
-        return ({"type": "message", "role": "user", "content": given},)
-    if isinstance(given, Mapping):
-        given = [given]
-    if not isinstance(given, list):
-        raise ApiError(400, "input must be a string or a list of items", param="input")
     items: list[Item] = []
-    for item in given:
+    for item in given if isinstance(given, list) else [given]:
         if isinstance(item, str):
             item = {"type": "message", "role": "user", "content": item}
         if not isinstance(item, Mapping):
-            raise ApiError(400, "every input item must be an object", param="input")
+            raise ApiError(400, "input must be a string or a list of objects", param="input")
         items.append(item)
     return tuple(items)
 
