@@ -303,7 +303,7 @@ ODD_CHOICES: list[Any] = [
         ),
         ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
-        ({"input": "a", "instructions": 3}, "instructions"),
+        *(({"input": "a", "instructions": odd}, "instructions") for odd in (3, [USER])),
         ({"input": "a", "previous_response_id": 3}, "previous_response_id"),
         ({"input": "a", "tools": 3}, "tools"),
         *(({"input": "a", "tools": [{"type": kind}]}, "tools") for kind in ("function", "custom")),

@@ -14,13 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.responses.api.conversation import (
-    ChatMessages,
-    Item,
-    Message,
-    item_type,
-    plain_text,
-)
+from llama_worker.responses.api.conversation import ChatMessages, Item, Message, item_type
 from llama_worker.responses.api.echo import echo_of
 from llama_worker.responses.api.tools import (
     Choice,
@@ -120,17 +114,16 @@ def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) ->
         raise _not_found(f"Previous response with id {wanted.previous_response_id!r} not found.")
     if body.get("input") is None and not history:
         raise ApiError(400, "Missing required parameter: 'input'.", param="input")
+    items = (*history, *own_items)
     if wanted.previous_response_id is not None:
-        _check_calls_of(own_items, (*history, *own_items))
-    instructions, instruction_items = _instructions(body)
-    items = (*instruction_items, *history, *own_items)
+        _check_calls_of(own_items, items)
     tools = tool_set(
         body.get("tools"), *(item.get("tools") for item in items if _brings_tools(item))
     )
     choice = tool_choice(body.get("tool_choice"), tools)
     text_format = _text_format(body.get("text"))
     wish = _format_wish(choice, text_format)
-    instructions = "\n\n".join(text for text in (instructions, wish) if text)
+    instructions = "\n\n".join(text for text in (_instructions(body), wish) if text)
     chat_input = ChatMessages(instructions, items, tools)
     prewarm = as_object(body.get("prompt_cache_options")).get("prewarm")
     generates = body.get("generate") is not False and prewarm is not True
@@ -301,14 +294,10 @@ def _not_found(message: str, param: str = "previous_response_id") -> ApiError:
     )
 
 
-def _instructions(body: Mapping[str, Any]) -> tuple[str, Sequence[Item]]:
+def _instructions(body: Mapping[str, Any]) -> str:
     given = body.get("instructions")
     if given is None or isinstance(given, str):
-        return given or "", ()
-    if isinstance(given, list) and all(isinstance(item, Mapping) for item in given):
-        if all(item_type(item) == "input_text" for item in given):
-            return plain_text(given), ()
-        return "", given
+        return given or ""
     raise ApiError(400, "instructions must be a string", param="instructions")
 
 
