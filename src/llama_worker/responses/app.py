@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.api.compaction import compacted, compaction_request
-from llama_worker.responses.api.echo import input_list
 from llama_worker.responses.api.events import sse
 from llama_worker.responses.api.request import (
     Recalled,
@@ -24,7 +23,7 @@ from llama_worker.responses.api.request import (
     parse_create,
     references,
 )
-from llama_worker.responses.api.store import Found, StoredResponse, stored_response
+from llama_worker.responses.api.store import Found, StoredResponse, input_list, stored_response
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange, Upstream, ask

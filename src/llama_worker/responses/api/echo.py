@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from llama_worker.responses.api.conversation import Item, item_type
 from llama_worker.responses.api.tools import Choice, ToolSet, as_object
 
 # What b11434 samples with, unless a request or its own command says otherwise.
@@ -67,32 +66,6 @@ def echo_of(
         "truncation": "disabled",
         "user": _typed(body.get("user"), str),
     }
-
-
-def input_list(items: Iterable[Item]) -> dict[str, Any]:
-    """A request's own input items in the form in which they are listed, whole: clients give less of
-    them."""
-    data = [_listed(item, f"item_{number}") for number, item in enumerate(items)]
-    first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    ends = {"first_id": first_id, "last_id": last_id}
-    return {"object": "list", "data": data, **ends, "has_more": False}
-
-
-def _listed(item: Item, item_id: str) -> dict[str, Any]:
-    given = {key: value for key, value in item.items() if value is not None}
-    listed = {"id": item_id, "type": item_type(item), "status": "completed", **given}
-    if listed["type"] == "message":
-        content = given.get("content", [])
-        parts = content if isinstance(content, list) else [content]
-        is_ours = given.get("role") == "assistant"
-        listed["content"] = [_listed_part(part, is_ours) for part in parts if part is not None]
-    return listed
-
-
-def _listed_part(part: Any, is_ours: bool) -> Any:
-    if isinstance(part, str):
-        part = {"type": "output_text" if is_ours else "input_text", "text": part}
-    return {"annotations": [], **part} if part.get("type") == "output_text" else part
 
 
 def _typed(value: Any, kind: type) -> Any:
