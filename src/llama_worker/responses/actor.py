@@ -2,9 +2,9 @@
 requests.
 
 Receives orders from its handle (StartListening, StopListening), facts from the listener's thread
-(Listening, ListenerEnded), and questions from the threads that serve clients (Enter, Leave, Recall,
-Fetch, Forget). It sends nothing but answers. Owns the listener, the count of what runs, and the
-store of responses.
+(Listening, ListenerEnded), and facts and questions from the threads that serve clients (Enter,
+Leave, Recall, Fetch, Forget). It sends nothing but answers. Owns the listener, the store of
+responses, and the ids of those that will be in it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         self._store = ResponseStore(
             max_count=config.max_responses, max_bytes=config.max_stored_bytes
         )
-        self._running: set[str] = set()  # ids of the responses that are made
+        self._running: set[str] = set()  # ids of the responses that will be stored
         self._recalls: list[messages.Recall] = []
         self._listener: SocketListener | None = None
         self._port: Reply[int] | None = None  # None: it was not told to start
@@ -59,8 +59,8 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
                 self._end_all()
             case messages.ListenerEnded(error=error):
                 self._ended(error)
-            case messages.Enter():
-                self._enter(message)
+            case messages.Enter(response_id=response_id):
+                self._running.add(response_id)
             case messages.Leave(response_id=response_id, stored=stored):
                 self._running.discard(response_id)
                 if stored is not None:
@@ -119,14 +119,6 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         )
         if self._port is not None:
             self._port.answer(listener.port)
-
-    def _enter(self, entering: messages.Enter) -> None:
-        limit = self._config.max_concurrent
-        is_admitted = not self._stopped and (limit is None or len(self._running) < limit)
-        if is_admitted:
-            self._running.add(entering.response_id)
-        if entering.reply is not None:
-            entering.reply.answer(is_admitted)
 
     def _recall_what_waits(self) -> None:
         waiting, self._recalls = self._recalls, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import threading
 import uuid
 from collections.abc import Iterable, Mapping
@@ -56,6 +57,7 @@ class ResponsesApp:
         self._upstream = upstream
         self._generator = ResponseGenerator(upstream, heartbeat_s=config.heartbeat_s)
         self._sockets = threading.BoundedSemaphore(_MAX_SOCKETS)
+        self._places = threading.BoundedSemaphore(config.max_concurrent or sys.maxsize)
 
     def serve(self, request: HttpRequest, client: Client) -> None:
         """Answer it. Raises OSError where the client's connection is broken, or is to be."""
@@ -76,8 +78,7 @@ class ResponsesApp:
             exchange.leave()
 
     def _exchange(self, client: Client) -> Exchange:
-        is_bounded = self._config.max_concurrent is not None
-        return Exchange(client, self._proxy, self._upstream, is_bounded=is_bounded)
+        return Exchange(client, self._proxy, self._upstream, self._places)
 
     def _route(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         method, path = request.method, request.target.partition("?")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -59,33 +60,34 @@ class Exchange:
     """One request of a client and what it has open, for the request's own thread. A client that has
     left, or was cut by the listener, takes that along.
 
-    `is_bounded`: the proxy's actor may refuse its response.
+    `places`: its response takes one.
     """
 
     def __init__(
-        self, client: Client, proxy: Mailbox[ProxyMessage], upstream: Upstream, *, is_bounded: bool
+        self,
+        client: Client,
+        proxy: Mailbox[ProxyMessage],
+        upstream: Upstream,
+        places: threading.Semaphore,
     ) -> None:
         self.abort = Abort()
         self.leased = LeasedExchange(self.abort)  # without a lease, before `lease`
         self.upstream = upstream
-        self._is_bounded = is_bounded
+        self._places = places
+        self._has_place = False
         self._wants_lease = False
         self._client = client
         self._proxy = proxy
-        # ids of its response: that the proxy's actor is to be told of, and that it counts
-        self._entering: str | None = None
-        self._counted: str | None = None
+        self._response_id: str | None = None  # of a response that can be referred to
+        self._is_announced = False
         client.when_left(self.abort.abort)
 
     def enter(self, response_id: str, *, is_stored: bool) -> None:
-        """Ask for a response's admission. Raises ApiError."""
-        if not self._is_bounded:  # there is no answer to wait for
-            self._entering = response_id if is_stored else None  # others cannot be referred to
-            return
-        self._counted = response_id
-        reply: WorkerFuture[bool] = WorkerFuture()
-        if not ask(self._proxy, Enter(response_id=response_id, reply=reply), reply):
+        """Take a place for a response. Raises ApiError where there is none."""
+        self._has_place = self._places.acquire(blocking=False)
+        if not self._has_place:
             raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
+        self._response_id = response_id if is_stored else None
 
     def lease(self, job_name: str, chat: Mapping[str, Any], *, answers: int = 1) -> None:
         """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
@@ -127,11 +129,11 @@ class Exchange:
             raise ApiError(503, why, code="overloaded", retry_after_s=retry_after_s)
 
     def announce(self) -> None:
-        """Tell the proxy's actor what needed no answer: once the upstream has work, and this thread
-        none."""
-        if self._entering is not None:
-            self._proxy.tell(Enter(response_id=self._entering))
-            self._counted, self._entering = self._entering, None
+        """Tell the proxy's actor of the response: once the upstream has work, and this thread none.
+        Idempotent."""
+        if self._response_id is not None and not self._is_announced:
+            self._is_announced = True
+            self._proxy.tell(Enter(response_id=self._response_id))
 
     def _end_lease(self) -> bool:
         self.leased.be_watched()  # else nobody could tell why the connection broke
@@ -140,14 +142,15 @@ class Exchange:
     def leave(self, stored: StoredResponse | None = None) -> None:
         """Idempotent; a stream that has not ended is ended. `stored`: the response, to be kept."""
         self.abort.abort()
-        if stored is not None:
-            self.announce()
         if self._wants_lease and self.leased.is_watched:
             self._wants_lease = False
             self._end_lease()
-        if self._counted is not None:
-            self._proxy.tell(Leave(response_id=self._counted, stored=stored))
-            self._counted = None
+        if self._response_id is not None and (self._is_announced or stored is not None):
+            self._proxy.tell(Leave(response_id=self._response_id, stored=stored))
+        self._response_id = None
+        if self._has_place:
+            self._has_place = False
+            self._places.release()
 
 
 def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:

@@ -36,13 +36,9 @@ class ListenerEnded(Struct, frozen=True, kw_only=True):
 
 
 class Enter(Struct, frozen=True, kw_only=True):
-    """An exchange begins to make a response.
-
-    `reply`: answered with False where it is one too many; None: nobody asks.
-    """
+    """An exchange makes a response that can be referred to."""
 
     response_id: str
-    reply: Reply[bool] | None = None
 
 
 class Leave(Struct, frozen=True, kw_only=True):
