@@ -105,7 +105,7 @@ class Exchange:
 
         self.leased = LeasedExchange(
             self.abort,
-            lambda exchange: self._end_lease(),
+            self._end_lease,
             tell_lease=None if grant is None else tell_lease,
             new=partial(
                 LeasedRequest,

@@ -51,7 +51,7 @@ class LeasedExchange:
     def __init__(
         self,
         abort: Abort,
-        tell_end: Callable[[LeasedExchange], bool] = lambda exchange: False,
+        tell_end: Callable[[], bool] = lambda: False,
         *,
         tell_lease: Callable[[], object] | None = None,
         new: Callable[..., LeasedRequest] = LeasedRequest,
@@ -123,7 +123,7 @@ class LeasedExchange:
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:
         """The exchange with the server is over. What to tell the client of it: the worker's own
         reason where it gave the request up, or does so now that the connection broke."""
-        if self.breaks(failure) and self._tell_end(self):
+        if self.breaks(failure) and self._tell_end():
             with self._lock:
                 self._over.wait_for(lambda: self._request.has_ended, _NEWS_S)
         return self.explained(failure)
