@@ -15,7 +15,7 @@ from typing import Any, Literal, assert_never
 
 import msgspec
 
-from llama_worker.responses.api.items import Call, Delta, Emitted, ItemStatus, Message, Reasoning
+from llama_worker.responses.api import items
 from llama_worker.responses.api.request import item_id_of, response_id_of
 from llama_worker.responses.api.tools import NO_TOOLS, Tool, ToolSet
 from llama_worker.responses.errors import error_code
@@ -94,8 +94,8 @@ class ResponseEvents:
         self._out: list[Event] = []
         self._sequence_number = 0
         self._splitter: ReasoningSplitter | None = ReasoningSplitter()  # None once a call has begun
-        self._open: Reasoning | Message | Call | None = None
-        self._waiting: deque[Delta] = deque()
+        self._open: items.Item | None = None
+        self._waiting: deque[items.Delta] = deque()
         self._call_ids: set[str] = set()
         self._closed_calls: set[int] = set()
         self._usage: chat.UsageReport | None = None
@@ -197,12 +197,13 @@ class ResponseEvents:
                 self._fail(NO_FINISH_REASON)
 
     def _finish(self, incomplete: str | None) -> None:
-        status: ItemStatus = "incomplete" if incomplete else "completed"
+        status: items.ItemStatus = "incomplete" if incomplete else "completed"
         self._close_all(status)
         if incomplete:
             self.response["incomplete_details"] = {"reason": incomplete}
         elif all(item["type"] == "reasoning" for item in self.response["output"]):
-            self._begin_item(Message(self._new_id("msg")))  # clients expect an answer, be it empty
+            # clients expect an answer, be it empty
+            self._begin_item(items.Message(self._new_id("msg")))
             self._close("completed")
         self._emit_terminal(status)
 
@@ -219,7 +220,7 @@ class ResponseEvents:
         if splitter is not None:
             self._piece(splitter.finish())
 
-    def _take_delta(self, delta: Delta) -> None:
+    def _take_delta(self, delta: items.Delta) -> None:
         if isinstance(delta, chat.ToolCallDelta) and delta.index in self._closed_calls:
             if not (delta.name and delta.call_id):
                 return  # nothing can follow a whole object of arguments
@@ -238,15 +239,15 @@ class ResponseEvents:
             if self._append(self._waiting[0]):
                 self._waiting.popleft()
                 continue
-            if isinstance(self._open, Call) and not self._open.is_whole():
+            if isinstance(self._open, items.Call) and not self._open.is_whole():
                 return
             self._close("completed")
             if not self._begin_item_for(self._waiting[0]):
                 return
-            if isinstance(self._open, Call):  # other items may wait between its pieces
+            if isinstance(self._open, items.Call):  # other items may wait between its pieces
                 self._waiting = deque(delta for delta in self._waiting if not self._append(delta))
 
-    def _append(self, delta: Delta) -> bool:
+    def _append(self, delta: items.Delta) -> bool:
         """Whether it belongs to the open item."""
         item = self._open
         if item is None or (piece := item.piece_of(delta)) is None:
@@ -254,12 +255,12 @@ class ResponseEvents:
         self._emit_of(item, item.append(piece))
         return True
 
-    def _begin_item_for(self, delta: Delta) -> bool:
+    def _begin_item_for(self, delta: items.Delta) -> bool:
         """Open the item that the delta begins; False where it cannot be opened yet."""
         if isinstance(delta, chat.ReasoningDelta):
-            self._begin_item(Reasoning(self._new_id("rs"), seal=self._seal))
+            self._begin_item(items.Reasoning(self._new_id("rs"), seal=self._seal))
         elif isinstance(delta, chat.TextDelta):
-            self._begin_item(Message(self._new_id("msg")))
+            self._begin_item(items.Message(self._new_id("msg")))
         else:
             name, call_id = self._name_and_id(delta.index)
             if not name:
@@ -270,7 +271,7 @@ class ResponseEvents:
             unknown = Tool(kind="function", name=name, model_name=name)
             tool = self._tools.called(name) or unknown
             self._begin_item(
-                Call(self._new_id(_CALL_PREFIXES[tool.kind]), delta.index, call_id, tool)
+                items.Call(self._new_id(_CALL_PREFIXES[tool.kind]), delta.index, call_id, tool)
             )
         return True
 
@@ -282,23 +283,23 @@ class ResponseEvents:
         (call,) = assembler.calls()
         return call.name, call.call_id
 
-    def _begin_item(self, item: Reasoning | Message | Call) -> None:
+    def _begin_item(self, item: items.Item) -> None:
         self._open = item
         self._emit("response.output_item.added", output_index=self._index, item=item.begun())
         self._emit_of(item, item.opening())
 
-    def _close(self, status: ItemStatus) -> None:
+    def _close(self, status: items.ItemStatus) -> None:
         item, self._open = self._open, None
         if item is None:
             return
-        if isinstance(item, Call):
+        if isinstance(item, items.Call):
             self._closed_calls.add(item.index)
         self._emit_of(item, item.closing(status))
         done = item.done(status)
         self._emit("response.output_item.done", output_index=self._index, item=done)
         self.response["output"].append(done)
 
-    def _close_all(self, status: ItemStatus) -> None:
+    def _close_all(self, status: items.ItemStatus) -> None:
         """The turn is over: pass on what was held back and what waits, and close the last item.
 
         A call that the limit cut stays open: clients run what is done.
@@ -306,7 +307,7 @@ class ResponseEvents:
         self._finish_splitter()
         self._work_off()
         while self._open is not None or self._waiting:
-            if status == "incomplete" and isinstance(self._open, Call):
+            if status == "incomplete" and isinstance(self._open, items.Call):
                 return
             if self._open is not None:
                 self._close(status)
@@ -362,7 +363,7 @@ class ResponseEvents:
         self._out.append({"type": kind, "sequence_number": self._sequence_number, **fields})
         self._sequence_number += 1
 
-    def _emit_of(self, item: Reasoning | Message | Call, emitted: Emitted) -> None:
+    def _emit_of(self, item: items.Item, emitted: items.Emitted) -> None:
         for kind, fields in emitted:  # for every token: not by way of `_emit`
             self._out.append(
                 {
@@ -380,5 +381,5 @@ class ResponseEvents:
         return out
 
 
-def _call_index(delta: Delta) -> int | None:
+def _call_index(delta: items.Delta) -> int | None:
     return delta.index if isinstance(delta, chat.ToolCallDelta) else None

@@ -191,6 +191,9 @@ class Call(Struct):
         return "".join(self._pieces)
 
 
+Item = Message | Reasoning | Call
+
+
 def _object(arguments: str) -> dict[str, Any] | None:
     try:
         return parse_arguments(arguments)
