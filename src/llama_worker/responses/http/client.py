@@ -155,9 +155,6 @@ class WaitingClients(Generic[C]):
         self._waiting: dict[Phase, dict[C, float]] = {phase: {} for phase in _ALLOWED_S}
         self._phases: dict[C, Phase] = {}
 
-    def __len__(self) -> int:
-        return len(self._phases)
-
     def __iter__(self) -> Iterator[C]:
         return iter(tuple(self._phases))
 
