@@ -231,6 +231,21 @@ def test_a_continuation_may_refer_to_items(fake: Client, store: bool) -> None:
     assert said == ["Hi", "just said", "once stored", "just said"]
 
 
+def test_a_stored_continuation_may_refer_to_what_was_not_stored(fake: Client) -> None:
+    own = [{"role": "user", "id": f"own_{number}", "content": f"{number}"} for number in range(9)]
+    with opened(fake) as socket:
+        unstored = create(*fs.plain_reply(fs.Text("unstored")), store=False)
+        first = turn(socket, unstored)[-1]["response"]
+        again = create(previous_response_id=first["id"], input=own)
+        second = turn(socket, again)[-1]["response"]
+        ids = [first["output"][0]["id"], *(item["id"] for item in own)]
+        items = [{"type": "item_reference", "id": item_id} for item_id in ids]
+        third = create(previous_response_id=second["id"], input=items)
+        assert turn(socket, third)[-1]["type"] == "response.completed"
+    said = [message["content"] for message in fake.last_chat()["messages"]]
+    assert said[-10:] == ["unstored", *(item["content"] for item in own)]
+
+
 @pytest.mark.parametrize("store", [True, False])
 def test_a_continuation_has_the_call_that_the_limit_cut(fake: Client, store: bool) -> None:
     half_call = fs.ToolCall("f", '{"a": ')

@@ -184,10 +184,11 @@ class ResponsesApp:
         return made if made.size_bytes <= self._config.max_stored_bytes else kept
 
     def _recall_latest(self, latest: StoredResponse, wanted: References) -> Recalled:
-        """Items that are referred to may be in it and not in the store, too."""
+        """Items that are referred to may be in it and not in the store, too. It has all that the
+        store has under its id, and more."""
         ours = dict.fromkeys({*wanted.item_ids} & {*latest.item_ids}, latest)
         stored = self._find(replace(wanted, previous_response_id=None)).holders
-        return Found(chain=(latest,), holders={**ours, **stored}).recalled()
+        return Found(chain=(latest,), holders={**stored, **ours}).recalled()
 
     def _recall(self, wanted: References) -> Recalled:
         return self._find(wanted).recalled()
