@@ -50,6 +50,10 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
         """The part of the conversation that it adds."""
         return [*self.input_items(), *self.response()["output"]]
 
+    def items_by_id(self) -> dict[str, Item]:
+        """Those that can be referred to; of several with one id the latest."""
+        return {item["id"]: item for item in self.items() if isinstance(item.get("id"), str)}
+
 
 def stored_response(
     response: Mapping[str, Any], input_items: Sequence[Item], previous_response_id: str | None
@@ -77,14 +81,9 @@ class Found(Struct, frozen=True, kw_only=True):
 
     def recalled(self) -> Recalled:
         """The items themselves. It reads the JSON: for the thread that asked."""
-        wanted: dict[str, list[str]] = {}  # by their holder, whose JSON is read once
-        for item_id, holder in self.holders.items():
-            wanted.setdefault(holder.id, []).append(item_id)
-        items: dict[str, Item] = {}
-        for item_ids in wanted.values():
-            known = self.holders[item_ids[0]].items()
-            latest = {item["id"]: item for item in known if isinstance(item.get("id"), str)}
-            items |= {item_id: latest[item_id] for item_id in item_ids}
+        holders = {holder.id: holder for holder in self.holders.values()}  # each is read once
+        by_id = {response_id: holder.items_by_id() for response_id, holder in holders.items()}
+        items = {item_id: by_id[holder.id][item_id] for item_id, holder in self.holders.items()}
         history = (
             None
             if self.chain is None
@@ -150,20 +149,17 @@ class ResponseStore:
 
     def recall(self, wanted: References) -> Found:
         """The conversation up to a response, and the items asked for."""
-        owners = {
-            item_id: self._owners[item_id] for item_id in wanted.item_ids if item_id in self._owners
-        }
         return Found(
-            chain=()
-            if wanted.previous_response_id is None
-            else self._chain(wanted.previous_response_id),
+            chain=self._chain(wanted.previous_response_id),
             holders={
-                item_id: self._used(next(reversed(known))) for item_id, known in owners.items()
+                item_id: self._used(next(reversed(self._owners[item_id])))
+                for item_id in wanted.item_ids
+                if item_id in self._owners
             },
         )
 
     def _chain(self, response_id: str | None) -> tuple[StoredResponse, ...] | None:
-        """The response and all before it, oldest first; None where one is missing.
+        """The response and all before it, oldest first; None where one is missing, () of none.
 
         All are used, the oldest last: of a conversation that is forgotten, the end goes first.
         """
