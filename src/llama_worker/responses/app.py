@@ -16,15 +16,15 @@ from msgspec.structs import replace
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.api.compaction import compacted, compaction_request
 from llama_worker.responses.api.events import sse
-from llama_worker.responses.api.request import (
+from llama_worker.responses.api.request import normalise, parse_body, parse_create, references
+from llama_worker.responses.api.store import (
+    Found,
     Recalled,
     References,
-    normalise,
-    parse_body,
-    parse_create,
-    references,
+    StoredResponse,
+    input_list,
+    stored_response,
 )
-from llama_worker.responses.api.store import Found, StoredResponse, input_list, stored_response
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange, Upstream, ask

@@ -25,8 +25,8 @@ from llama_worker.responses.api.conversation import (
 )
 from llama_worker.responses.api.echo import LLAMA_SERVER_SAMPLING, sampling_echo, sampling_of
 from llama_worker.responses.api.events import Event, ResponseEvents
-from llama_worker.responses.api.request import ChatRequest, response_id_of
-from llama_worker.responses.api.store import stored_response
+from llama_worker.responses.api.request import ChatRequest
+from llama_worker.responses.api.store import response_id_of, stored_response
 from llama_worker.responses.errors import ApiError, error_code
 from llama_worker.responses.exchange import Exchange, Upstream, no_stream
 from llama_worker.responses.http.request_reader import HttpRequest

@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from llama_worker.mailbox import Reply
-from llama_worker.responses.api.request import References
-from llama_worker.responses.api.store import Found, StoredResponse
+from llama_worker.responses.api.store import Found, References, StoredResponse
 from llama_worker.responses.http.listener import SocketListener
 
 

@@ -21,11 +21,11 @@ from llama_worker.responses.api.conversation import (
 from llama_worker.responses.api.request import (
     ENCRYPTED_REASONING,
     ChatRequest,
-    Recalled,
     normalise,
     parse_body,
     references,
 )
+from llama_worker.responses.api.store import Recalled
 from llama_worker.responses.api.tools import NO_TOOLS
 from llama_worker.responses.errors import ApiError, refused_by_server
 

@@ -8,8 +8,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_worker.responses.api.request import References
-from llama_worker.responses.api.store import ResponseStore, StoredResponse, stored_response
+from llama_worker.responses.api.store import (
+    References,
+    ResponseStore,
+    StoredResponse,
+    stored_response,
+)
 
 
 def stored(number: int, previous: int | None = None, text: str = "a") -> StoredResponse:

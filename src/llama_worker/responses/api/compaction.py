@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llama_worker.responses.api.conversation import plain_text, seal
-from llama_worker.responses.api.request import ChatRequest, Recalled, input_items, normalise
+from llama_worker.responses.api.request import ChatRequest, input_items, normalise
+from llama_worker.responses.api.store import Recalled
 from llama_worker.responses.errors import ApiError
 
 _ORDER = (

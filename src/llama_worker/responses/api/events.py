@@ -16,7 +16,7 @@ from typing import Any, Literal, assert_never
 import msgspec
 
 from llama_worker.responses.api import items
-from llama_worker.responses.api.request import item_id_of, response_id_of
+from llama_worker.responses.api.store import item_id_of, response_id_of
 from llama_worker.responses.api.tools import NO_TOOLS, Tool, ToolSet
 from llama_worker.responses.errors import error_code
 from llama_worker.stream import events as chat

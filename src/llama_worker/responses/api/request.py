@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from msgspec import Struct
 
 from llama_worker.responses.api.conversation import ChatMessages, Item, Message, item_type
 from llama_worker.responses.api.echo import echo_of
+from llama_worker.responses.api.store import NOTHING_RECALLED, Recalled, References
 from llama_worker.responses.api.tools import (
     Choice,
     Tool,
@@ -27,7 +27,6 @@ from llama_worker.responses.api.tools import (
 )
 from llama_worker.responses.errors import ApiError
 
-_ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
 # what is kept and repeated is put together again, with less of the stack left than here
 _MAX_DEPTH = 200
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -49,32 +48,6 @@ _IGNORED_WITH_A_WARNING = (
     "prompt",
     "context_management",
 )
-
-
-class References(Struct, frozen=True, kw_only=True):
-    """What the request wants from the store."""
-
-    previous_response_id: str | None = None
-    item_ids: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return self.previous_response_id is not None or bool(self.item_ids)
-
-    def response_ids(self) -> set[str]:
-        """The responses that they belong to."""
-        owners = {self.previous_response_id, *map(owner_of, self.item_ids)}
-        return {owner for owner in owners if owner is not None}
-
-
-class Recalled(Struct, frozen=True, kw_only=True):
-    """What the store has of it. `history` is None where the response is unknown; unknown items are
-    absent."""
-
-    history: tuple[Item, ...] | None = ()
-    items: Mapping[str, Item]
-
-
-NOTHING_RECALLED = Recalled(items={})
 
 
 class ChatRequest(Struct, frozen=True, kw_only=True):
@@ -177,25 +150,6 @@ def _chat_body(
         chat["response_format"] = _response_format(text_format)
     _set_effort(chat, body.get("reasoning"))
     return chat
-
-
-# --- ids: an item's says whose it is --------------------------------------------------------------
-
-
-def response_id_of(unique: str) -> str:
-    """The id of a response; `unique`: 32 hexadecimal digits."""
-    return f"resp_{unique}"
-
-
-def item_id_of(unique: str, prefix: str, number: int) -> str:
-    """The id of the response's item of that number."""
-    return f"{prefix}_{unique}{number}"
-
-
-def owner_of(item_id: str) -> str | None:
-    """The id of the response that the item belongs to; None where we did not make the id."""
-    found = _ITEM_ID.fullmatch(item_id)
-    return response_id_of(found["response"]) if found is not None else None
 
 
 # --- the body as it came --------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The responses that can be referred to: bounded by count and bytes, the least recently used go
-first. Pure.
+"""What can be referred to, and by which ids: responses and their items, bounded by count and bytes,
+the least recently used go first. Pure.
 
 They are kept as JSON text: what the store counts is what it holds, where parsed objects would take
 several times that.
@@ -8,6 +8,7 @@ several times that.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +17,52 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.responses.api.conversation import Item, item_type
-from llama_worker.responses.api.request import Recalled, References
 
+_ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
 _ENTRY_BYTES = 1024  # of a response beside its text: the entry, its id, its places in the tables
 _ITEM_ID_BYTES = 256  # of each id that can be referred to, about
+
+
+def response_id_of(unique: str) -> str:
+    """The id of a response; `unique`: 32 hexadecimal digits."""
+    return f"resp_{unique}"
+
+
+def item_id_of(unique: str, prefix: str, number: int) -> str:
+    """The id of the response's item of that number."""
+    return f"{prefix}_{unique}{number}"
+
+
+def owner_of(item_id: str) -> str | None:
+    """The id of the response that the item belongs to; None where we did not make the id."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return response_id_of(found["response"]) if found is not None else None
+
+
+class References(Struct, frozen=True, kw_only=True):
+    """What the request wants from the store."""
+
+    previous_response_id: str | None = None
+    item_ids: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.previous_response_id is not None or bool(self.item_ids)
+
+    def response_ids(self) -> set[str]:
+        """The responses that they belong to."""
+        owners = {self.previous_response_id, *map(owner_of, self.item_ids)}
+        return {owner for owner in owners if owner is not None}
+
+
+class Recalled(Struct, frozen=True, kw_only=True):
+    """What the store has of it. `history` is None where the response is unknown; unknown items are
+    absent."""
+
+    history: tuple[Item, ...] | None = ()
+    items: Mapping[str, Item]
+
+
+NOTHING_RECALLED = Recalled(items={})
 
 
 class StoredResponse(Struct, frozen=True, kw_only=True):
