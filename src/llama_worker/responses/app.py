@@ -18,8 +18,8 @@ from llama_worker.responses.api.compaction import compacted, compaction_request
 from llama_worker.responses.api.events import sse
 from llama_worker.responses.api.request import normalise, parse_body, parse_create, references
 from llama_worker.responses.api.store import (
-    Found,
-    Recalled,
+    RecalledItems,
+    RecalledResponses,
     References,
     StoredResponse,
     input_list,
@@ -183,20 +183,20 @@ class ResponsesApp:
         made = stored_response(events.stored, items, None)
         return made if made.size_bytes <= self._config.max_stored_bytes else kept
 
-    def _recall_latest(self, latest: StoredResponse, wanted: References) -> Recalled:
+    def _recall_latest(self, latest: StoredResponse, wanted: References) -> RecalledItems:
         """Items that are referred to may be in it and not in the store, too. It has all that the
         store has under its id, and more."""
         ours = dict.fromkeys({*wanted.item_ids} & {*latest.item_ids}, latest)
         stored = self._find(replace(wanted, previous_response_id=None)).holders
-        return Found(chain=(latest,), holders={**stored, **ours}).recalled()
+        return RecalledResponses(chain=(latest,), holders={**stored, **ours}).read()
 
-    def _recall(self, wanted: References) -> Recalled:
-        return self._find(wanted).recalled()
+    def _recall(self, wanted: References) -> RecalledItems:
+        return self._find(wanted).read()
 
-    def _find(self, wanted: References) -> Found:
+    def _find(self, wanted: References) -> RecalledResponses:
         if not wanted:
-            return Found(chain=(), holders={})
-        reply: WorkerFuture[Found] = WorkerFuture()
+            return RecalledResponses()
+        reply: WorkerFuture[RecalledResponses] = WorkerFuture()
         return ask(self._proxy, Recall(wanted=wanted, reply=reply), reply)
 
     def _deleted(self, response_id: str) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from llama_worker.mailbox import Reply
-from llama_worker.responses.api.store import Found, References, StoredResponse
+from llama_worker.responses.api.store import RecalledResponses, References, StoredResponse
 from llama_worker.responses.http.listener import SocketListener
 
 
@@ -54,7 +54,7 @@ class Recall(Struct, frozen=True, kw_only=True):
     """
 
     wanted: References
-    reply: Reply[Found]
+    reply: Reply[RecalledResponses]
 
 
 class Fetch(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any, cast
 from llama_worker.responses.api.conversation import ChatMessages, Item
 from llama_worker.responses.api.events import ResponseEvents
 from llama_worker.responses.api.request import normalise
-from llama_worker.responses.api.store import Found, StoredResponse, stored_response
+from llama_worker.responses.api.store import RecalledResponses, StoredResponse, stored_response
 from llama_worker.responses.api.tools import NO_TOOLS
 from llama_worker.stream.events import ToolCallDelta
 from tests.tables import cases
@@ -126,6 +126,6 @@ def test_many_references_read_a_response_once() -> None:
     output = [{"id": f"msg_{number}", "type": "message"} for number in range(N)]
     stored = stored_response({"id": "resp_1", "output": output}, [{"id": ["no id"]}], None)
     holder = Counted(**{name: getattr(stored, name) for name in stored.__struct_fields__})
-    found = Found(chain=(), holders={item["id"]: holder for item in output})
-    assert found.recalled().items == {item["id"]: item for item in output}
+    found = RecalledResponses(chain=(), holders={item["id"]: holder for item in output})
+    assert found.read().items == {item["id"]: item for item in output}
     assert reads == ["resp_1"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_worker.responses.api.conversation import plain_text, seal
 from llama_worker.responses.api.request import ChatRequest, input_items, normalise
-from llama_worker.responses.api.store import Recalled
+from llama_worker.responses.api.store import RecalledItems
 from llama_worker.responses.errors import ApiError
 
 _ORDER = (
@@ -19,7 +19,7 @@ _ORDER = (
 )
 
 
-def compaction_request(body: Mapping[str, Any], recalled: Recalled) -> ChatRequest:
+def compaction_request(body: Mapping[str, Any], recalled: RecalledItems) -> ChatRequest:
     """The chat completion that sums the conversation up. Raises ApiError."""
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise ApiError(400, "Missing required parameter: 'model'.", param="model")

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from llama_worker.responses.api.conversation import ChatMessages, Item, Message, item_type
 from llama_worker.responses.api.echo import echo_of
-from llama_worker.responses.api.store import NOTHING_RECALLED, Recalled, References
+from llama_worker.responses.api.store import NOTHING_RECALLED, RecalledItems, References
 from llama_worker.responses.api.tools import (
     Choice,
     Tool,
@@ -78,7 +78,7 @@ def references(body: Mapping[str, Any]) -> References:
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
 
-def normalise(body: Mapping[str, Any], recalled: Recalled = NOTHING_RECALLED) -> ChatRequest:
+def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLED) -> ChatRequest:
     """The chat completion that the request asks for. Raises ApiError; mutates nothing."""
     wanted = references(body)
     own_items = tuple(_resolved(item, recalled) for item in input_items(body))
@@ -229,7 +229,7 @@ def _brings_tools(item: Item) -> bool:
     return item_type(item) in ("additional_tools", "tool_search_output")
 
 
-def _resolved(item: Item, recalled: Recalled) -> Item:
+def _resolved(item: Item, recalled: RecalledItems) -> Item:
     if item_type(item) != "item_reference":
         return item
     found = recalled.items.get(str(item.get("id")))

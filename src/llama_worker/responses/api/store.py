@@ -54,15 +54,15 @@ class References(Struct, frozen=True, kw_only=True):
         return {owner for owner in owners if owner is not None}
 
 
-class Recalled(Struct, frozen=True, kw_only=True):
+class RecalledItems(Struct, frozen=True, kw_only=True):
     """What the store has of it. `history` is None where the response is unknown; unknown items are
     absent."""
 
     history: tuple[Item, ...] | None = ()
-    items: Mapping[str, Item]
+    items: Mapping[str, Item] = {}
 
 
-NOTHING_RECALLED = Recalled(items={})
+NOTHING_RECALLED = RecalledItems()
 
 
 class StoredResponse(Struct, frozen=True, kw_only=True):
@@ -112,17 +112,14 @@ def stored_response(
     )
 
 
-class Found(Struct, frozen=True, kw_only=True):
-    """What was asked for. `chain`: the responses of the conversation, oldest first; None where one
-    is missing.
+class RecalledResponses(Struct, frozen=True, kw_only=True):
+    """The responses that have what was asked for. `chain`: those of the conversation, oldest first;
+    None where one is missing. `holders`: by item id one that has it."""
 
-    `holders`: by item id a response that has it.
-    """
+    chain: tuple[StoredResponse, ...] | None = ()
+    holders: Mapping[str, StoredResponse] = {}
 
-    chain: tuple[StoredResponse, ...] | None
-    holders: Mapping[str, StoredResponse]
-
-    def recalled(self) -> Recalled:
+    def read(self) -> RecalledItems:
         """The items themselves. It reads the JSON: for the thread that asked."""
         holders = {holder.id: holder for holder in self.holders.values()}  # each is read once
         by_id = {response_id: holder.items_by_id() for response_id, holder in holders.items()}
@@ -132,7 +129,7 @@ class Found(Struct, frozen=True, kw_only=True):
             if self.chain is None
             else tuple(item for stored in self.chain for item in stored.items())
         )
-        return Recalled(history=history, items=items)
+        return RecalledItems(history=history, items=items)
 
 
 class ResponseStore:
@@ -190,9 +187,9 @@ class ResponseStore:
                 del self._owners[item_id]
         return True
 
-    def recall(self, wanted: References) -> Found:
+    def recall(self, wanted: References) -> RecalledResponses:
         """The conversation up to a response, and the items asked for."""
-        return Found(
+        return RecalledResponses(
             chain=self._chain(wanted.previous_response_id),
             holders={
                 item_id: self._used(next(reversed(self._owners[item_id])))
