@@ -101,11 +101,11 @@ class ResponsesApp:
         elif method == "POST" and _COMPACT.fullmatch(path):
             self._compact(exchange, request, client)
         elif stored is not None and method == "DELETE" and not stored["input"]:
-            client.reply(200, self._deleted(stored["id"]))
+            client.reply(200, self._forget(stored["id"]))
         elif stored is not None and method == "GET":
-            found = self._found(stored["id"])
+            fetched = self._fetch(stored["id"])
             is_list = stored["input"] is not None
-            client.reply(200, input_list(found.input_items()) if is_list else found.response())
+            client.reply(200, input_list(fetched.input_items()) if is_list else fetched.response())
         else:
             pass_through(exchange, request, client)
 
@@ -180,8 +180,8 @@ class ResponsesApp:
         if events.failure is not None:
             return kept
         items = (*(recalled.history or ()), *chat_request.input_items)
-        made = stored_response(events.stored, items, None)
-        return made if made.size_bytes <= self._config.max_stored_bytes else kept
+        whole = stored_response(events.stored, items, None)
+        return whole if whole.size_bytes <= self._config.max_stored_bytes else kept
 
     def _recall_latest(self, latest: StoredResponse, wanted: References) -> RecalledItems:
         """Items that are referred to may be in it and not in the store, too. It has all that the
@@ -199,18 +199,18 @@ class ResponsesApp:
         reply: WorkerFuture[RecalledResponses] = WorkerFuture()
         return ask(self._proxy, Recall(wanted=wanted, reply=reply), reply)
 
-    def _deleted(self, response_id: str) -> Mapping[str, Any]:
+    def _forget(self, response_id: str) -> Mapping[str, Any]:
         reply: WorkerFuture[bool] = WorkerFuture()
         if not ask(self._proxy, Forget(response_id=response_id, reply=reply), reply):
             raise _unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    def _found(self, response_id: str) -> StoredResponse:
+    def _fetch(self, response_id: str) -> StoredResponse:
         reply: WorkerFuture[StoredResponse | None] = WorkerFuture()
-        found = ask(self._proxy, Fetch(response_id=response_id, reply=reply), reply)
-        if found is None:
+        stored = ask(self._proxy, Fetch(response_id=response_id, reply=reply), reply)
+        if stored is None:
             raise _unknown(response_id)
-        return found
+        return stored
 
 
 def _unknown(response_id: str) -> ApiError:

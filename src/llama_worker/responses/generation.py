@@ -363,9 +363,9 @@ class ResponseGenerator:
     def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
         """What the server samples with where a request does not say."""
         if time.monotonic() >= self._sampling_until:
-            said = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
-            self._sampling = said or self._sampling
-            self._sampling_until = time.monotonic() + (_SAMPLING_S if said else _ASK_AGAIN_S)
+            sampling = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
+            self._sampling = sampling or self._sampling
+            self._sampling_until = time.monotonic() + (_SAMPLING_S if sampling else _ASK_AGAIN_S)
         return self._sampling
 
     def _ask_server(

@@ -97,10 +97,10 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
             502, "the upstream server: its reply is malformed", code="upstream_failed"
         ) from None
     leased = exchange.leased
-    is_refused, said = reply.status != HTTPStatus.OK, bytearray()
+    is_refused, refusal_body = reply.status != HTTPStatus.OK, bytearray()
 
     def refusal() -> StreamFailure | None:
-        return describe_http_error(reply.status, said) if is_refused else None
+        return describe_http_error(reply.status, refusal_body) if is_refused else None
 
     is_stream = "text/event-stream" in reply.header("content-type")
     decoder = StreamDecoder(every_choice=True) if is_stream and leased.request_id else None
@@ -115,8 +115,8 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
             last = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
             client.write(f"\n\ndata: {json.dumps(last)}\n\n".encode())
             break
-        if is_refused and len(said) < _MAX_REFUSAL_BYTES:
-            said += piece
+        if is_refused and len(refusal_body) < _MAX_REFUSAL_BYTES:
+            refusal_body += piece
         events = decoder.feed(piece) if decoder is not None else ()
         if piece:
             leased.heard(events, timers.now())

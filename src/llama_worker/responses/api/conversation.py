@@ -96,11 +96,11 @@ class _Turn:
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
-        self.said: list[str] = []  # the first one is not empty
+        self.texts: list[str] = []  # the first one is not empty
         self.calls: list[Message] = []
 
     def message(self) -> Message:
-        message: Message = {"role": "assistant", "content": "\n".join(self.said)}
+        message: Message = {"role": "assistant", "content": "\n".join(self.texts)}
         if self.reasoning:
             message["reasoning_content"] = "\n\n".join(self.reasoning)
         if self.calls:
@@ -161,7 +161,7 @@ class ChatMessages:
                 self.warnings.append(f"input items of type {kind or 'unknown'!r} are ignored")
 
     def _all(self) -> list[Message]:
-        if self._turn is not None and not self._turn.said and not self._turn.calls:
+        if self._turn is not None and not self._turn.texts and not self._turn.calls:
             # At the end, reasoning alone would be a beginning for the model to go on with.
             self._turn = None
         self._end_turn()
@@ -177,7 +177,7 @@ class ChatMessages:
                 if text:
                     self._instruct(text)
             case "assistant":
-                self._said(self._text_of(content, separator=""))
+                self._assistant(self._text_of(content, separator=""))
             case "user" | "tool":
                 self._end_turn()
                 self._release_held()
@@ -216,18 +216,18 @@ class ChatMessages:
         self._held.clear()
         self._unanswered.clear()
 
-    def _said(self, text: str) -> None:
-        if self._turn is not None and self._turn.said and not self._turn.calls:
+    def _assistant(self, text: str) -> None:
+        if self._turn is not None and self._turn.texts and not self._turn.calls:
             self._end_turn()
         turn = self._current_turn()
-        if text or turn.said:
-            turn.said.append(text)
+        if text or turn.texts:
+            turn.texts.append(text)
 
     def _reasoning(self, item: Item) -> None:
         text = _reasoning_text(item)
         if not text:
             return
-        if self._turn is not None and (self._turn.said or self._turn.calls):
+        if self._turn is not None and (self._turn.texts or self._turn.calls):
             self._end_turn()
         self._current_turn().reasoning.append(text)
 

@@ -126,8 +126,8 @@ class ResponseEvents:
             self._emit_response("in_progress")
         return self._take()
 
-    def feed(self, said: Iterable[chat.StreamEvent], now: float) -> list[Event]:
-        for event in said:
+    def feed(self, stream_events: Iterable[chat.StreamEvent], now: float) -> list[Event]:
+        for event in stream_events:
             if self.over:
                 break
             match event:
@@ -183,10 +183,10 @@ class ResponseEvents:
         self.response["error"] = {"code": "server_error", "message": message}
         self._emit_terminal("failed")
 
-    def _conclude(self, ended: TurnOutcome | None) -> None:
+    def _conclude(self, outcome: TurnOutcome | None) -> None:
         if self.over:
             return
-        match ended:
+        match outcome:
             case chat.ServerError(message=message, type=kind):
                 self._fail(message, error_code(f"{kind} {message}"))
             case StreamFailure(detail=detail):

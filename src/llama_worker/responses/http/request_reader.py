@@ -211,13 +211,12 @@ class _Headers:
         self.hosts = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        sent, said = name.decode("ascii"), value.decode("latin-1").strip(" \t")
-        lower = sent.lower()
+        as_sent, text = name.decode("ascii"), value.decode("latin-1").strip(" \t")
+        lower = as_sent.lower()
         self.hosts += lower == "host"
-        self.values[lower] = (
-            sent,
-            f"{self.values[lower][1]}, {said}" if lower in self.values else said,
-        )
+        if lower in self.values:
+            text = f"{self.values[lower][1]}, {text}"
+        self.values[lower] = (as_sent, text)
 
 
 class _Line(Enum):
