@@ -95,7 +95,7 @@ def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLE
     )
     choice = tool_choice(body.get("tool_choice"), tools)
     text_format = _text_format(body.get("text"))
-    wish = _format_wish(choice, text_format)
+    offered, sent_format, wish = _tools_and_format(choice, text_format)
     instructions = "\n\n".join(text for text in (_instructions(body), wish) if text)
     chat_input = ChatMessages(instructions, items, tools)
     prewarm = as_object(body.get("prompt_cache_options")).get("prewarm")
@@ -114,7 +114,7 @@ def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLE
     if body.get("truncation") == "auto":
         warnings.append("truncation is ignored")
     return ChatRequest(
-        body=_chat_body(body, chat_input.messages, choice, text_format),
+        body=_chat_body(body, chat_input.messages, offered, choice.mode, sent_format),
         tools=tools,
         echo=echo_of(body, tools, choice, text_format),
         input_items=own_items,
@@ -131,17 +131,17 @@ def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLE
 def _chat_body(
     body: Mapping[str, Any],
     messages: list[Message],
-    choice: Choice,
+    offered: Sequence[Tool],
+    mode: str,
     text_format: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     chat = {key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None}
     parallel = chat.pop("parallel_tool_calls", None)
     chat |= {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     chat.setdefault("reasoning_format", "deepseek")
-    offered, text_format = _without_conflict(choice, text_format)
     if offered:
         chat["tools"] = [tool.offer() for tool in offered]
-        chat["tool_choice"] = choice.mode
+        chat["tool_choice"] = mode
         if isinstance(parallel, bool):
             chat["parallel_tool_calls"] = parallel
     if body.get("max_output_tokens") is not None:
@@ -281,20 +281,20 @@ def _text_format(text: object) -> dict[str, Any] | None:
     }
 
 
-def _without_conflict(
+def _tools_and_format(
     choice: Choice, text_format: Mapping[str, Any] | None
-) -> tuple[Sequence[Tool], Mapping[str, Any] | None]:
+) -> tuple[Sequence[Tool], Mapping[str, Any] | None, str]:
     """The tools and the format to send, not both: llama-server drops the tools, silently, from a
-    request that has a format as well (b11434)."""
-    if choice.mode == "none" and text_format is not None:
-        return (), text_format
-    return choice.offered, None if choice.offered else text_format
+    request that has a format as well (b11434). The text asks for the format in the prompt, where
+    the model may call a tool or answer."""
+    if text_format is None or not choice.offered:
+        return choice.offered, text_format, ""
+    if choice.mode == "none":
+        return (), text_format, ""
+    return choice.offered, None, _format_wish(text_format) if choice.mode == "auto" else ""
 
 
-def _format_wish(choice: Choice, text_format: Mapping[str, Any] | None) -> str:
-    """Asks for the format in the prompt, where the model may call a tool or answer; else ""."""
-    if text_format is None or not choice.offered or choice.mode != "auto":
-        return ""
+def _format_wish(text_format: Mapping[str, Any]) -> str:
     schema = text_format.get("schema")
     fits = f" that fits this schema: {json.dumps(schema, ensure_ascii=False)}" if schema else ""
     return f"When you do not call a tool, answer with nothing but one JSON object{fits}"
