@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -41,13 +41,6 @@ _OWN_KEYS = frozenset({
     "stream", "stream_options", "text", "tool_choice", "tools", "top_logprobs", "truncation",
     "user",
 })  # fmt: skip
-_IGNORED_WITH_A_WARNING = (
-    "background",
-    "conversation",
-    "max_tool_calls",
-    "prompt",
-    "context_management",
-)
 
 
 class ChatRequest(Struct, frozen=True, kw_only=True):
@@ -108,11 +101,6 @@ def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLE
     warnings = [*chat_input.warnings, *tools.warnings, *choice.warnings]
     if wish:
         warnings.append("beside tools, text.format is only asked for in the prompt")
-    warnings += [f"{key} is ignored" for key in _IGNORED_WITH_A_WARNING if body.get(key)]
-    if body.get("top_logprobs"):
-        warnings.append("log probabilities are not available")
-    if body.get("truncation") == "auto":
-        warnings.append("truncation is ignored")
     return ChatRequest(
         body=_chat_body(body, chat_input.messages, offered, choice.mode, sent_format),
         tools=tools,
@@ -121,11 +109,22 @@ def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLE
         previous_response_id=wanted.previous_response_id,
         stream=body.get("stream") is True,
         store=store,
-        seal_reasoning=not store
-        or ENCRYPTED_REASONING in include,  # without a store nothing else brings it back
+        # without a store nothing else brings it back
+        seal_reasoning=not store or ENCRYPTED_REASONING in include,
         generates=generates,
-        warnings=tuple(dict.fromkeys(warnings)),
+        warnings=tuple(dict.fromkeys([*warnings, *_ignored(body)])),
     )
+
+
+def _ignored(body: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings about parameters that llama-server has no use for."""
+    for key in ("background", "conversation", "max_tool_calls", "prompt", "context_management"):
+        if body.get(key):
+            yield f"{key} is ignored"
+    if body.get("top_logprobs"):
+        yield "log probabilities are not available"
+    if body.get("truncation") == "auto":
+        yield "truncation is ignored"
 
 
 def _chat_body(
