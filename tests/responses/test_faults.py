@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from llama_worker.responses import actor, app
+from llama_worker.responses.messages import StopListening
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, no_threads
 from tests.conftest import Leftovers
@@ -147,3 +149,11 @@ def test_a_start_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(OSError, match="in use"):
                 proxy.start().get(timeout=WAIT_S)
     assert len(tries) == 1
+
+
+def test_a_proxy_that_is_being_closed_does_not_start() -> None:
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
+    with contextlib.closing(ResponsesProxy(config)) as proxy:
+        proxy.actor_ref.tell(StopListening(reply=WorkerFuture()))
+        with pytest.raises(RuntimeError, match="closed"):
+            proxy.start().get(timeout=WAIT_S)
