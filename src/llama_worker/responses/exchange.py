@@ -135,6 +135,22 @@ class Exchange:
             self._is_announced = True
             self._proxy.tell(Enter(response_id=self._response_id))
 
+    def error_for_client(self, failure: StreamFailure, retry_after: str = "") -> ApiError:
+        """What to tell the client where the upstream did not begin to answer; `retry_after`: its
+        header of that name, where it refused."""
+        if failure.reason is RequestFailReason.CANCELED:  # by the host: not to be asked for again
+            return ApiError(_CANCELED, failure.detail, code="canceled", should_retry=False)
+        if self.leased.is_given_up and self.upstream.restarts:
+            after_s = _RESTARTING_S
+            return ApiError(503, failure.detail, code="upstream_failed", retry_after_s=after_s)
+        if self.leased.is_given_up:
+            return ApiError(504, failure.detail, code="upstream_failed")
+        if failure.http_status is not None:
+            return refused_by_server(failure.http_status, failure.detail, retry_after)
+        is_unreachable = failure.reason is RequestFailReason.CONNECT_FAILED
+        code = "upstream_unreachable" if is_unreachable else "upstream_failed"
+        return ApiError(502, f"the upstream server: {failure.detail}", code=code)
+
     def _end_lease(self) -> bool:
         self.leased.be_watched()  # else nobody could tell why the connection broke
         return self.upstream.watch.tell(EndLease(exchange=self.leased))
@@ -183,22 +199,3 @@ def _is_media(content: object) -> bool:
     return isinstance(content, list) and any(
         isinstance(part, Mapping) and part.get("type") != "text" for part in content
     )
-
-
-def no_stream(failure: StreamFailure, exchange: Exchange, retry_after: str = "") -> ApiError:
-    """What to tell the client where the upstream did not begin to answer; `retry_after`: its header
-    of that name, where it refused."""
-    if failure.reason is RequestFailReason.CANCELED:  # by the host: not to be asked for again
-        return ApiError(_CANCELED, failure.detail, code="canceled", should_retry=False)
-    if exchange.leased.is_given_up and exchange.upstream.restarts:
-        return ApiError(503, failure.detail, code="upstream_failed", retry_after_s=_RESTARTING_S)
-    if exchange.leased.is_given_up:
-        return ApiError(504, failure.detail, code="upstream_failed")
-    if failure.http_status is not None:
-        return refused_by_server(failure.http_status, failure.detail, retry_after)
-    code = (
-        "upstream_unreachable"
-        if failure.reason is RequestFailReason.CONNECT_FAILED
-        else "upstream_failed"
-    )
-    return ApiError(502, f"the upstream server: {failure.detail}", code=code)

@@ -28,7 +28,7 @@ from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest
 from llama_worker.responses.api.store import response_id_of, stored_response
 from llama_worker.responses.errors import ApiError, error_code
-from llama_worker.responses.exchange import Exchange, Upstream, no_stream
+from llama_worker.responses.exchange import Exchange, Upstream
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import forwarded
 from llama_worker.runtime.host import timers
@@ -344,7 +344,7 @@ class ResponseGenerator:
             run.to_the_end(chat)
         else:
             assert chat.failure is not None
-            refused = no_stream(chat.failure, exchange, chat.retry_after)
+            refused = exchange.error_for_client(chat.failure, chat.retry_after)
             if not run.has_begun:
                 raise refused
             run.fail(refused)

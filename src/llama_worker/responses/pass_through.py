@@ -12,7 +12,7 @@ from http import HTTPStatus
 from llama_worker.config.validation import json_of
 from llama_worker.request.prompt import answers_asked
 from llama_worker.responses.errors import ApiError
-from llama_worker.responses.exchange import Exchange, no_stream
+from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import MalformedReply
 from llama_worker.responses.http.request_reader import HttpRequest, header_words
@@ -82,7 +82,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     except (OSError, ValueError) as error:
         failure = session.no_reply(error, exchange.abort, endpoint)
         failure = leased.closed(failure) or failure
-        raise no_stream(failure, exchange) from error
+        raise exchange.error_for_client(failure) from error
     with contextlib.closing(reply):
         if reply.status == HTTPStatus.OK:
             leased.opened(timers.now())
