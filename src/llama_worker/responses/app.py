@@ -3,12 +3,13 @@ last byte."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -61,11 +62,10 @@ class ResponsesApp:
 
     def serve(self, request: HttpRequest, client: Client) -> None:
         """Answer it. Raises OSError where the client's connection is broken, or is to be."""
-        exchange = self._exchange(client)
         try:
-            self._route(exchange, request, client)
+            with self._exchange(client) as exchange:
+                self._route(exchange, request, client)
         except ApiError as refused:
-            exchange.leave()
             client.refuse(refused)
         except OSError:  # the client's connection
             raise
@@ -74,11 +74,15 @@ class ResponsesApp:
             if client.http.reply.has_begun:
                 raise
             client.refuse(ApiError(500, f"the proxy failed: {type(error).__name__}"))
+
+    @contextlib.contextmanager
+    def _exchange(self, client: Client) -> Iterator[Exchange]:
+        """It is left before its client is told of a failure: who reads that may have its place."""
+        exchange = Exchange(client, self._proxy, self._upstream, self._places)
+        try:
+            yield exchange
         finally:
             exchange.leave()
-
-    def _exchange(self, client: Client) -> Exchange:
-        return Exchange(client, self._proxy, self._upstream, self._places)
 
     def _route(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         method, path = request.method, request.target.partition("?")[0]
@@ -158,7 +162,6 @@ class ResponsesApp:
         """What the next turn may go on from though the store has not got it: not from what this one
         went on from and failed. Its input is the whole conversation."""
         message = socket.next_message()
-        exchange = self._exchange(client)
         sink = EventSink(send=client.send_raw, encode=socket.encode, before_reading=socket.read)
         kept = latest
         try:
@@ -170,13 +173,11 @@ class ResponsesApp:
             else:
                 recalled = self._recall(wanted)
             chat_request = normalise(body, recalled)
-            events = self._generator.generate(exchange, request, chat_request, sink)
+            with self._exchange(client) as exchange:
+                events = self._generator.generate(exchange, request, chat_request, sink)
         except ApiError as refused:
-            exchange.leave()
             socket.refuse(refused)
             return kept
-        finally:
-            exchange.leave()
         if events.failure is not None:
             return kept
         items = (*(recalled.history or ()), *chat_request.input_items)
