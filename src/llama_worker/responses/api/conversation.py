@@ -179,9 +179,7 @@ class ChatMessages:
             case "assistant":
                 self._assistant(self._text_of(content, separator=""))
             case "user" | "tool":
-                self._end_turn()
-                self._release_held()
-                self._messages.append({"role": "user", "content": _content(content)})
+                self._user(_content(content))
             case _:
                 raise ApiError(400, f"unknown role {role!r} of an input message", param="input")
 
@@ -196,10 +194,13 @@ class ChatMessages:
         text = unseal(item.get("encrypted_content"))
         if text is None:
             self.warnings.append("a compaction that was not made here is ignored")
-            return
+        else:
+            self._user(f"{_SUMMARY_HEAD}\n\n{text}")
+
+    def _user(self, content: str | list[Message]) -> None:
         self._end_turn()
         self._release_held()
-        self._messages.append({"role": "user", "content": f"{_SUMMARY_HEAD}\n\n{text}"})
+        self._messages.append({"role": "user", "content": content})
 
     def _instruct(self, text: str) -> None:
         if not self._messages and self._turn is None:
