@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker.responses.api.tools import Choice, ToolSet, as_object
+from llama_worker.config.validation import as_count
+from llama_worker.responses.api.tools import Choice, ToolSet, as_object, as_text
 
 # What b11434 samples with, unless a request or its own command says otherwise.
 LLAMA_SERVER_SAMPLING = {
@@ -44,19 +45,19 @@ def echo_of(
     metadata = as_object(body.get("metadata"))
     parallel = body.get("parallel_tool_calls")
     return {
-        "instructions": _typed(body.get("instructions"), str),
-        "max_output_tokens": _typed(body.get("max_output_tokens"), int),
+        "instructions": as_text(body.get("instructions")),
+        "max_output_tokens": as_count(body.get("max_output_tokens")),
         "max_tool_calls": None,
         "metadata": {key: value for key, value in metadata.items() if isinstance(value, str)},
         "model": body["model"] if isinstance(body.get("model"), str) else "default",
         "parallel_tool_calls": parallel if isinstance(parallel, bool) else True,
         "previous_response_id": body.get("previous_response_id") or None,
-        "prompt_cache_key": _typed(body.get("prompt_cache_key"), str),
+        "prompt_cache_key": as_text(body.get("prompt_cache_key")),
         "reasoning": {
             "effort": effort if effort in _EFFORTS else None,
             "summary": summary if summary in ("auto", "concise", "detailed") else None,
         },
-        "safety_identifier": _typed(body.get("safety_identifier"), str),
+        "safety_identifier": as_text(body.get("safety_identifier")),
         "service_tier": "default",
         "store": body.get("store") is not False,
         "text": text,
@@ -64,12 +65,8 @@ def echo_of(
         "tools": [dict(tool) for tool in tools.echo],
         "top_logprobs": 0,
         "truncation": "disabled",
-        "user": _typed(body.get("user"), str),
+        "user": as_text(body.get("user")),
     }
-
-
-def _typed(value: Any, kind: type) -> Any:
-    return value if isinstance(value, kind) and not isinstance(value, bool) else None
 
 
 def _number(value: object, default: float) -> float:

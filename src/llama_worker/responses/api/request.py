@@ -21,6 +21,7 @@ from llama_worker.responses.api.tools import (
     Tool,
     ToolSet,
     as_object,
+    as_text,
     inner,
     tool_choice,
     tool_set,
@@ -276,7 +277,7 @@ def _text_format(text: object) -> dict[str, Any] | None:
         "name": name if isinstance(name, str) else "response",
         "schema": dict(schema),
         "strict": source.get("strict") is True,
-        "description": description if isinstance(description, str) else None,
+        "description": as_text(description),
     }
 
 

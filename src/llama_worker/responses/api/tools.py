@@ -70,11 +70,7 @@ class ToolSet(Struct, frozen=True):
     def model_name(self, namespace: object, name: str) -> str:
         """What the model knows a tool of the client by, also one that is no longer offered."""
         tool = self._known(namespace, name)
-        return (
-            tool.model_name
-            if tool
-            else _joined(namespace if isinstance(namespace, str) else None, name)
-        )
+        return tool.model_name if tool else _joined(as_text(namespace), name)
 
     def find(self, name: object, namespace: object = None) -> Tool | None:
         """By the client's name, with the namespace beside it or in front of it."""
@@ -135,6 +131,11 @@ def as_object(value: object) -> Json:
     return value if isinstance(value, Mapping) else {}
 
 
+def as_text(value: object) -> str | None:
+    """The value, if it is a text."""
+    return value if isinstance(value, str) else None
+
+
 def inner(value: Json, name: str) -> Json:
     """The object of this name in it, as chat completions have it; itself where it is flat."""
     nested = value.get(name)
@@ -169,7 +170,7 @@ def _function(entry: Json) -> dict[str, Any]:
     return {
         "type": "function",
         "name": _name(function, "a function tool"),
-        "description": _text(function.get("description")),
+        "description": as_text(function.get("description")),
         "parameters": dict(parameters) if isinstance(parameters, Mapping) else None,
         "strict": strict if isinstance(strict, bool) else None,
     }
@@ -181,7 +182,7 @@ def _custom(entry: Json) -> dict[str, Any]:
     tool = {
         "type": "custom",
         "name": _name(custom, "a custom tool"),
-        "description": _text(custom.get("description")),
+        "description": as_text(custom.get("description")),
     }
     return {**tool, "format": dict(form)} if isinstance(form, Mapping) else tool
 
@@ -194,7 +195,7 @@ def _tool_search(entry: Json) -> dict[str, Any]:
         "type": "tool_search",
         "name": TOOL_SEARCH,
         "execution": "client",
-        "description": _text(entry.get("description")),
+        "description": as_text(entry.get("description")),
         "parameters": dict(parameters) if isinstance(parameters, Mapping) else None,
     }
 
@@ -204,10 +205,6 @@ def _name(tool: Json, what: str) -> str:
     if not isinstance(name, str) or not name:
         raise ApiError(400, f"{what} needs a name", param="tools")
     return name
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _tool(tool: Json, namespace: str | None, model_name: str) -> Tool:
@@ -227,7 +224,7 @@ def _custom_description(tool: Json) -> str | None:
     grammar = inner(tool.get("format") or {}, "grammar")
     definition = grammar.get("definition")
     if not isinstance(definition, str):
-        return _text(tool["description"])
+        return as_text(tool["description"])
     rule = f"`input` must match this grammar ({grammar.get('syntax', 'lark')}):\n{definition}"
     return f"{tool['description']}\n\n{rule}" if tool["description"] else rule
 
@@ -240,7 +237,7 @@ def _echo(entry: Json, kept: Sequence[Json]) -> list[Json]:
     head = {
         "type": "namespace",
         "name": entry["name"],
-        "description": _text(entry.get("description")) or "",
+        "description": as_text(entry.get("description")) or "",
     }
     return [{**head, "tools": list(kept)}]
 
