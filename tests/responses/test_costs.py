@@ -22,7 +22,12 @@ from llama_worker.responses.generation import ChatExchange, EventSink, ResponseR
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import ReplyFramer
 from llama_worker.responses.http.request_reader import RequestReader
-from llama_worker.responses.messages import Enter, Leave, ListenerEnded, StopListening
+from llama_worker.responses.messages import (
+    ListenerEnded,
+    ResponseBegun,
+    ResponseEnded,
+    StopListening,
+)
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.streams import leased_exchange
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -107,7 +112,7 @@ def stream(make_server: MakeServer) -> Iterator[Stream]:
     [
         pytest.param("/v1/chat/completions", {"messages": []}, [], id="passed through"),
         pytest.param("/v1/responses", {"store": False}, [], id="a response"),
-        pytest.param("/v1/responses", {}, [Enter, Leave], id="a stored response"),
+        pytest.param("/v1/responses", {}, [ResponseBegun, ResponseEnded], id="a stored response"),
     ],
 )
 def test_a_request_tells_its_actors_little(

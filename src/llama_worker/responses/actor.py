@@ -2,9 +2,9 @@
 requests.
 
 Receives orders from its handle (StartListening, StopListening), facts from the listener's thread
-(Listening, ListenerEnded), and facts and questions from the threads that serve clients (Enter,
-Leave, Recall, Fetch, Forget). It sends nothing but answers. Owns the listener, the store of
-responses, and the ids of those that will be in it.
+(Listening, ListenerEnded), and from the threads that serve clients facts (ResponseBegun,
+ResponseEnded) and questions (Recall, Fetch, Forget). It sends nothing but answers. Owns the
+listener, the store of responses, and the ids of those that will be in it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
                 self._end_all()
             case messages.ListenerEnded(error=error):
                 self._ended(error)
-            case messages.Enter(response_id=response_id):
+            case messages.ResponseBegun(response_id=response_id):
                 self._running.add(response_id)
-            case messages.Leave(response_id=response_id, stored=stored):
+            case messages.ResponseEnded(response_id=response_id, stored=stored):
                 self._running.discard(response_id)
                 if stored is not None:
                     self._store.put(stored)

@@ -18,7 +18,7 @@ from llama_worker.request.prompt import picks_slots
 from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
-from llama_worker.responses.messages import Enter, Leave, ProxyMessage
+from llama_worker.responses.messages import ProxyMessage, ResponseBegun, ResponseEnded
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -133,7 +133,7 @@ class Exchange:
         Idempotent."""
         if self._response_id is not None and not self._is_announced:
             self._is_announced = True
-            self._proxy.tell(Enter(response_id=self._response_id))
+            self._proxy.tell(ResponseBegun(response_id=self._response_id))
 
     def error_for_client(self, failure: StreamFailure, retry_after: str = "") -> ApiError:
         """What to tell the client where the upstream did not begin to answer; `retry_after`: its
@@ -162,7 +162,7 @@ class Exchange:
             self._wants_lease = False
             self._end_lease()
         if self._response_id is not None and (self._is_announced or stored is not None):
-            self._proxy.tell(Leave(response_id=self._response_id, stored=stored))
+            self._proxy.tell(ResponseEnded(response_id=self._response_id, stored=stored))
         self._response_id = None
         if self._has_place:
             self._has_place = False

@@ -34,14 +34,14 @@ class ListenerEnded(Struct, frozen=True, kw_only=True):
     error: BaseException | None
 
 
-class Enter(Struct, frozen=True, kw_only=True):
-    """An exchange makes a response that can be referred to."""
+class ResponseBegun(Struct, frozen=True, kw_only=True):
+    """A response is made that can be referred to."""
 
     response_id: str
 
 
-class Leave(Struct, frozen=True, kw_only=True):
-    """The exchange is over. `stored`: the response to keep, None for none."""
+class ResponseEnded(Struct, frozen=True, kw_only=True):
+    """It is made no longer. `stored`: the response to keep, None for none."""
 
     response_id: str
     stored: StoredResponse | None = None
@@ -76,8 +76,8 @@ ProxyMessage = (
     | StopListening
     | Listening
     | ListenerEnded
-    | Enter
-    | Leave
+    | ResponseBegun
+    | ResponseEnded
     | Recall
     | Fetch
     | Forget
