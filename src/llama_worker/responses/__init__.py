@@ -1,2 +1,2 @@
-"""OpenAI's Responses API over chat completions: pure parts, and the messages of the actor that uses
-them."""
+"""OpenAI's Responses API over chat completions. `proxy` is the handle, `app` serves a request;
+`api` translates, `http` speaks with clients."""
