@@ -5,22 +5,13 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.errors import ApiError
-from llama_worker.responses.http.client import (
-    BODY_S,
-    HEAD_S,
-    LINGER_S,
-    SILENT_S,
-    Client,
-    WaitingClients,
-)
-from llama_worker.responses.http.reply import MalformedReply, ReplyFramer
 from llama_worker.responses.http.request_reader import (
     MAX_HEAD_BYTES,
     HttpRequest,
@@ -265,49 +256,6 @@ def test_continue_is_sent_once() -> None:
     assert client.wanted_continue() == b""
 
 
-@pytest.mark.parametrize(
-    ("status", "headers"),
-    [(200, [("X-A", "a\r\nX-B: b")]), (101, []),
-     (200, [("Content-Length", "1"), ("Content-Length", "2")]),
-     (200, [("Content-Length", "-1")]), (200, [("Content-Length", "0" * 5000)]),
-     (200, [("X-A : b\r\nX-B", "c")]),
-     *((200, [(name, "chunked")]) for name in ("Transfer-Encoding ", "A B", "", "X\u00e9"))],
-)  # fmt: skip
-def test_an_ambiguous_reply_is_not_begun(status: int, headers: list[tuple[str, str]]) -> None:
-    reply = ReplyFramer()
-    with pytest.raises(MalformedReply):
-        reply.begin(status, headers)
-    assert not reply.has_begun
-    assert reply.begin(502, [("Content-Length", "2")]).startswith(
-        b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n"
-    )
-    assert reply.data(b"ok") + reply.end() == b"ok"
-
-
-def test_a_repeated_length_is_sent_once() -> None:
-    head = ReplyFramer(is_kept=True).begin(200, [("Content-Length", "2"), ("content-length", "2")])
-    assert head == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
-
-
-def test_a_reply_is_as_long_as_it_says() -> None:
-    for body in (b"a", b"abc"):
-        reply = ReplyFramer()
-        reply.begin(200, [("Content-Length", "2")])
-        with pytest.raises(MalformedReply):
-            assert reply.data(body) + reply.end()
-        assert not reply.is_complete
-
-
-def test_head_is_replied_to_without_a_body() -> None:
-    reply = ReplyFramer("HEAD", is_kept=True)
-    assert (
-        reply.begin(200, [("Content-Length", "2")])
-        == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
-    )
-    assert reply.data(b"ok") + reply.end() == b""
-    assert reply.is_complete
-
-
 def test_framing_follows_the_clients_http_version() -> None:
     for version, framed in ((b"1.1", b"2\r\nok\r\n"), (b"1.0", b"ok")):
         client = connection()
@@ -317,83 +265,3 @@ def test_framing_follows_the_clients_http_version() -> None:
         client.reply.end()
         assert client.reply.is_complete
         assert client.reply.is_kept is (version == b"1.1")
-
-
-# ---------------------------------------------------------------- who waits
-
-
-@pytest.mark.parametrize(
-    ("phase", "allowed_s"),
-    [
-        (Phase.SILENT, SILENT_S),
-        (Phase.HEAD, HEAD_S),
-        (Phase.BODY, BODY_S),
-        (Phase.LINGER, LINGER_S),
-    ],
-)
-def test_nobody_waits_for_ever(phase: Phase, allowed_s: float) -> None:
-    waiting: WaitingClients[str] = WaitingClients()
-    assert waiting.deadline() is None
-    waiting.enter("a", phase, 10.0)
-    assert waiting.deadline() == 10.0 + allowed_s
-    assert waiting.expired(10.0 + allowed_s - 0.1) == []
-    assert waiting.expired(10.0 + allowed_s) == ["a"]
-    waiting.leave("a")
-    waiting.leave("a")
-    assert ([*waiting], waiting.deadline()) == ([], None)
-
-
-def test_only_a_dripping_body_gets_more_time() -> None:
-    waiting: WaitingClients[str] = WaitingClients()
-    waiting.enter("head", Phase.SILENT, -100.0)  # silence before it costs it no time
-    for at in (0.0, 10.0):
-        waiting.enter("head", Phase.HEAD, at)
-        waiting.enter("body", Phase.BODY, at)
-    assert waiting.expired(HEAD_S) == ["head"]
-    assert waiting.expired(10.0 + BODY_S) == ["head", "body"]
-    waiting.leave("head")
-    waiting.leave("body")
-    waiting.enter("head", Phase.HEAD, 200.0)
-    assert waiting.deadline() == 200.0 + HEAD_S
-
-
-def test_whoever_waits_longest_makes_room_the_silent_first() -> None:
-    waiting: WaitingClients[str] = WaitingClients()
-    phases = {
-        "body": Phase.BODY,
-        "head": Phase.HEAD,
-        "s1": Phase.SILENT,
-        "s2": Phase.SILENT,
-        "end": Phase.LINGER,
-    }
-    for number, (client, phase) in enumerate(phases.items()):
-        waiting.enter(client, phase, float(number))
-    gone = []
-    while (client_to_go := waiting.next_to_evict()) is not None:
-        gone.append(client_to_go)
-        waiting.leave(client_to_go)
-    assert gone == ["end", "s1", "s2", "head", "body"]
-
-
-class SteadyClient:
-    """A socket whose client takes ten bytes a second."""
-
-    taken, timeout_s = b"", 0.0
-
-    def setblocking(self, flag: bool) -> None:
-        self.timeout_s = 0.0
-
-    def settimeout(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-
-    def send(self, data: Any, flags: int) -> int:
-        if self.timeout_s < 1.0:
-            raise BlockingIOError
-        self.taken += data[:10]
-        return min(len(data), 10)
-
-
-def test_a_slow_client_gets_a_long_reply() -> None:
-    steady: Any = SteadyClient()
-    Client(steady, connection(), write_timeout_s=2.0).send_raw(b"x" * 95)
-    assert (steady.taken, steady.timeout_s) == (b"x" * 95, 0.0)
