@@ -27,7 +27,7 @@ from llama_worker.responses.api.request import (
 )
 from llama_worker.responses.api.store import RecalledItems
 from llama_worker.responses.api.tools import NO_TOOLS
-from llama_worker.responses.errors import ApiError, refused_by_server
+from llama_worker.responses.errors import ApiError
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Yes?"}
@@ -567,7 +567,3 @@ def test_nothing_given_is_changed() -> None:
     before = copy.deepcopy(body)
     normalise(body)
     assert body == before
-
-
-def test_an_odd_status_of_the_server_is_502() -> None:
-    assert refused_by_server(302, "HTTP 302: no message").status == 502
