@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from llama_worker.stream.failure import exceeds_context
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -13,7 +15,6 @@ _TYPES = {
 }
 _LOADING_S = 5
 _SECONDS = re.compile("[0-9]{1,6}")
-CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 class ApiError(Exception):
@@ -64,6 +65,9 @@ def refused_by_server(status: int, detail: str, retry_after: str = "") -> ApiErr
 
 def error_code(detail: str) -> str | None:
     """The code that clients look for, where a server's error has one."""
-    text = detail.lower()
-    exceeded = "exceed_context_size_error" in text or "context size has been exceeded" in text
-    return CONTEXT_EXCEEDED if exceeded else None
+    is_full = (
+        exceeds_context(detail, None)
+        or "exceed_context_size_error" in detail
+        or "context size has been exceeded" in detail.lower()
+    )
+    return "context_length_exceeded" if is_full else None
