@@ -157,8 +157,8 @@ class Costs:
 
     def _expect_look(self, truth: Truth) -> None:
         """Behind a broken connection the server is probed at once: where it does not answer, it is
-        ended after one probe, or after the one that was under way and another. Probes that fail
-        behind a halt of the host may be made again."""
+        ended after one probe, or after the one that was under way and another; but for one that
+        serves somebody meanwhile. Probes that fail behind a halt of the host may be made again."""
         invariants, now = self._invariants, self._invariants.now
         server = invariants.living_server
         if server is None or server.epoch != truth.epoch or server.answers:
@@ -167,12 +167,21 @@ class Costs:
             return
 
         def is_over() -> bool:
-            return server.gone or server.killed or server.answers or server.back_at >= now
+            is_back = server.answers or server.back_at >= now
+            return server.gone or server.killed or is_back or self._served(truth.epoch, now)
 
         what = f"launch {truth.epoch}, which does not answer, is over"
         bound_s = 2 * self._probe_s + _LAG_S
         invariants.expect(
             Promise.HUNG_OR_SLOW, bound_s, what, is_over, lambda: 60.0 - invariants.ran_s
+        )
+
+    def _served(self, epoch: int, since: float) -> bool:
+        """Whether a request of this launch has got data since."""
+        requests = self._invariants.requests.values()
+        return any(
+            each.epoch == epoch and each.records_at and each.records_at[-1] > since
+            for each in requests
         )
 
     def restarted(self, epoch: int, reason: str, detail: str) -> None:

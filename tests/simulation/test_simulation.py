@@ -51,6 +51,10 @@ MORE_HECTIC = (75.34246575342465, 6.84931506849315)
         "a lost request beside an image": (220992768886379, 5.386532325325142, HECTIC),
         "recycled while all were at rest": (216877593245595, 5.899546182878867, HECTIC),
         "a connection broke while it drained": (239683604732883, 5.1623265623196275, HECTIC),
+        "deaf, and it served another": (
+            *(54861748827376, 3.4523435533184856),
+            (75.34246575342466, 6.8493150684931505),
+        ),
         "headers waited for behind a broken-off batch": (
             *(127004680186025, 3.7515956158453654),
             HECTIC,
