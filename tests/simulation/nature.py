@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llama_worker.server.blame import fault_of_xid, gpu_lost, uncorrectable_memory_error
+from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.messages import ProbeOutcome
 from llama_worker.server.roll_call import ANSWER_S, EVERY_S
 from llama_worker.server.termination import Signal
@@ -419,11 +420,19 @@ class Nature:
         if bound_s is not None:
             what = f"{kind.name} of launch {server.epoch}"
             self._loading_faults[server.epoch] = fault
+            # A probe that met it stopped has its time first.
+            wakes_s = probe_timeout_s(self._profile) + bound_s
+
+            def spared_s() -> float:
+                back_at = self._invariants.now if server.stopped else server.back_at
+                return back_at + wakes_s - self._invariants.now
+
             self._invariants.expect(
                 Promise.HUNG_OR_SLOW,
                 bound_s + load_s,
                 what,
                 lambda: server.gone or server.killed or self._host_ends_it_since(fault.began_at),
+                spared_s,
             )
 
     def _host_ends_it_since(self, since: float) -> bool:

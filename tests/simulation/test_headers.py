@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
-
 from llama_worker.types.request import RequestFailReason, RequestState
 from tests.simulation.bench import FAST, Bench, quiet_bench
 from tests.simulation.server import Build, Reply
+from tests.tables import cases
 
 LONG = Reply(key="long", prompt_tokens=9000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
 A_LONG_BATCH = Build(  # of 100 s, on a GPU
@@ -43,13 +42,13 @@ def is_cancelled(bench: Bench) -> None:
     bench.worker.cancel(1)
 
 
-@pytest.mark.parametrize(
-    ("first", "limit"),
-    [
-        pytest.param(is_refused, "headers_timeout_s", id="refused"),
-        pytest.param(breaks_down, "headers_timeout_s", id="an error of the server's"),
-        pytest.param(is_cancelled, "idle_stream_timeout_s", id="cancelled in a batch"),
-    ],
+@cases(
+    "first, limit",
+    {
+        "refused": (is_refused, "headers_timeout_s"),
+        "an error of the server's": (breaks_down, "headers_timeout_s"),
+        "cancelled in a batch": (is_cancelled, "idle_stream_timeout_s"),
+    },
 )
 def test_only_what_was_broken_off_may_still_hold_headers_back(
     first: Callable[[Bench], None], limit: str
@@ -58,14 +57,11 @@ def test_only_what_was_broken_off_may_still_hold_headers_back(
     bench.machine.reply_to = lambda request_id, turn: LONG
     with bench.ready():
         first(bench)
-        ended = bench.worker.result(1)
-        assert bench.scheduler.run_until(ended.done, bench.scheduler.now + 1.0)
+        bench.answer(bench.worker.result(1), 1.0)
         bench.server.freeze(spins=False)
         bench.worker.submit("job", "", "the second")
-        hung, sent_at = bench.worker.result(2), bench.scheduler.now
-        assert bench.scheduler.run_until(hung.done, sent_at + 3600.0)
-        result = hung.get(timeout=0)
-        assert result["ok"]
+        sent_at = bench.scheduler.now
+        result = bench.answer(bench.worker.result(2), 3600.0)
         assert result["fail_reason"] is RequestFailReason.HEADERS_TIMEOUT
         limit_s = getattr(bench.config.timeouts, limit)
         assert 0.0 <= bench.scheduler.now - sent_at - limit_s <= 15.0
@@ -80,43 +76,34 @@ def test_headers_are_held_back_by_a_batch_that_began_after_the_latest_report() -
         first = worker.ask("in the way for 6 s")
         scheduler.run_for(0.1)
         worker.submit("job", "", "waits when it is asked, after 5 s")
-        assert scheduler.run_until(first.done, scheduler.now + 60.0)
+        bench.answer(first)
         scheduler.run_for(1.0)
         worker.cancel(2)  # in its batch of 100 s
-        answer = worker.ask("behind it")
-        assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
-        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+        assert bench.answer(worker.ask("behind it"), 3600.0)["state"] is RequestState.COMPLETED
 
 
-def test_headers_are_held_back_by_the_second_batch_that_is_broken_off() -> None:
-    """The first was over long ago, of which there was no sign."""
-    bench = quiet_bench(replace(A_LONG_BATCH, reports_progress=False))
+@cases(
+    "build, sent_s, gone_s",
+    {
+        # That was over long ago, of which there was no sign.
+        "the batch of the second": (replace(A_LONG_BATCH, reports_progress=False), 3.0, 1000.0),
+        "cancelled before it had any": (A_LONG_BATCH, 6.0, 0.1),
+    },
+)
+def test_headers_are_held_back_where_two_were_cancelled(
+    build: Build, sent_s: float, gone_s: float
+) -> None:
+    """Each `sent_s` after it was sent; the second comes `gone_s` after the first is gone."""
+    bench = quiet_bench(build)
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: LONG
     with bench.ready():
-        for request_id in (1, 2):
-            worker.submit("job", "", "cancelled in its first batch")
-            scheduler.run_for(3.0)
+        for request_id, pause_s in ((1, gone_s), (2, 0.1)):
+            worker.submit("job", "", "cancelled")
+            scheduler.run_for(sent_s)
             worker.cancel(request_id)
-            scheduler.run_for(1000.0 if request_id == 1 else 0.1)
-        answer = worker.ask("behind them")
-        assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
-        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
-
-
-def test_headers_are_held_back_by_the_batch_of_one_that_was_cancelled_before_it_had_any() -> None:
-    bench = quiet_bench(A_LONG_BATCH)
-    scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: LONG
-    with bench.ready():
-        for request_id in (1, 2):
-            worker.submit("job", "", "cancelled in a batch, and while it waits for the next")
-            scheduler.run_for(6.0)
-            worker.cancel(request_id)
-            scheduler.run_for(0.1)
-        answer = worker.ask("behind them")
-        assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
-        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+            scheduler.run_for(pause_s)
+        assert bench.answer(worker.ask("behind them"), 3600.0)["state"] is RequestState.COMPLETED
 
 
 def test_who_never_had_a_batch_holds_no_headers_back_where_nothing_moves() -> None:
@@ -130,6 +117,6 @@ def test_who_never_had_a_batch_holds_no_headers_back_where_nothing_moves() -> No
         worker.cancel(1)
         scheduler.run_for(0.1)
         worker.submit("job", "", "behind it")
-        hung, sent_at = worker.result(2), scheduler.now
-        assert scheduler.run_until(hung.done, sent_at + 3600.0)
+        sent_at = scheduler.now
+        bench.answer(worker.result(2), 3600.0)
         assert scheduler.now - sent_at <= 45.0

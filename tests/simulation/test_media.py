@@ -20,15 +20,12 @@ def test_a_cancelled_requests_image_is_encoded_to_its_end(cancelled_after_s: flo
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, encode_s=ENCODE_S)
     with bench.ready():
-        learnt = worker.ask("so that it is known what a batch takes")
-        assert scheduler.run_until(learnt.done, scheduler.now + 60.0)
+        bench.answer(worker.ask("so that it is known what a batch takes"))
         worker.submit("job", "", IMAGE)
         scheduler.run_for(cancelled_after_s)
         assert bench.server.exchanges[0].in_batch
         worker.cancel(2)
-        answer = worker.ask("behind it")
-        assert scheduler.run_until(answer.done, scheduler.now + 3600.0)
-        assert answer.get(timeout=0)["state"] is RequestState.COMPLETED
+        assert bench.answer(worker.ask("behind it"), 3600.0)["state"] is RequestState.COMPLETED
 
 
 def test_an_image_that_was_cancelled_in_the_queue_is_encoded_behind_the_next_batch() -> None:
@@ -36,12 +33,10 @@ def test_an_image_that_was_cancelled_in_the_queue_is_encoded_behind_the_next_bat
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, encode_s=ENCODE_S)
     with bench.ready():
-        learnt = worker.ask("so that it is known what a batch takes")
-        assert scheduler.run_until(learnt.done, scheduler.now + 60.0)
+        bench.answer(worker.ask("so that it is known what a batch takes"))
         beside = worker.ask("in the way for 8 s")
         scheduler.run_for(0.1)
         worker.submit("job", "", IMAGE)
         scheduler.run_for(6.0)
         worker.cancel(3)
-        assert scheduler.run_until(beside.done, scheduler.now + 3600.0)
-        assert beside.get(timeout=0)["state"] is RequestState.COMPLETED
+        assert bench.answer(beside, 3600.0)["state"] is RequestState.COMPLETED

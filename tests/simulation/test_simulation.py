@@ -22,6 +22,7 @@ SHARES = 4  # of the year, one a test: they may run side by side
 HECTIC, CALM = (37.671232876712324, 3.424657534246575), (1.0, 0.04659398005777654)
 HECTIC_ONCE, CALM_ONCE = (37.67123287671233, 3.4246575342465753), (1.0, 0.046593980057776534)
 MORE_HECTIC = (75.34246575342465, 6.84931506849315)
+MORE_HECTIC_STILL = (75.34246575342466, 6.8493150684931505)
 
 
 @cases(
@@ -53,7 +54,11 @@ MORE_HECTIC = (75.34246575342465, 6.84931506849315)
         "a connection broke while it drained": (239683604732883, 5.1623265623196275, HECTIC),
         "deaf, and it served another": (
             *(54861748827376, 3.4523435533184856),
-            (75.34246575342466, 6.8493150684931505),
+            MORE_HECTIC_STILL,
+        ),
+        "its canary failed, and it was stopped": (
+            *(193593670588204, 5.725514318130445),
+            MORE_HECTIC_STILL,
         ),
         "headers waited for behind a broken-off batch": (
             *(127004680186025, 3.7515956158453654),
