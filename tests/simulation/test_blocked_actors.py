@@ -39,10 +39,10 @@ class LongAnswer:
 
     def ended(self, within_s: float) -> RequestResult:
         """How, and with all its output."""
-        told: RequestResult = self.bench.answer(self.result, within_s)
-        assert told["ok"]
-        assert len(told["text"]) > 100
-        return told
+        result: RequestResult = self.bench.answer(self.result, within_s)
+        assert result["ok"]
+        assert len(result["text"]) > 100
+        return result
 
 
 @contextmanager
@@ -66,11 +66,11 @@ def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: boo
         bench, scheduler, worker = request.bench, request.bench.scheduler, request.bench.worker
         blocked = bench.actor_of(name)
         scheduler.block_actor(blocked)
-        told = request.ended(FOUND_S)
-        assert told["state"] is RequestState.FAILED
+        result = request.ended(FOUND_S)
+        assert result["state"] is RequestState.FAILED
         if name == "request[0]":
-            assert told["fail_reason"] is RequestFailReason.UNKNOWN_ERROR
-            assert f"has not answered for {ANSWER_S:g} s" in (told["fail_detail"] or "")
+            assert result["fail_reason"] is RequestFailReason.UNKNOWN_ERROR
+            assert f"has not answered for {ANSWER_S:g} s" in (result["fail_detail"] or "")
         assert blocked.actor.is_given_up
 
         bench.answer(worker.start(), RESTARTED_S)
@@ -226,9 +226,9 @@ def test_an_actors_end_is_no_disconnect_however_late(name: str, late_s: float) -
         check_actor_died(name, request.ended(RESTARTED_S))
 
 
-def check_actor_died(name: str, told: RequestResult) -> None:
-    assert told["fail_reason"] is RESTARTED
-    assert (told["fail_detail"] or "").startswith(f"actor_died: {name}")
+def check_actor_died(name: str, result: RequestResult) -> None:
+    assert result["fail_reason"] is RESTARTED
+    assert (result["fail_detail"] or "").startswith(f"actor_died: {name}")
 
 
 @pytest.mark.parametrize("name", ["request[1]", "process", "transport", "watchdog", "tool_loop"])
@@ -242,9 +242,9 @@ def test_unread_output_outlives_another_actor(monkeypatch: pytest.MonkeyPatch, n
         assert stream._buffer
         said = "".join(stream.exchange.said)
         bench.scheduler.break_actor(bench.actor_of(name))
-        told = request.ended(1.0)
-        assert told["fail_reason"] is RESTARTED
-        assert told["text"].startswith(said)
+        result = request.ended(1.0)
+        assert result["fail_reason"] is RESTARTED
+        assert result["text"].startswith(said)
 
 
 def test_a_server_that_ends_at_once_died_after_its_actor() -> None:

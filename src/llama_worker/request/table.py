@@ -12,8 +12,8 @@ from msgspec import Struct
 from llama_worker.request.progress import Batch
 from llama_worker.types.request import RequestFailReason, RequestPhase, RequestResult, RequestStatus
 
-# the server was done with the request, or never had it
-_ENDED_BY_ITSELF = frozenset(
+# After these failures the server has no work left for the request.
+_NO_WORK_LEFT = frozenset(
     {
         RequestFailReason.CONNECT_FAILED,
         RequestFailReason.CONTEXT_EXCEEDED,
@@ -36,7 +36,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     last_data_at: float | None = None  # of its last turn
     batches: tuple[Batch, ...] = ()  # of its last turn's prompt
     http_status: int | None = None  # of an `http_error` or a `server_error`
-    ended_in: RequestPhase = RequestPhase.DONE  # its phase, while the server worked on it
+    ended_in: RequestPhase = RequestPhase.DONE  # DONE: the server had no work left for it
     has_media: bool = False  # images or sounds in its prompt
     is_leased: bool = False  # its output is its client's: it is not kept here
     question: str = ""  # what is asked, in short, where nobody named the job
@@ -45,7 +45,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     def is_broken_off(self) -> bool:
         """Whether the server may still compute a batch of it: it was cancelled, or given up."""
         fail_reason = self.result["fail_reason"]
-        return fail_reason is not None and fail_reason not in _ENDED_BY_ITSELF
+        return fail_reason is not None and fail_reason not in _NO_WORK_LEFT
 
     @property
     def job(self) -> str:
@@ -150,7 +150,7 @@ class RequestTable:
         return None if kept is None else kept.record
 
     def release(self, request_id: int) -> bool:
-        """Forget the record; False where there is none."""
+        """Forget the record; False if there was no such record."""
         return self._records.pop(request_id, None) is not None
 
     def expire(self, now: float) -> tuple[RequestRecord, ...]:
@@ -162,7 +162,7 @@ class RequestTable:
 
     @property
     def expires_at(self) -> float | None:
-        """When the first of the records is to be forgotten; None: none is."""
+        """When the oldest record expires; None: never."""
         if self._ttl_s is None:
             return None
         return next((kept.since + self._ttl_s for kept in self._records.values()), None)

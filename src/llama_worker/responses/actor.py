@@ -43,7 +43,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         self._running: set[str] = set()  # ids of the responses that will be stored
         self._recalls: list[messages.Recall] = []
         self._listener: SocketListener | None = None
-        self._port: Reply[int] | None = None  # None: it was not told to start
+        self._port: Reply[int] | None = None  # None before the order to start
         self._stopping: list[Reply[None]] = []
         self._alive = False  # the listener's thread
         self._stopped = False

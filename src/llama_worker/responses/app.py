@@ -185,8 +185,7 @@ class ResponsesApp:
         return whole if whole.size_bytes <= self._config.max_stored_bytes else kept
 
     def _recall_latest(self, latest: StoredResponse, wanted: References) -> RecalledItems:
-        """Items that are referred to may be in it and not in the store, too. It has all that the
-        store has under its id, and more."""
+        """Items may be referred to that only `latest` has, and not the store."""
         ours = dict.fromkeys({*wanted.item_ids} & {*latest.item_ids}, latest)
         stored = self._find(replace(wanted, previous_response_id=None)).holders
         return RecalledResponses(chain=(latest,), holders={**stored, **ours}).read()

@@ -83,7 +83,7 @@ class Exchange:
         client.when_left(self.abort.abort)
 
     def enter(self, response_id: str, *, is_stored: bool) -> None:
-        """Take a place for a response. Raises ApiError where there is none."""
+        """Take a place for a response. Raises ApiError (503) if all places are taken."""
         self._has_place = self._places.acquire(blocking=False)
         if not self._has_place:
             raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)

@@ -188,7 +188,7 @@ class Unwatch(Struct, frozen=True, kw_only=True):
     batches: tuple[Batch, ...] = ()
     completed: bool
     is_broken_off: bool = False  # the server may still compute a batch of it
-    ended_in: RequestPhase = RequestPhase.DONE  # its phase, while the server worked on it
+    ended_in: RequestPhase = RequestPhase.DONE  # DONE: the server had no work left for it
     has_media: bool = False
 
 

@@ -93,12 +93,13 @@ class RequestWatch:
         return given_up
 
     def _broken_off(self, order: Unwatch, progress: Progress | None, now: float) -> None:
-        """Its batch may be under way, or still to come."""
-        was_served = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
-        may_be_served = was_served or progress is None or progress.is_served
-        left_at, limit_s = self._batch_left_at, self._profile.idle_stream_timeout_s
+        """Its batch may be under way, or still to come. `progress` None: it was never asked."""
+        had_headers = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
+        # The first batch may be under way before there are headers.
+        in_a_batch = had_headers or progress is None or progress.is_served
+        left_at, limit_s = self._batch_left_since(), self._profile.idle_stream_timeout_s
         had_its_time = left_at is None or (limit_s is not None and now - left_at >= limit_s)
-        if may_be_served and had_its_time:
+        if in_a_batch and had_its_time:
             self._batch_left.begin(now)
         if order.has_media:
             self._media_left.begin(now)
@@ -214,7 +215,7 @@ class RequestWatch:
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
                 one_is_served=any(other.is_served for other in others),
-                left_at=self._batch_left_at,
+                left_at=self._batch_left_since(),
             ),
             slots=SlotSigns(
                 moved_at=self._moved_at.get(request_id),
@@ -239,7 +240,7 @@ class RequestWatch:
         slots, since = self.slots, self.slots.silent_since
         if since is None:
             return None
-        has_media = self._may_encode_media or any(each.has_media for each in heard)
+        has_media = self._may_encode_media() or any(each.has_media for each in heard)
         may_be_a_batch = has_media or not self.build_answers_in_batches
         if slots.silent_looks < SILENT_LOOKS or (may_be_a_batch and not slots.answers_in_batches):
             return None
@@ -268,7 +269,7 @@ class RequestWatch:
             others=[other for other in heard if other.request_id != progress.request_id],
             all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
             still_since=newest(self.slots.still_since, self._reads_at),
-            pace=Pace() if self._may_encode_media else self.pace,
+            pace=Pace() if self._may_encode_media() else self.pace,
             is_cold=self._is_cold,
             liveness_at=self.liveness_at,
             now=now,
@@ -290,18 +291,13 @@ class RequestWatch:
         limit_s = self._profile.suspect_after_s
         return limit_s is not None and (at is None or now - at >= limit_s)
 
-    @property
-    def _batch_left_at(self) -> float | None:
-        """When a request was broken off whose batch may still be computed, since nobody has shown
-        a sign of work after it; None if there is no such request."""
-        self._batch_left.saw_work(self.data_at, self.slots.moved_at, self.liveness_at)
-        return self._batch_left.began_at
+    def _batch_left_since(self) -> float | None:
+        """Since when the server may compute a batch for requests that were broken off."""
+        return self._batch_left.since(self.data_at, self.slots.moved_at, self.liveness_at)
 
-    @property
     def _may_encode_media(self) -> bool:
         """For a request that was broken off; meanwhile the server's processes work."""
-        self._media_left.saw_work(self.data_at, self.slots.moved_at)
-        return self._media_left.began_at is not None
+        return self._media_left.since(self.data_at, self.slots.moved_at) is not None
 
     def _worked_at(self, request_id: int) -> float | None:
         """The newest sign of work: by the server's processes, or by what may be the request's
@@ -311,17 +307,17 @@ class RequestWatch:
 
 
 class _LeftWork:
-    """What a server may still do for requests that were broken off. What is under way it finishes
-    first; who waited for its turn gets it all the same, since only behind a batch the server
-    notices that a client is gone (b11434)."""
+    """What a server may still do for requests that were broken off. It finishes what is under way,
+    and then begins on a request that waited in its queue: only between two batches does it notice
+    that a client is gone (b11434)."""
 
     def __init__(self) -> None:
-        self.began_at: float | None = None  # None: there is none
+        self._began_at: float | None = None  # None: nothing is left to do
         self._queued: tuple[int, float] | None = None  # the request's id, and when it left
 
     def begin(self, now: float) -> None:
         """It may be under way."""
-        self.began_at = now
+        self._began_at = now
 
     def queue(self, request_id: int, now: float) -> None:
         """It may begin as soon as what is under way is done."""
@@ -332,10 +328,12 @@ class _LeftWork:
         if self._queued is not None and request_id > self._queued[0]:
             self._queued = None
 
-    def saw_work(self, *signs: float | None) -> None:
-        """The latest signs of work that is done."""
+    def since(self, *signs: float | None) -> float | None:
+        """When it may have begun; None if nothing is left to do. A newer sign of work ends what was
+        under way, and begins what was queued."""
         done_at = newest(-math.inf, *signs)
-        if self.began_at is not None and done_at > self.began_at:
-            self.began_at = None
+        if self._began_at is not None and done_at > self._began_at:
+            self._began_at = None
         if self._queued is not None and done_at > self._queued[1]:
-            self.began_at, self._queued = done_at, None
+            self._began_at, self._queued = done_at, None
+        return self._began_at

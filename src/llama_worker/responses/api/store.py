@@ -55,8 +55,8 @@ class References(Struct, frozen=True, kw_only=True):
 
 
 class RecalledItems(Struct, frozen=True, kw_only=True):
-    """What the store has of it. `history` is None where the response is unknown; unknown items are
-    absent."""
+    """What the store has of a request's references. `history` is None if the response is unknown;
+    unknown items are left out."""
 
     history: tuple[Item, ...] | None = ()
     items: Mapping[str, Item] = {}
