@@ -479,8 +479,8 @@ def test_time_in_which_this_program_did_not_run_is_not_the_servers(
 ) -> None:
     """It is stopped for an hour as soon as it has asked, and the server, too."""
     stopped_s = [0.0]
-    clock = PatientClock(stands_s=100 * WAIT_S)  # however slow this machine is
-    own = TimerThread(clock, lambda: time.monotonic() + stopped_s[0])
+    own = TimerThread(lambda: time.monotonic() + stopped_s[0])
+    own.clock = clock = PatientClock(stands_s=100 * WAIT_S)  # however slow this machine is
     monkeypatch.setattr(timers, "_timers", own)
 
     def serve(connection: socket.socket) -> None:

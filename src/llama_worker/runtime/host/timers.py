@@ -19,13 +19,10 @@ _logger = logging.getLogger("llama_worker.timers")
 
 
 class TimerThread:
-    """A patient clock and the daemon thread that waits for the first of its timers. `system` is the
-    machine's clock."""
+    """A patient clock and the daemon thread that waits for the first of its timers."""
 
-    def __init__(
-        self, clock: PatientClock | None = None, system: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.clock = clock or PatientClock()
+    def __init__(self, system: Callable[[], float] = time.monotonic) -> None:
+        self.clock = PatientClock()
         self.system = system
         self._changed = threading.Condition()  # guards its timers
         self._thread: threading.Thread | None = None
@@ -78,8 +75,7 @@ _timers = TimerThread()
 
 def now() -> float:
     """Seconds of the patient clock that all workers of this process share: any thread."""
-    timers = _timers
-    return timers.clock.now(timers.system())
+    return _timers.clock.now(_timers.system())
 
 
 def lost_s() -> float:
