@@ -441,6 +441,7 @@ class SimStream:
         self._is_over = self._is_cut = False
         self._reading: Event | None = None
         self._looking: Event | None = None
+        self._is_locked = False  # by an actor that is preempted while it flushes
         self._scheduler.after(_THREAD_START_S * self._machine.slowness, self._connect, "connect")
 
     def abort(self) -> None:
@@ -457,12 +458,26 @@ class SimStream:
     def flush(self) -> None:
         if self._opened and not self._ended:
             self._decode(len(self._buffer))
-            self._tell(self._lazy.all(self._runtime.now()))
+            self._tell_locked(self._lazy.all(self._runtime.now()))
 
     def hurry(self) -> None:
         if self._opened and not self._ended:
-            self._tell(self._lazy.hurry(self._runtime.now()))
+            self._tell_locked(self._lazy.hurry(self._runtime.now()))
             self._read_soon()
+
+    def _tell_locked(self, portion: Portion | None) -> None:
+        """The reader's thread tells nothing before the portion is in its mailbox."""
+        actor = self._scheduler.serving
+        assert actor is not None
+        held_before = len(actor.held)
+        self._tell(portion)
+        if len(actor.held) > held_before:
+            self._is_locked = True
+            actor.held.append(self._unlock)
+
+    def _unlock(self) -> None:
+        self._is_locked = False
+        self._read_soon()
 
     # ------------------------------------------------------------ the server's end
 
@@ -516,7 +531,7 @@ class SimStream:
 
     def _read(self) -> None:
         self._reading = None
-        if self._ended:
+        if self._ended or self._is_locked:
             return
         dice = self._runtime.dice
         if self._status is not None and not self._opened and not self._aborted:

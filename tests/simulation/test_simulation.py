@@ -60,6 +60,10 @@ MORE_HECTIC_STILL = (75.34246575342466, 6.8493150684931505)
             *(193593670588204, 5.725514318130445),
             MORE_HECTIC_STILL,
         ),
+        "its end was read while it was flushed": (
+            *(222334923737670, 117.95679525660921),
+            (1.0, 10.992153131731358 / 117.95679525660921),
+        ),
         "headers waited for behind a broken-off batch": (
             *(127004680186025, 3.7515956158453654),
             HECTIC,
