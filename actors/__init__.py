@@ -1,5 +1,4 @@
-"""The threads: each module is one actor with its mailbox, or what the actors share to do things in
-time.
+"""The actors, one per module, and the classes that they are built from.
 
 Import this package as `llama_worker.actors` only: as plain `actors` every class would exist twice.
 """

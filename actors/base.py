@@ -1,5 +1,5 @@
-"""What every actor here is built on: a typed address, one release, and a parent that is told of
-its death."""
+"""The base classes of the actors: a typed address, a release that runs once, and for each child a
+parent that is told of its death."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Ref(Generic[M]):
     __slots__ = ("_actor_ref",)
 
     def __init__(self, actor_ref: pykka.ActorRef[Any] | None = None) -> None:
-        self._actor_ref = actor_ref  # None: there is no such actor so far
+        self._actor_ref = actor_ref  # None: the actor was not started yet
 
     def tell(self, message: M) -> bool:
-        """Put the message into the actor's mailbox; False where the actor is dead, or there is
-        none. Never blocks."""
+        """Put the message into the actor's mailbox. Returns False if the actor is dead or was never
+        started. Never blocks."""
         if self._actor_ref is None:
             return False
         try:
@@ -48,19 +48,19 @@ class Ref(Generic[M]):
         return True
 
     def stop(self) -> None:
-        """Let the actor end once it has handled what is in its mailbox. Never blocks."""
+        """Tell the actor to end after the messages that are in its mailbox. Never blocks."""
         if self._actor_ref is not None:
             with contextlib.suppress(pykka.ActorDeadError):
                 self._actor_ref.tell(_StopRequested())
 
 
 class LiveSet:
-    """The actors of one worker that are alive, and its launches that are not over. Thread-safe."""
+    """The live actors of one worker, and its launches that have not ended. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._alive: set[object] = set()
-        # may be waited for in a signal handler, while the thread it interrupts waits for it, too
+        # a signal handler may wait for it while the thread that it interrupts waits for it, too
         self._nobody_left: WorkerFuture[None] = WorkerFuture()
 
     def enter(self, member: object) -> None:
@@ -68,7 +68,7 @@ class LiveSet:
             self._alive.add(member)
 
     def leave(self, member: object) -> None:
-        """It has released everything, or nobody waits for it any more. Idempotent."""
+        """Remove a member that has released everything, or that was given up. Idempotent."""
         with self._lock:
             self._alive.discard(member)
         if self.done():
@@ -78,24 +78,24 @@ class LiveSet:
         return member in self._alive
 
     def done(self) -> bool:
-        """Nobody is left."""
+        """Whether no member is left."""
         return not self._alive
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block the calling thread (the host's, never an actor's) until nobody is left; False: not
-        in time.
+        """Block the calling thread (the host's, never an actor's) until no member is left. Returns
+        False on timeout.
 
-        The worker's own actor enters first and leaves last.
+        The worker's own actor enters first: the set is not empty before it has left.
         """
         return self._nobody_left.wait(timeout_s)
 
 
 class _StopRequested:
-    """Pykka's own stop message is private to it; this one is ours."""
+    """Asks an actor to end. Pykka's own stop message is private to Pykka."""
 
 
 class Alarm:
-    """The one instant that an actor waits for; it gets a Tick then. For the actor's own thread."""
+    """An actor's one timer, which sends it a Tick. For the actor's own thread."""
 
     def __init__(self, clock: Host, mailbox: Mailbox[Tick]) -> None:
         self._clock = clock
@@ -104,8 +104,8 @@ class Alarm:
         self._timer: Timer | None = None
 
     def set(self, at: float | None) -> None:
-        """Ring at this instant (monotonic seconds) and no more at the one set before; None: not at
-        all."""
+        """Send the Tick at this instant (monotonic seconds) instead of the one set before; None:
+        never."""
         if at == self._at:
             return
         if self._timer is not None:
@@ -117,14 +117,14 @@ class Alarm:
         self._mailbox.tell(Tick())
 
     def rang(self) -> None:
-        """The same instant may be set again."""
+        """Call it for each Tick: the same instant may then be set again."""
         self._at = None
 
 
 class SupervisedActor(pykka.ThreadingActor, Generic[M]):
-    """Handles `M`, and releases what it owns exactly once.
+    """An actor that handles messages of type `M`, and releases what it owns exactly once.
 
-    A subclass defines `handle`, the `accepts` of its messages and, where it owns something,
+    A subclass defines `handle`, the message types that it `accepts` and, if it owns something,
     `release`. One that accepts Tick may set its `_alarm`. An exception in `handle` ends the actor:
     it is logged, and `release` runs.
     """
@@ -143,15 +143,15 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
 
     @staticmethod
     def _create_actor_inbox() -> Any:
-        """Pykka's point of extension: a mailbox in C, into which a signal handler may put a message
-        while the thread that it interrupts does."""
+        """Pykka's extension point: a mailbox written in C, into which a signal handler may put a
+        message while the thread that it interrupts does so, too."""
         return queue.SimpleQueue()
 
     def _start_actor_loop(self) -> None:
-        """Pykka's point of extension: as it does, unless the runner runs actors in another way."""
+        """Pykka's extension point: start the thread, unless the runner runs actors differently."""
         try:
             self._runner.run_actor(super()._start_actor_loop, self)
-        except BaseException as error:  # Pykka has registered it, and calls no hook
+        except BaseException as error:  # Pykka has registered the actor, and calls no hook
             self._leave_pykka()
             self._release_once(described_error(error))
             raise
@@ -170,13 +170,13 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         raise NotImplementedError
 
     def release(self, failure: str | None) -> None:
-        """Give back what the actor owns; `failure` is the crash's text, None for a regular end."""
+        """Release what the actor owns. `failure`: the crash's text; None if it did not crash."""
 
     def died(self, detail: str) -> None:
-        """Called last, where an exception ended the actor."""
+        """Called last, if an exception ended the actor."""
 
     def on_receive(self, message: Any) -> None:
-        """Pykka's entry."""
+        """Called by Pykka for each message."""
         try:
             if type(message) in self.accepts:
                 if isinstance(message, Tick):
@@ -190,21 +190,21 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
                 )
                 self._runner.write_log(logging.WARNING, line)
         except BaseException as error:
-            # Not for Pykka: it would log on this thread, where a handler of the host's may block,
-            # and answer a SystemExit by stopping every actor of the host program.
+            # Pykka must not see it: it would log on this thread, where one of the host's handlers
+            # may block, and stop every actor of the host program on a SystemExit.
             text = "".join(format_exception(error))
             self._runner.write_log(logging.ERROR, f"unhandled exception in {self}:\n{text}")
             self.on_failure(type(error), error, error.__traceback__)
 
     def on_stop(self) -> None:
-        """Pykka's hook for a regular end."""
+        """Pykka's hook, called when the actor ends without a crash."""
         self._release_once(None)
 
     def on_failure(
         self, exception_type: Any, exception_value: BaseException | None, traceback: Any
     ) -> None:
-        """The end by an exception; Pykka's hook for those that `on_receive` does not see, such as
-        of a proxy's call."""
+        """End the actor after an exception. Pykka calls it for those that `on_receive` does not
+        see, such as one in a proxy's call."""
         if self._released:
             return
         self._leave_pykka()
@@ -215,7 +215,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
             self.died(detail)
 
     def _leave_pykka(self) -> None:
-        """Take no message any more, and let the thread end."""
+        """Accept no more messages, and let the thread end."""
         pykka.ActorRegistry.unregister(self.actor_ref)
         self.actor_stopped.set()
 
@@ -231,9 +231,9 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
 
 
 class Child(SupervisedActor[M]):
-    """One of the actors that a WorkerActor, its parent, starts for a launch and finds in `family`.
+    """An actor that a WorkerActor, its parent, starts for a launch and finds in `family`.
 
-    The parent hears of its death by `ActorDied`, behind all that it told before.
+    If it crashes, the parent gets `ActorDied`, after all that it sent the parent before.
     """
 
     def __init__(
@@ -247,23 +247,23 @@ class Child(SupervisedActor[M]):
     ) -> None:
         super().__init__(live, runtime)
         self.member = member
-        self.is_given_up = False  # it counts as dead: it is to handle nothing any more
+        self.is_given_up = False  # True: it counts as dead, and must handle no more messages
         self._worker = parent
         self._runtime = runtime
         self._config = config
         family[member] = self
 
     def tell_worker(self, message: WorkerMessage) -> None:
-        """Tell the parent, unless that has given this actor up. Any thread."""
+        """Send the message to the parent, unless that has given this actor up. Any thread."""
         if not self.is_given_up:
             self._worker.tell(message)
 
     def died(self, detail: str) -> None:
-        """The parent ends the others, and the server."""
+        """Tell the parent, which then ends the other actors and the server."""
         self.tell_worker(ActorDied(member=self.member, detail=detail))
 
     def on_receive(self, message: Any) -> None:
-        """Pykka's entry."""
+        """Called by Pykka for each message."""
         if self.is_given_up:
             self.stop()
         elif isinstance(message, ReportIn):
@@ -272,23 +272,22 @@ class Child(SupervisedActor[M]):
             super().on_receive(message)
 
     def give_up(self, detail: str) -> bool:
-        """Called by the parent, on its own thread, where this actor does not answer; False: it has
-        ended.
+        """Count this actor as dead, because it does not answer. The parent calls this, on its own
+        thread. Returns False if the actor had ended.
 
-        A thread that is blocked cannot be ended: the actor counts as dead, and nobody waits for it.
-        Should it wake up one day, what it tells its parent from now on is dropped, and so is what
-        lies in its mailbox; what it tells others finds them gone. It then releases what it owns,
-        and ends.
+        A blocked thread cannot be ended, so nobody waits for it. If it wakes up later, what it
+        sends its parent and what is in its mailbox is dropped; the other actors to which it sends
+        are gone. It then releases what it owns, and ends.
         """
         if self not in self._live:
             return False
-        with contextlib.suppress(Exception):  # it may go on at this very moment
+        with contextlib.suppress(Exception):  # its thread may go on at this very moment
             self.abandon(detail)
         self.is_given_up = True
         self._live.leave(self)
         return True
 
     def abandon(self, detail: str) -> None:
-        """End what must not outlive this actor, and save what can be, whatever it is in the middle
-        of. Called on the parent's thread."""
+        """End what must not outlive this actor, and save what can be saved, at whatever point its
+        thread is blocked. Called on the parent's thread."""
         self.release(detail)

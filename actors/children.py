@@ -22,10 +22,10 @@ M = TypeVar("M")
 
 
 class Children:
-    """Belongs to one WorkerActor, which alone calls it. Nothing here waits.
+    """The actors of the latest launch. Only the owning WorkerActor calls this; no call blocks.
 
-    There are none before the first launch, and not all of them where one could not be started.
-    Those of a launch that is over are dead, or will be.
+    There are none before the first launch, and some are missing if one could not be started. The
+    actors of earlier launches are dead or about to end.
     """
 
     def __init__(
@@ -35,19 +35,20 @@ class Children:
         self._live = live
         self._runtime = runtime
         self._config = config
-        self._family: dict[Member, Child[Any]] = {}  # those of the latest launch
+        self._family: dict[Member, Child[Any]] = {}  # of the latest launch
         self.process: Ref[ProcessMessage] = Ref()
         self.transport: Ref[TransportMessage] = Ref()
         self.tools: Ref[ToolMessage] = Ref()
         self.watchdog: Ref[WatchdogMessage] = Ref()
         self.requests: list[Ref[RequestMessage]] = []  # by slot
-        self.requests_end_at: float | None = None  # an actor has died that they may wait for
+        # when to end them: another actor has died, for which they may wait
+        self.requests_end_at: float | None = None
 
     def start(self, epoch: int) -> bool:
-        """Start those of a launch; the former one is over. False: the system has no thread left,
-        and the WorkerActor gets LaunchFailed."""
+        """Start the actors of a launch; the one before must be over. Returns False if the system
+        has no thread left; the WorkerActor then gets LaunchFailed."""
         self.end()
-        for member in self.members:  # those that are blocked
+        for member in self.members:  # only those that are blocked are still alive
             self.give_up(member, "its launch is over")
         self._family, self.requests_end_at = {}, None
         try:
@@ -69,24 +70,24 @@ class Children:
         return True
 
     def end(self) -> None:
-        """Let every actor end that still lives; each releases what it owns, the server last."""
+        """Tell every live actor to end; each releases what it owns, the server last."""
         for ref in reversed(self.members.values()):
             ref.stop()
 
     def end_requests(self) -> None:
-        """Let every request end as it is, whatever it waits for."""
+        """Tell every RequestActor to end, and so its request, whatever that waits for."""
         self.requests_end_at = None
         for ref in self.requests:
             ref.stop()
 
     @property
     def members(self) -> dict[Member, Ref[Any]]:
-        """Those of the latest launch."""
+        """The actors of the latest launch."""
         return {member: child.me() for member, child in self._family.items()}
 
     def give_up(self, member: Member, detail: str) -> bool:
-        """The actor does not answer, and counts as dead; False: it has ended, or its launch is
-        over."""
+        """Count the actor as dead, because it does not answer. Returns False if it has ended, or
+        its launch is over."""
         child = self._family.get(member)
         return child is not None and child.give_up(detail)
 

@@ -1,5 +1,5 @@
-"""What a host asks of its worker, what every actor may be told, and which actor takes which
-message."""
+"""The messages between a host and its worker, those for every actor, and the unions of messages
+that each actor accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
 
 class ReportIn(Struct, frozen=True):
-    """Tell the WorkerActor `ReportedIn`: who does not is stuck."""
+    """Tell the WorkerActor `ReportedIn`. An actor that does not is stuck."""
 
 
 class Submit(Struct, frozen=True, kw_only=True):
@@ -34,16 +34,16 @@ class GetResult(Struct, frozen=True, kw_only=True):
 
 
 class AwaitResult(Struct, frozen=True, kw_only=True):
-    """Answered when the request is terminal; the host's taking the value sends `ReleaseResult`."""
+    """Answered when the request is terminal; `ReleaseResult` follows when the value is taken."""
 
     request_id: int
     reply: Reply[RequestResult | NotFound]
 
 
 class ReleaseResult(Struct, frozen=True, kw_only=True):
-    """The host has taken the result, or wants none: forget the request, if it has ended.
+    """The host has taken the result, or does not want it: forget the request, if it has ended.
 
-    Answered whether there was one.
+    Answered True if a request was forgotten, else False.
     """
 
     request_id: int
@@ -54,7 +54,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     """Give the exchange a slot, or refuse it, at once: a proxy is about to send its request to the
     worker's server. `EndLease` follows in any case.
 
-    `exchange`: a handle of the runtime's, locked, for any thread; used by the actor of the slot.
+    `exchange`: a handle of the runtime's, with a lock, for any thread; the slot's actor uses it.
     """
 
     job_name: str
@@ -63,15 +63,15 @@ class Lease(Struct, frozen=True, kw_only=True):
 
 
 class EndLease(Struct, frozen=True, kw_only=True):
-    """The exchange is over: its slot is free, if it has one. To the WorkerActor, which passes it
-    on."""
+    """The exchange is over: free its slot, if it has one. The WorkerActor passes this on to the
+    slot's actor."""
 
     exchange: LeasedExchange
 
 
 class WaitSlot(Struct, frozen=True, kw_only=True):
-    """Answered once the server is READY and a slot is free; fails with RequestRefused where none
-    will be."""
+    """Answered once the server is READY and a slot is free; fails with RequestRefused if none will
+    be."""
 
     reply: Reply[None]
 
@@ -102,7 +102,7 @@ class ReportedIn(Struct, frozen=True, kw_only=True):
 
 
 class BeginLease(Struct, frozen=True, kw_only=True):
-    """The slot is the exchange's: answer for it until it ends."""
+    """The exchange has the slot: answer questions about it until it ends."""
 
     exchange: LeasedExchange
 

@@ -1,10 +1,9 @@
-"""ProcessActor: the server's process tree. When it is sent which signal is decided in
-`server.termination`.
+"""ProcessActor: starts and ends the server's process tree. `server.termination` decides when to
+send which signal.
 
 Receives Launch, Terminate, CheckServer and MeasureMemory. Sends the WorkerActor Unkillable,
-MemoryMeasured and, before a kill that asks for it or follows a SIGTERM, EvidenceKept. What the
-launch itself tells (Launched, LaunchFailed, Died, Exited) both of them get. Owns one server
-process.
+MemoryMeasured and, before a kill that asks for it or follows a SIGTERM, EvidenceKept. Both get the
+news of the launch itself (Launched, LaunchFailed, Died, Exited). Owns one server process.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from llama_worker.server.termination import (
     step,
 )
 
-_EVIDENCE_LINES = 50  # of the server's output, kept with the evidence of a kill
+_EVIDENCE_LINES = 50  # lines of the server's output that are kept with the evidence of a kill
 
 
 class ProcessActor(Child[messages.ProcessMessage]):
-    """Starts the server of one launch, and ends it. The end of this actor kills the server."""
+    """Starts and ends the server of one launch. When this actor ends, it kills the server."""
 
     role = "process"
     accepts = message_types(messages.ProcessMessage)
@@ -88,8 +87,8 @@ class ProcessActor(Child[messages.ProcessMessage]):
         self._alarm.set(deadline(self._state))
 
     def release(self, failure: str | None) -> None:
-        """Kill what is left; the launch reports its end. Without a launch, report that there will
-        be none."""
+        """Kill what is left of the server; the launch reports its end. If there was no launch,
+        report that there will be none."""
         if self._server is None:
             detail = f"it was not begun: {failure or 'another of the actors has ended'}"
             self.tell_worker(messages.LaunchFailed(epoch=self._epoch, detail=detail))
@@ -97,14 +96,14 @@ class ProcessActor(Child[messages.ProcessMessage]):
             self._kill()
 
     def died(self, detail: str) -> None:
-        """The cause is told before its effect is: else the server would seem to have died."""
+        """Tell of the crash before the kill: else the server would seem to have died by itself."""
         try:
             super().died(detail)
         finally:
             self._kill()
 
     def abandon(self, detail: str) -> None:
-        """As `release`, on the parent's thread."""
+        """Release and kill the server, on the parent's thread."""
         super().abandon(detail)
         self._kill()
 
@@ -128,7 +127,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
         try:
             self._server = self._runtime.start_server(self._epoch, news)
         except (RuntimeError, OSError) as error:
-            # The system has no thread left for it, or the host exits.
+            # The system has no thread left, or the host exits.
             detail = f"no process could be started: {described_error(error)}"
             news.tell(messages.LaunchFailed(epoch=self._epoch, detail=detail))
 
@@ -141,13 +140,13 @@ class ProcessActor(Child[messages.ProcessMessage]):
         )
 
     def _evidence(self) -> Mapping[str, Any]:
-        """Plain reads of /proc: they take a millisecond and wait for nothing."""
+        """Read from /proc, which takes a millisecond and does not block."""
         return self._runtime.process_evidence(self._pid) if self._pid is not None else {}
 
 
 class _LaunchNews:
-    """Passes on what a launch tells, to the ProcessActor and to the WorkerActor, as far as they
-    live. Until LaunchFailed or Exited has passed, the worker's end waits for it."""
+    """Passes a launch's news on to the ProcessActor and the WorkerActor, if they are alive. The
+    worker's end waits for it until LaunchFailed or Exited was passed on."""
 
     def __init__(
         self, me: Mailbox[messages.ServerNews], worker: Mailbox[WorkerMessage], live: LiveSet
@@ -170,8 +169,8 @@ class _LaunchNews:
 
 @dataclass
 class _LastKill:
-    """Kills a server whose ProcessActor has ended before it. Only the server and its launch refer
-    to this object, so it ends with them."""
+    """Kills a server that outlives its ProcessActor. Only the server and its launch refer to this
+    object, so it ends with them."""
 
     server: ServerProcess
     epoch: int
@@ -183,7 +182,7 @@ class _LastKill:
     timer: Timer | None = None
 
     def cancel(self) -> None:
-        """The server is gone. Any thread."""
+        """Cancel the timer, since the server is gone. Any thread."""
         if self.timer is not None:
             self.timer.cancel()
 

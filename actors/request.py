@@ -1,10 +1,10 @@
-"""RequestActor, one per slot: one request at a time, from prompt to record.
+"""RequestActor, one per slot: carries out one request at a time, from prompt to record.
 
 Receives Begin, BeginLease, EndLease, CancelRequest, Abandon, GetStatus, ReadOutput, ReportProgress,
-what its stream tells, and what became of tool calls, BIOS and questions about the server. Carries
-out what the request orders: sends the TransportActor OpenStream, CloseStream, FlushStream and
-HurryStream, the ToolLoopActor RunTool and DropTool, the ProcessActor CheckServer, the WatchdogActor
-ProgressReported, the WorkerActor RequestEnded. Owns the request's record until it ends.
+its stream's news, and the outcomes of tool calls, BIOS texts and checks of the server. Carries out
+the request's orders: sends the TransportActor OpenStream, CloseStream, FlushStream and HurryStream,
+the ToolLoopActor RunTool and DropTool, the ProcessActor CheckServer, the WatchdogActor
+ProgressReported, the WorkerActor RequestEnded. Owns the request's record until the request ends.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from llama_worker.stream.lazy_reading import HURRY_LASTS_S
 from llama_worker.types.request import RequestFailReason
 
 M = TypeVar("M")
-# what waits until the stream is flushed
+# messages that are handled only after a flush of the stream
 Flushing = messages.Question | messages.CancelRequest | messages.Abandon | messages.ReportProgress
 
 
 class RequestActor(Child[RequestMessage]):
-    """Carries out one request after the other. A crash of this actor fails its request, which keeps
+    """Carries out one request after the other. If this actor crashes, its request fails, and keeps
     its output."""
 
     role = "request"
@@ -51,19 +51,19 @@ class RequestActor(Child[RequestMessage]):
         self._tools = tools
         self._process = process
         self._request: Request | LeasedExchange | None = None
-        self._stream: messages.TurnId | None = None  # the newest that was opened, while it is
+        self._stream: messages.TurnId | None = None  # the open stream, if there is one
         self._hurried_at = -math.inf
-        # asked; the stream is flushed
+        # messages that wait for a flush, each with the stream that is flushed
         self._flushing: deque[tuple[messages.TurnId, Flushing]] = deque()
         self._waiting_reads = WaitingReads()
         self._is_launch_over = False
 
     def handle(self, message: RequestMessage) -> None:
-        """Step the request, and send what follows. What belongs to a request that has ended is
+        """Step the request, and carry out its effects. A message for a request that has ended is
         dropped."""
         try:
             self._take(message)
-        except MemoryError as error:  # this machine's lack: nobody else's request ends of it
+        except MemoryError as error:  # a shortage of this machine must not end other requests
             if self._request is None:
                 raise
             self.release(described_error(error))
@@ -72,7 +72,7 @@ class RequestActor(Child[RequestMessage]):
 
     def _take(self, message: RequestMessage) -> None:
         match message:
-            case messages.StreamEvents():  # nearly all of them
+            case messages.StreamEvents():  # nearly all messages
                 if self._request is not None:
                     self._send(self._request.step(message, message.at))
             case messages.Begin():
@@ -83,10 +83,10 @@ class RequestActor(Child[RequestMessage]):
                 self._end_lease(message)
             case messages.GetStatus() | messages.ReadOutput() | messages.CancelRequest():
                 self._flush_and_answer(message)
-            case messages.ReportProgress():  # a verdict misses nothing that waits to be told
+            case messages.ReportProgress():  # a verdict must count what the stream has not told yet
                 self._flush_and_answer(message)
             case messages.Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
-                self._flush_and_answer(message)  # of a dead server all is read that it sent
+                self._flush_and_answer(message)  # a dead server's stream is read to its end instead
             case messages.StreamFlushed(turn_id=turn_id):
                 if self._flushing and self._flushing[0][0] == turn_id:
                     self._answer(self._flushing.popleft()[1])
@@ -94,7 +94,7 @@ class RequestActor(Child[RequestMessage]):
                 if self._stream == turn_id:
                     self._stream = None
                 self._step(message)
-                # All has come; the TransportActor's own answer may be long in coming.
+                # The stream is complete; the TransportActor's own answer may come much later.
                 while self._flushing and self._flushing[0][0] == turn_id:
                     self._answer(self._flushing.popleft()[1])
             case _:
@@ -113,12 +113,12 @@ class RequestActor(Child[RequestMessage]):
         effects: Sequence[messages.RequestOutput]
         try:
             effects = request.step(next(given_up, stopped), now)
-        except Exception:  # it runs the code that has just raised
+        except Exception:  # `step` runs the code that has just raised
             effects = request.fail(reason, detail, now)
         self._send(effects)
 
     def abandon(self, detail: str) -> None:
-        """End the request with what it has shown, without any code that may be what is stuck."""
+        """End the request with the output that it has shown, without code that may be stuck."""
         if self._request is not None:
             now, reason = self._runtime.now(), RequestFailReason.UNKNOWN_ERROR
             for effect in self._request.fail(reason, detail, now):
@@ -140,7 +140,7 @@ class RequestActor(Child[RequestMessage]):
             self._send([])
 
     def _is_present(self, opened: messages.StreamOpened) -> bool:
-        """Whether it is the present request's; that of one which was cancelled may come late."""
+        """Whether it is the current request's: that of a cancelled request may come late."""
         return self._request is not None and self._request.request_id == opened.turn_id[0]
 
     def _step(self, message: messages.RequestInput) -> None:
@@ -148,11 +148,11 @@ class RequestActor(Child[RequestMessage]):
             self._send(self._request.step(message, self._runtime.now()))
 
     def _flush_and_answer(self, question: Flushing) -> None:
-        """Answer, or end the request, behind all that the stream has brought by now; who waits gets
-        it at once, too."""
+        """Answer, or end the request, after everything that the stream has received by now. A read
+        that waits needs no flush: it gets new output at once."""
         waits = isinstance(question, messages.ReadOutput) and question.wait
         if self._stream is not None and not waits:
-            # One that has ended has closed the stream: StreamClosed follows.
+            # A TransportActor that has ended has closed the stream: StreamClosed follows.
             self._transport.tell(messages.FlushStream(turn_id=self._stream, reply_to=self.me()))
             self._flushing.append((self._stream, question))
         else:
@@ -161,7 +161,7 @@ class RequestActor(Child[RequestMessage]):
     def _answer(self, question: Flushing) -> None:
         request = self._request
         if request is None:
-            return  # it has ended: the WorkerActor says so, and answers from its record
+            return  # the request has ended: the WorkerActor answers from its record
         match question:
             case messages.Abandon() | messages.CancelRequest():
                 self._step(question)
@@ -172,7 +172,7 @@ class RequestActor(Child[RequestMessage]):
                     messages.ProgressReported(progress=progress, for_verdict=for_verdict)
                 )
             case _ if question.request_id != request.request_id:
-                pass  # of one that has ended
+                pass  # about a request that has ended
             case messages.GetStatus():
                 question.reply.answer(request.status())
             case messages.ReadOutput():
@@ -190,14 +190,14 @@ class RequestActor(Child[RequestMessage]):
         question.reply.answer(request.read_output(question.text_offset, question.reasoning_offset))
 
     def _answer_waiting(self) -> None:
-        """Those who wait for output, where there is some."""
+        """Answer the waiting reads for which there is output."""
         if self._request is not None:
             for question in self._waiting_reads.take(*self._request.output_chars):
                 self._answer_read(question, self._request)
             self._hurry()
 
     def _hurry(self) -> None:
-        """A reader asks again for each token: an order that still holds is not given again."""
+        """Send HurryStream, unless the last one still holds: a reader asks again for each token."""
         now = self._runtime.now()
         is_hurried = now < self._hurried_at + HURRY_LASTS_S / 2
         if self._waiting_reads and self._stream is not None and not is_hurried:
@@ -205,7 +205,7 @@ class RequestActor(Child[RequestMessage]):
             self._transport.tell(messages.HurryStream(turn_id=self._stream))
 
     def _forget_request(self) -> None:
-        """It has its record, from which the WorkerActor answers what was not answered here."""
+        """Call it once the request has its record: the WorkerActor answers what is left from it."""
         self._request = self._stream = None
         self._flushing.clear()
         self._waiting_reads = WaitingReads()
@@ -219,9 +219,9 @@ class RequestActor(Child[RequestMessage]):
         self._alarm.set(request.deadline if request is not None else None)
 
     def _tell(self, actor: Mailbox[M], order: M) -> None:
-        """To another of the launch's actors. Its end, or that this one was given up, is the
-        launch's: the WorkerActor is about to say why, however late, and until then nothing else is
-        begun or concluded."""
+        """Send an order to another of the launch's actors. If that has ended, or this one was given
+        up, the launch is over: until the WorkerActor says why, however late, nothing else is begun
+        or concluded."""
         if self.is_given_up or not actor.tell(order):
             self._is_launch_over = True
 

@@ -1,5 +1,5 @@
-"""Requests at the worker: begun, asked about, given up, ended. A question is answered, or passed on
-to who can."""
+"""Begins, gives up and ends a worker's requests. Answers questions about them from their records,
+or passes these on to the RequestActor."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from llama_worker.types.request import (
 )
 
 RequestOrder = Question | GetResult | AwaitResult | ReleaseResult | CancelRequest
-"""What a host asks of one request that was admitted."""
+"""What a host asks or orders about one request that was admitted."""
 
-# For answers, each a copy: its host may change it.
+# Each answer is a copy of these: the host may change it.
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 _MANY_QUESTIONS = 16
 
 
 class _InFlight:
-    """A request that runs, and who waits for something of it."""
+    """A request that runs, and the replies that are waited for."""
 
     def __init__(self, admitted: Admitted, lease: LeasedExchange | None = None) -> None:
         self.slot = admitted.slot
         self.lease = lease
-        # Weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the
-        # other.
+        # Held weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after
+        # the other.
         self.results: WeakList[Reply[RequestResult | NotFound]] = WeakList()
         self.cancels: list[Reply[bool]] = []
-        self.reads = WaitingReads()  # passed on, and may wait for long
-        self._questions: list[Question] = []  # passed on; some answered since
+        self.reads = WaitingReads()  # were passed on, and may wait for long
+        self._questions: list[Question] = []  # were passed on; some are answered by now
 
     def remember(self, question: Question) -> None:
-        """It was passed on, and may still be unanswered when the request ends."""
+        """Keep a question that was passed on: it may be unanswered when the request ends."""
         if isinstance(question, ReadOutput) and question.wait:
             self.reads.add(question)
             return
@@ -71,7 +71,7 @@ class _InFlight:
 
 
 class RequestDispatcher:
-    """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
+    """Handles one worker's requests. Only the owning WorkerActor calls this; no call blocks."""
 
     def __init__(self, table: RequestTable, children: Children) -> None:
         self._table = table
@@ -100,7 +100,7 @@ class RequestDispatcher:
                 assert_never(order)
 
     def _question(self, question: Question) -> None:
-        """Pass it on to the request that can answer it, or answer it from the record."""
+        """Pass it on to the running request, or answer it from the record."""
         if question.reply.done():
             return
         running = self._in_flight.get(question.request_id)
@@ -161,7 +161,7 @@ class RequestDispatcher:
     def begin(
         self, admitted: Admitted, submission: Submission, *, prompted: bool, opens_thinking: bool
     ) -> None:
-        """Let the slot's actor run the request, under the watchdog's eye."""
+        """Have the slot's actor run the request, and the watchdog watch it."""
         order = Begin(
             request_id=admitted.request_id,
             submission=submission,
@@ -171,7 +171,7 @@ class RequestDispatcher:
         self._begin(admitted, _InFlight(admitted), order)
 
     def begin_lease(self, admitted: Admitted, exchange: LeasedExchange) -> None:
-        """Let the slot's actor answer for the exchange, under the watchdog's eye."""
+        """Have the slot's actor answer questions about the exchange, and the watchdog watch it."""
         self._begin(admitted, _InFlight(admitted, exchange), BeginLease(exchange=exchange))
 
     def _begin(self, admitted: Admitted, running: _InFlight, order: Begin | BeginLease) -> None:
@@ -181,13 +181,13 @@ class RequestDispatcher:
         self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))
 
     def tell(self, admitted: Admitted, order: Abandon | EndLease) -> None:
-        """Pass it on to the slot's actor: to give the request up (its record follows), or to answer
-        for its exchange no more."""
+        """Pass the order on to the slot's actor. Abandon gives the request up (its record follows);
+        after EndLease the actor no longer answers for the exchange."""
         self._children.requests[admitted.slot].tell(order)
 
     def ended(self, record: RequestRecord, now: float) -> None:
-        """A request is terminal: watch it no more, answer those who wait for that, or for what its
-        actor has not answered."""
+        """Call it when a request is terminal: it is no longer watched, and every reply that waits
+        for its end, or that its actor has not answered, is answered."""
         running = self._in_flight.pop(record.request_id)
         self._children.watchdog.tell(
             Unwatch(
@@ -201,7 +201,7 @@ class RequestDispatcher:
             )
         )
         if running.lease is not None and not running.lease.has_ended:
-            # Its actor died without a word.
+            # Its actor died without ending the lease.
             detail = record.result.get("fail_detail", "")
             running.lease.fail(RequestFailReason.UNKNOWN_ERROR, detail, now)
         for reply in running.cancels:

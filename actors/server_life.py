@@ -1,5 +1,5 @@
-"""The server's life as a WorkerActor conducts it: `lifecycle` decides, this carries its effects
-out."""
+"""Runs the server's lifecycle for a WorkerActor: `lifecycle` decides, this carries out the
+effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llama_worker.types.worker import WorkerState, WorkerStatus
 
 
 class ServerLife:
-    """Belongs to one WorkerActor, which alone calls it. Nothing here waits."""
+    """Runs one server's lifecycle. Only the owning WorkerActor calls this; no call blocks."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class ServerLife:
         self._dispatcher = dispatcher
         self._table = table
         self._journal = journal
-        self._requests_count = 0  # ended since READY
-        self._learnt: messages.PaceLearnt | None = None  # in the launches so far
+        self._requests_count = 0  # requests that ended since READY
+        self._learnt: messages.PaceLearnt | None = None  # from the launches so far
         self._life = states.Lifecycle(
             policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s
         )
@@ -75,7 +75,7 @@ class ServerLife:
                 pass
 
     def status(self) -> WorkerStatus:
-        """The answer to a start, and to whoever asks; keys whose value is not known are absent."""
+        """The answer to Start, Restart and GetWorkerStatus; keys with unknown values are absent."""
         life, active = self._life, self._table.active
         status: WorkerStatus = {
             "name": self._config.name,
@@ -113,8 +113,8 @@ class ServerLife:
     # ------------------------------------------------------------ messages about the server
 
     def handle(self, message: LifecycleMessage, now: float) -> None:
-        """Take note, step the lifecycle, carry out what follows. News of another launch changes
-        nothing."""
+        """Record the message, step the lifecycle, carry out the effects. News of another launch is
+        dropped."""
         if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
             return
         match message:
@@ -157,7 +157,8 @@ class ServerLife:
     # ------------------------------------------------------------ requests that end or stall
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
-        """A request has its record: what waits for the last one, and what it says of the server."""
+        """Call it when a request has its record: go on with what waits for the last request, and
+        find out whether its end is a reason to probe or restart the server."""
         self._go_on_if_drained(now)
         if self._life.public_state is not WorkerState.READY:
             return
@@ -179,7 +180,7 @@ class ServerLife:
             self._apply(lifecycle.step(self._life, Drained(), now), now)
 
     def recycle_if_due(self, now: float) -> None:
-        """A planned restart, of a server that is idle, and due; its memory is asked for first."""
+        """Restart an idle server if a planned restart is due. Asks for its memory first."""
         policy = self._config.restart.recycle
         if policy is not None and policy.max_anon_mib and self._is_idle:
             self._children.process.tell(messages.MeasureMemory())
@@ -201,8 +202,8 @@ class ServerLife:
 
     @property
     def too_old_at(self) -> float | None:
-        """When an idle server is to be replaced for its age; None: never, or not as long as it
-        works."""
+        """When an idle server is replaced because of its age; None: never, or not while it is
+        busy."""
         policy, ready_at = self._config.restart.recycle, self._life.budget.ready_at
         if policy is None or policy.max_age_s is None or ready_at is None or not self._is_idle:
             return None
@@ -213,7 +214,7 @@ class ServerLife:
         return self._life.public_state is WorkerState.READY and not self._table.active
 
     def _stalled(self, stalled: messages.Stalled, now: float) -> None:
-        """A verdict on a request that runs: it is given up, and perhaps the server, too."""
+        """Give up a request that stalled, and perhaps the server, too."""
         request_id, verdict = stalled.request_id, stalled.verdict
         admitted = self._table.find(request_id)
         if admitted is None:

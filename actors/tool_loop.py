@@ -1,9 +1,9 @@
-"""ToolLoopActor: the host's tools, on threads.
+"""ToolLoopActor: runs the host's tools, each call on a thread.
 
-Receives RunTool and DropTool. The threads tell the asking RequestActor CallEnded; that one
-orders one call after the other, and keeps the deadline of each (`Request`, in `request.request`).
-A thread whose call does not return is left alone: it is a daemon, and tells the WorkerActor
-ToolThreadStuck and, should it end one day, ToolThreadReturned.
+Receives RunTool and DropTool. The threads send CallEnded to the RequestActor that gave the order,
+which orders one call after the other and keeps the deadline of each (`Request`, in
+`request.request`). A thread whose call does not return is left running: it is a daemon, and sends
+the WorkerActor ToolThreadStuck and, if it ends later, ToolThreadReturned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llama_worker.request.messages import CallEnded, DropTool, RunTool, ToolMess
 
 
 class ToolLoopActor(Child[ToolMessage]):
-    """Starts the threads. Nobody waits for those that still run when this actor ends."""
+    """Starts the tool threads. This actor's end does not wait for those that still run."""
 
     role = "tool_loop"
     accepts = message_types(ToolMessage)

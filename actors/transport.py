@@ -1,8 +1,8 @@
-"""TransportActor: the connections to the server.
+"""TransportActor: opens and closes the connections to the server.
 
 Receives OpenStream, CloseStream, FlushStream, HurryStream, CloseAllStreams and each stream's
-StreamClosed. The streams answer the askers directly; itself it sends them StreamFlushed, and the
-WorkerActor StreamsClosed. Owns every open stream.
+StreamClosed. The streams send their news to the RequestActors directly. Sends the RequestActors
+StreamFlushed, and the WorkerActor StreamsClosed. Owns every open stream.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class TransportActor(Child[messages.TransportMessage]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._streams: dict[messages.TurnId, Stream] = {}
-        self._is_closing = False  # StreamsClosed is owed
+        self._is_closing = False  # True: StreamsClosed must be sent after the last one
 
     def handle(self, message: messages.TransportMessage) -> None:
         match message:
             case messages.OpenStream(turn_id=turn_id):
                 try:
                     self._streams[turn_id] = self._runtime.open_stream(message, self.me())
-                # The host's lack, and no news of the server.
+                # A shortage of this machine: it says nothing about the server.
                 except (RuntimeError, OSError) as error:
                     failure = StreamFailure(
                         reason=RequestFailReason.UNKNOWN_ERROR,
@@ -65,7 +65,7 @@ class TransportActor(Child[messages.TransportMessage]):
 
     def release(self, failure: str | None) -> None:
         """Close every connection; the streams end by themselves."""
-        for stream in list(self._streams.values()):  # perhaps on the parent's thread
+        for stream in list(self._streams.values()):  # a copy: the parent's thread may run this
             stream.abort()
 
     def _report_closed(self) -> None:

@@ -1,10 +1,9 @@
-"""UpstreamActor: watches the requests to a server that this program did not start: its processes
-are not seen, and it is never restarted.
+"""UpstreamActor: watches the requests to a server that this program did not start. It cannot see
+the server's processes, and never restarts it.
 
-Receives Lease, granted before, of each request that the server takes its time for, and EndLease
-from the threads that serve a proxy's clients, and what its probes report. Sends nothing. Owns the
-leases, and what is being asked of the server; while nobody waits for the server, nothing is asked
-of it.
+Receives from the threads that serve a proxy's clients a Lease (already granted) for each request
+that the server does not answer at once, and EndLease; and what its probes report. Sends nothing.
+Owns the leases and the probes under way. It sends no probe while nobody waits for the server.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from llama_worker.types.request import RequestFailReason
 
 
 class UpstreamActor(SupervisedActor[UpstreamMessage]):
-    """One server's. Everybody has a lease: how many may run at once is the server's to say."""
+    """Watches one server. Every request gets a lease: the server decides how many run at once."""
 
     role = "upstream"
     accepts = message_types(UpstreamMessage)
@@ -37,7 +36,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         self._runtime = runtime
         self._timeouts = timeouts.without_evidence()
         self._exchanges: dict[int, LeasedExchange] = {}  # by request id
-        # One watch for each time in which requests are in flight; the latest.
+        # The latest watch; the first request after an idle time begins a new one.
         self._epochs = itertools.count()
         self._watch = self._new_watch()
         self._probes: dict[type, Abortable] = {}  # the latest of each kind
@@ -58,7 +57,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         self._alarm.set(self._watch.deadline)
 
     def release(self, failure: str | None) -> None:
-        """End what is in flight: nobody watches it any more."""
+        """Fail the requests in flight: nobody watches them any more."""
         self._abort_probes()
         reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
         for exchange in self._exchanges.values():
@@ -86,7 +85,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
     def _carry_out(
         self, effect: messages.WatchEffect, now: float
     ) -> Iterator[messages.WatchdogMessage]:
-        """What the watch is to be told of it at once."""
+        """Carry out the effect; yields the messages that the watch must get at once."""
         match effect:
             case messages.AskForProgress(for_verdict=for_verdict):
                 for exchange in self._exchanges.values():
@@ -129,7 +128,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
 
 
 class UpstreamLeases:
-    """Grants the leases of one UpstreamActor, on the threads that ask. Thread-safe."""
+    """Grants the leases of one UpstreamActor, on the calling threads. Thread-safe."""
 
     def __init__(self, clock: Host, api_key: str | None) -> None:
         self._clock = clock
@@ -137,7 +136,7 @@ class UpstreamLeases:
         self._request_ids = itertools.count(1)
 
     def grant(self, exchange: LeasedExchange, job_name: str) -> None:
-        """Begin the lease; the actor is to be told of it where the server is waited for."""
+        """Begin the lease. The actor must be told of it only if the server is waited for."""
         request_id, now = next(self._request_ids), self._clock.now()
         exchange.begin(
             Admitted(request_id, 0, job_name, now, is_leased=True),

@@ -1,9 +1,9 @@
-"""WatchdogActor: watches the server; what follows from what it hears is the `ServerWatch`'s.
+"""WatchdogActor: watches the server of one launch; its `ServerWatch` makes the decisions.
 
 Receives PaceLearnt, Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks,
-GPUs and requests report. Sends each RequestActor ReportProgress, the WorkerActor BecameReady,
-StartupFailed, HealthLost, GpuFaulted, Stalled, for the evidence of a kill Observed, and for the
-next launch PaceLearnt. Owns what is being asked of the server.
+GPUs and requests report. Sends each RequestActor ReportProgress, and the WorkerActor BecameReady,
+StartupFailed, HealthLost, GpuFaulted, Stalled, Observed (for the evidence of a kill) and PaceLearnt
+(for the next launch). Owns the probes under way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""WorkerActor: the supervisor. Admission, the server's life, the other actors of each launch.
+"""WorkerActor: the supervisor. Admits requests, and controls the server's life and the other actors
+of each launch.
 
-Receives the host's orders and questions from the handle, and what its own actors tell. Owns the
-request table, the journal and the other actors. Dealings with the server are the `ServerLife`'s,
-those with single requests the `RequestDispatcher`'s.
+Receives the host's orders and questions from the handle, and its own actors' messages. Owns the
+request table, the journal and the other actors. `ServerLife` deals with the server,
+`RequestDispatcher` with single requests.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from llama_worker.types.worker import WorkerDebugInfo, WorkerState
 
 
 class WorkerActor(SupervisedActor[messages.WorkerMessage]):
-    """See the module. A crash of this actor ends the worker: the server is killed, every future is
-    answered."""
+    """Supervises one worker. A crash of this actor ends the worker: the server is killed, and every
+    future is answered."""
 
     role = "worker"
     accepts = message_types(messages.WorkerMessage)
@@ -187,19 +188,19 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         self._journal.note("admitted", now, request_id=request_id, job_name=job_name)
 
     def _end_lease(self, order: messages.EndLease, now: float) -> None:
-        """Its record is made here, so that the slot is free before anybody can ask for it again."""
+        """Make its record here, so that the slot is free before anybody can ask for it again."""
         admitted = self._table.find(order.exchange.request_id)
         if admitted is None:
             return  # it never had a slot, or was given up
         record = order.exchange.end(now)
         if record is not None:
             self._request_ended(record, now)
-        # Without a record the slot's actor finds out why the connection broke.
+        # If there is no record, the slot's actor finds out why the connection broke.
         self._dispatcher.tell(admitted, order)
 
     @property
     def _is_prompted(self) -> bool:
-        """Whether the next request has its tools by text."""
+        """Whether the next request uses prompted mode: tool calls by text convention."""
         mode = self._config.tool_call_mode
         no_tools = self._server.traits.tools is False or self._tools_refused
         return mode == "prompted" or (mode == "auto" and no_tools)
@@ -221,7 +222,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
                 order.reply.fail(LlamaWorkerError(str(error)))
 
     def _answer_slot_waiters(self) -> None:
-        """All of them, once a slot is free, or once none will be without the host's doing."""
+        """Answer all of them once a slot is free, or once none will be unless the host acts."""
         life, refusal = self._server.lifecycle, self._server.lifecycle.refusal
         starting = refusal == "WORKER_NOT_READY" and life.public_state is WorkerState.RUNNING
         if starting or life.is_to_start_again:
@@ -249,7 +250,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             fail_reason=result["fail_reason"],
         )
         self._dispatcher.ended(record, now)
-        if record.is_leased:  # its client has had all of it
+        if record.is_leased:  # its client has received all of the output
             self._table.release(record.request_id)
         self._server.request_ended(record, now)
 
@@ -295,18 +296,19 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
 
     @property
     def _is_busy(self) -> bool:
-        """Somebody waits for what one of the other actors does."""
+        """Whether somebody waits for one of the other actors."""
         starts_or_ends = self._server.lifecycle.public_state is WorkerState.RUNNING
         return starts_or_ends or bool(self._table.active)
 
     def _call_roll(self, now: float) -> None:
-        """An idle worker wakes nobody; else who does not answer is dead."""
+        """Ask other actors to report in, unless idle; one that does not answer counts as dead."""
         for member in self._roll_call.silent(now):
             self._roll_call.answered(member)
             detail = f"it has not answered for {ANSWER_S:g} s"
             if self._children.give_up(member, detail):
-                self._end_launch(member, detail, now)  # first: its server's death may be told
-                # Behind what it has left.
+                # First: giving the actor up may cause news of the server's death.
+                self._end_launch(member, detail, now)
+                # Through the mailbox, so that it comes after the messages that the actor has sent.
                 self.me().tell(messages.ActorDied(member=member, detail=detail))
         members = self._children.members
         for member in self._roll_call.due(members, now):
@@ -314,8 +316,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
                 self._roll_call.asked(member, now)
 
     def _actor_died(self, death: messages.ActorDied, now: float) -> None:
-        """Its launch is over. A request whose actor could not even hand over its record has one,
-        too."""
+        """End the launch. If the dead actor could not hand over its request's record, make one."""
         epoch, role, slot = death.member
         self._journal.note(
             "actor_died", now, level=logging.ERROR, role=role, slot=slot, detail=death.detail
@@ -330,8 +331,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._request_ended(record, now)
 
     def _end_launch(self, dead: Member, detail: str, now: float) -> None:
-        """Nuke and repave: its requests fail, with what lies unread, then its server and its other
-        actors end; the next launch has new ones."""
+        """End the launch, because an actor died: its requests fail, after unread output was read,
+        then its server and its other actors end; the next launch has new ones."""
         self._children.requests_end_at = now + LAST_WORDS_S
         self._server.handle(RestartCause("actor_died", f"{dead.role}: {detail}"), now)
 

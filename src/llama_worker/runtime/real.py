@@ -1,4 +1,4 @@
-"""The runtime of a worker in the real world: threads, sockets, processes, /proc."""
+"""The real runtime of a worker: threads, sockets, processes, /proc."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from llama_worker.server.messages import (
 )
 
 _logger = logging.getLogger("llama_worker")
-_SUSPENDED_S = 1.0  # less is the time between the reads of two clocks
+_SUSPENDED_S = 1.0  # a smaller difference is the time between the reads of two clocks
 
 
 class RealHost:
@@ -75,7 +75,7 @@ class RealHost:
 
 
 class UpstreamQuestions(RealHost):
-    """Also for a server that this program did not start; see `ports.UpstreamRuntime`.
+    """Asks a server, also one that this program did not start; see `ports.UpstreamRuntime`.
     Thread-safe."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -90,7 +90,7 @@ class UpstreamQuestions(RealHost):
 
 
 class RealRuntime(UpstreamQuestions):
-    """One worker's; see `ports.Runtime`. Thread-safe."""
+    """The runtime of one worker; see `ports.Runtime`. Thread-safe."""
 
     process_evidence = staticmethod(process_evidence)
     anon_bytes = staticmethod(anon_bytes)
@@ -99,7 +99,7 @@ class RealRuntime(UpstreamQuestions):
         super().__init__(Endpoint.of(config))
         self._config = config
         self._name = f"llama_worker-{config.name}"
-        # the host may change it, and a restart is to find what the start found
+        # the host may change its own, and a restart must find what the start found
         self._folder = working_folder()
         probes = default_probes() if config.liveness_probes is None else config.liveness_probes
         self._probes = [OneAtATime(probe) for probe in probes]
@@ -149,5 +149,5 @@ class RealRuntime(UpstreamQuestions):
 
 
 def _suspended_s() -> float:
-    """How long this machine was suspended since it was booted; the monotonic clock stood still."""
+    """How long this machine was suspended since its boot; the monotonic clock stood still then."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()

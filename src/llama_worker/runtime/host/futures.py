@@ -1,5 +1,5 @@
 """The futures that a host gets: Pykka's, but awaitable without blocking the event loop, with
-callbacks, and never left unanswered.
+callbacks, and always answered.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 import pykka
 
 T = TypeVar("T")
-_RETRY_S = 0.25  # a thread that could not be started is tried again
+_RETRY_S = 0.25  # until the start of a thread is tried again
 _UNNOTICED_S = 1.0  # longest time a signal may go unnoticed by the main thread
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 _logger = logging.getLogger("llama_worker.futures")
 
 
-# A future that nobody holds is forgotten, so that a host may poll with one after the other; one
-# with a callback or a task that waits is held here.
+# The futures with a callback, or on which a thread or task waits. A future that nobody holds is
+# freed, so that a host may poll with one after the other.
 _awaited: set[WorkerFuture[Any]] = set()
 
 
@@ -34,7 +34,7 @@ _this_thread = threading.local()
 
 
 def never_wait_here() -> None:
-    """The calling thread is one that others wait for.
+    """Mark the calling thread as one that others wait for: a WorkerFuture never blocks it.
 
     The garbage collector runs on any thread, and may call a `__del__` of the host's there that
     closes a worker: it gets no answer, rather than wait for ever.
@@ -46,17 +46,17 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
     """A value that an actor will answer. Any thread may wait; the first answer counts, later ones
     are ignored."""
 
-    # A signal handler of the host's may run at any line of a thread that waits, and wait for
-    # another answer there. So who answers needs no lock that a waiter may hold: single operations
-    # on a list are atomic. Pykka's own condition is taken by waiters only once there is a result.
+    # One of the host's signal handlers may run at any line of a thread that waits, and wait for
+    # another answer there. So answering needs no lock that a waiter may hold: single operations on
+    # a list are atomic. Waiters take Pykka's own condition only once there is a result.
     #
     # A derived future, made by map(), filter(), join() or reduce(), has a hook and no result:
-    # it is resolved by a `get`, and each of those who wait makes one.
+    # only a `get` resolves it, and each waiter calls one.
 
     def __init__(self) -> None:
         super().__init__()
         self._wakers: list[Callable[[], object]] = []
-        self._unanswered = threading.Lock()  # taken by the first answer, for ever
+        self._unanswered = threading.Lock()  # taken by the first answer and never released
 
     def answer(self, value: T) -> None:
         """Resolve with a value, unless already resolved."""
@@ -69,13 +69,13 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
             self.set_exception((type(error), error, error.__traceback__))
 
     def set(self, value: Any = None) -> None:
-        """Pykka's: raises queue.Full where the future is resolved."""
+        """As Pykka's: raises queue.Full if the future is resolved."""
         self._claim()
         super().set(value)
         self._wake()
 
     def set_exception(self, exc_info: Any = None) -> None:
-        """Pykka's: raises queue.Full where the future is resolved."""
+        """As Pykka's: raises queue.Full if the future is resolved."""
         self._claim()
         super().set_exception(exc_info)
         self._wake()
@@ -85,10 +85,10 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
             raise queue.Full
 
     def get(self, *, timeout: float | None = None) -> T:
-        """As Pykka's, and typed: block until resolved; raises pykka.Timeout after `timeout`
+        """As Pykka's, but typed: block until resolved; raises pykka.Timeout after `timeout`
         seconds."""
         if self._get_hook is not None:
-            # Past Pykka's lock: one that waits would hold it, and others beyond their timeouts.
+            # Not under Pykka's lock: a waiter would hold it, and others exceed their timeouts.
             return pykka.Future.get(self, timeout=timeout)
         if not self.wait(timeout):
             raise pykka.Timeout(f"{timeout} seconds")
@@ -99,12 +99,12 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         return self._result is not None or (self._get_hook is not None and self.wait(0))
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until resolved; False: not within `timeout_s` seconds, or not yet on a thread that
-        `never_waits`."""
+        """Block until resolved. Returns False after `timeout_s` seconds, and at once on a thread
+        that called `never_wait_here`."""
         if self._get_hook is not None:
             try:
                 self.get(timeout=timeout_s)
-            except Exception as error:  # who calls get() will meet it
+            except Exception as error:  # get() will raise it again
                 return not isinstance(error, pykka.Timeout)
             return True
         if not self.done() and not getattr(_this_thread, "never_waits", False):
@@ -127,7 +127,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         self._on_resolved(lambda: _callbacks.run(lambda: callback(self)))
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait in an asyncio task; the event loop goes on."""
+        """Wait in an asyncio task, without blocking the event loop."""
         loop = asyncio.get_running_loop()
         if self._get_hook is not None or not self.done():
             resolved = loop.create_future()
@@ -156,7 +156,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         return f"<{type(self).__name__}, {state}: get(timeout=...) returns its value>"
 
     if not TYPE_CHECKING:  # a type checker finds a forgotten `get` by itself
-        # Who forgets it at run time is told so, and not that a future has no such item.
+        # At run time the error says so, and not only that a future has no such item.
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
@@ -172,7 +172,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
     def _on_resolved(self, waker: Callable[[], object]) -> None:
         self._wakers.append(waker)
         _awaited.add(self)
-        if self._get_hook is not None:  # nothing resolves it but who waits
+        if self._get_hook is not None:  # only a waiter resolves it
             threading.Thread(
                 target=self._wait_and_wake, name="llama_worker-derived", daemon=True
             ).start()
@@ -180,15 +180,15 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
             self._wake()
 
     def _forget(self, waker: Callable[[], object]) -> None:
-        with contextlib.suppress(ValueError):  # woken
+        with contextlib.suppress(ValueError):  # already called
             self._wakers.remove(waker)
         if not self._wakers:
             _awaited.discard(self)
-        if self._wakers:  # one came meanwhile
+        if self._wakers:  # one was added meanwhile
             _awaited.add(self)
 
     def _wake(self) -> None:
-        """Each waker once, whoever comes first."""
+        """Call each waker once, also if several threads do this at the same time."""
         with contextlib.suppress(IndexError):
             while True:
                 waker = self._wakers.pop(0)
@@ -203,11 +203,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
 
 
 def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
-    """Sleep until it is released, or for so long.
+    """Sleep until the lock is released, for `timeout_s` at most.
 
-    Only the main thread handles signals, and one that comes in the instant before it sleeps, or to
-    another thread, it finds out about when it wakes: so it wakes now and then, or a Ctrl-C would be
-    lost for as long as the wait takes.
+    Only the main thread handles signals. If one comes in the instant before it sleeps, or to
+    another thread, it notices only when it wakes: so it wakes now and then, or a Ctrl-C would have
+    no effect for as long as the wait takes.
     """
     slice_s = (
         _UNNOTICED_S
@@ -216,7 +216,7 @@ def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
     )
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while not woken.acquire(timeout=max(0.0, min(until - time.monotonic(), slice_s))):
-        if not time.monotonic() < until:  # a timeout that is NaN, too, is over at once
+        if not time.monotonic() < until:  # also ends at once if the timeout is NaN
             return
 
 
@@ -229,7 +229,7 @@ class ResultFuture(WorkerFuture[T]):
         self._on_taken = on_taken
 
     def get(self, *, timeout: float | None = None) -> T:
-        """As Pykka's; a `get` that times out takes nothing."""
+        """As Pykka's; a `get` that times out does not take the value."""
         value = super().get(timeout=timeout)
         with self._condition:
             on_taken, self._on_taken = self._on_taken, None
@@ -239,15 +239,15 @@ class ResultFuture(WorkerFuture[T]):
 
 
 class _CallbackThread:
-    """Runs hosts' code, callbacks and log handlers: never an actor, which a slow one would
-    block."""
+    """Runs the host's callbacks and log handlers on a thread, since a slow one would block an
+    actor."""
 
     def __init__(self, name: str = "llama_worker-callbacks") -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._starting = threading.Lock()  # nobody waits for it
         self._thread: threading.Thread | None = None
-        self._is_late = False  # it could not be started at once
+        self._is_late = False  # the thread could not be started; a timer tries again
 
     def run(self, call: Callable[[], object]) -> None:
         self._calls.put(call)
@@ -255,21 +255,21 @@ class _CallbackThread:
             self._start()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the calls so far were made, at most so long."""
+        """Wait until the calls so far were made, for `timeout_s` at most."""
         if self._thread is not None:
             made = threading.Event()
             self._calls.put(made.set)
             made.wait(timeout_s)
 
     def _start(self) -> None:
-        """Unless it runs. Where no thread is left, the calls are made once there is one."""
+        """Start the thread, unless it runs. If the system has none left, try again later."""
         if self._thread is None and self._starting.acquire(blocking=False):
             try:
                 if self._thread is None:
                     thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     thread.start()
                     self._thread = thread
-            except RuntimeError:  # or the host exits (3.12 on); no reason for an actor to die
+            except RuntimeError:  # or the host exits (3.12 on); an actor must not die of it
                 self._start_later()
             finally:
                 self._starting.release()
@@ -297,8 +297,8 @@ def _run_logged(call: Callable[[], object], name: str = "a callback of the host"
 
 
 def log_exception(logger: logging.Logger, text: str) -> None:
-    """Log the exception that is being handled. Never raises: where a handler or filter of the
-    host's does, both tracebacks go to standard error."""
+    """Log the exception that is being handled. Never raises: if one of the host's handlers or
+    filters does, both tracebacks go to standard error."""
     try:
         logger.exception(text)
     except BaseException:
@@ -318,20 +318,20 @@ def call_host(call: Callable[[], object], name: str) -> None:
 
 
 def write_log(logger: logging.Logger, level: int, text: str) -> None:
-    """Log the line on a thread of its own: a handler of the host's that blocks delays lines, and no
+    """Log the line on another thread: a handler of the host's that blocks delays lines, but no
     actor."""
     if logger.isEnabledFor(level):
         _lines.run(lambda: logger.log(level, "%s", text))
 
 
 def flush_log(timeout_s: float) -> None:
-    """Wait until the lines so far were written, at most so long."""
+    """Wait until the lines so far were written, for `timeout_s` at most."""
     _lines.flush(timeout_s)
 
 
 def _is_written_here(record: logging.LogRecord) -> bool:
-    """A filter: what Pykka logs on an actor's thread, where one starts or ends, is written as our
-    own lines are."""
+    """A filter that has the log thread write what Pykka logs on an actor's thread, when an actor
+    starts or ends, as it does our own lines."""
     thread_name = threading.current_thread().name
     if thread_name == _LOG_THREAD or not thread_name.startswith("llama_worker-"):
         return True

@@ -1,5 +1,5 @@
-"""The threads that run the host's own code: tools and liveness probes. Each only tells what came of
-it."""
+"""The threads that run the host's own code: tools and liveness probes. Each only sends a message
+with the outcome."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _logger = logging.getLogger("llama_worker")
 
 
 class ToolCallThread:
-    """A tool call, on a thread of its own, which tells what came of it; see `ports.ToolThread`.
-    Raises RuntimeError where the system has none left."""
+    """A tool call, on its own thread, which sends the outcome; see `ports.ToolThread`. Raises
+    RuntimeError if the system has no thread left."""
 
     def __init__(self, order: messages.RunTool, config: WorkerConfig, name: str) -> None:
         assert config.tool_runner is not None
         self._order = order
-        self._runner = config.tool_runner  # what it has is looked up on the thread, too
+        self._runner = config.tool_runner  # its attributes, too, are looked up on the thread
         deadline = time.monotonic() + config.tool_timeout_s
         self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
         self._cancel_task: Callable[[], object] | None = None  # of an async runner
@@ -58,7 +58,7 @@ class ToolCallThread:
             self._cancel_task()
 
     def _run(self) -> None:
-        loops = contextlib.ExitStack()  # of an async runner; their ends may wait for its threads
+        loops = contextlib.ExitStack()  # of an async runner; closing may wait for its threads
         self._tell(loops)
         try:
             loops.close()
@@ -76,7 +76,7 @@ class ToolCallThread:
         with self._lock:
             self._has_returned = True
             is_awaited = self._given_up_to is None
-        if is_awaited:  # else a runner that heeds `cancelled` would seem to have failed
+        if is_awaited:  # else a runner that obeys `cancelled` would seem to have failed
             self._order.reply_to.tell(ended)
 
     def _returned(self, loops: contextlib.ExitStack) -> Any:
@@ -89,7 +89,7 @@ class ToolCallThread:
             job_name=self._order.job_name,
             **more,
         )
-        if not isinstance(value, Coroutine):  # asyncio.iscoroutine takes generators, too (3.11)
+        if not isinstance(value, Coroutine):  # asyncio.iscoroutine accepts generators, too (3.11)
             return value
         return loops.enter_context(asyncio.Runner()).run(self._awaited(value))
 
@@ -102,14 +102,14 @@ class ToolCallThread:
                 loop.call_soon_threadsafe(task.cancel)
 
         self._cancel_task = cancel_task
-        if self._call.cancelled.is_set():  # before there was a task
+        if self._call.cancelled.is_set():  # it was set before there was a task
             task.cancel()
         return await coroutine
 
 
 def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-    """One probe's look at the server's processes. One that raises, or returns something odd, brings
-    no news."""
+    """Have one probe look at the server's processes, and send one EvidenceSeen. A probe that raises
+    or returns something invalid counts as no news."""
     alive, reads, detail, blind = False, False, "", False
     try:
         if order.fresh:
@@ -117,8 +117,8 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
         evidence = probe.probe(root_pid, time.monotonic())
         if evidence is not None:
             alive, detail = bool(evidence.alive), str(evidence.detail)
-            reads = bool(getattr(evidence, "reads", False))  # a probe of an earlier version
-    except BaseException as error:  # SystemExit in a probe is its failure, no more
+            reads = bool(getattr(evidence, "reads", False))  # older evidence lacks it
+    except BaseException as error:  # a SystemExit counts only as a failure of the probe
         blind = is_shortage(error)
         if not blind:
             log_exception(_logger, "a liveness probe failed")
@@ -129,8 +129,8 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
 
 
 class OneAtATime:
-    """The looks of one probe, which may still be out from a launch that is over: the next one waits
-    until it has returned. Thread-safe."""
+    """Makes the looks of one probe one at a time: one from a launch that is over may not have
+    returned yet, and then the next one waits for it. Thread-safe."""
 
     def __init__(self, probe: LivenessProbe) -> None:
         self._probe = probe
@@ -139,11 +139,11 @@ class OneAtATime:
         self._next: Callable[[], None] | None = None
 
     def look(self, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-        """Raises RuntimeError where the system has no thread left."""
+        """Raises RuntimeError if the system has no thread left."""
         call = partial(look, self._probe, order, root_pid, reply_to)
         with self._lock:
             if self._is_out:
-                self._next = call  # in the place of one whose launch is over, too
+                self._next = call  # replaces a waiting one, whose launch is over
                 return
             self._is_out = True
         try:

@@ -1,4 +1,4 @@
-"""Whose answer is still awaited: none of them is left waiting for ever."""
+"""Keeps track of unanswered futures, so that none waits for ever."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SWEEP_MIN = 64
 
 
 class WeakList(Generic[W]):
-    """Things that are held only as long as somebody else holds them. Thread-safe.
+    """A list of weak references. Thread-safe.
 
-    No WeakSet: its callbacks run on the thread that lets go of a thing, and a KeyboardInterrupt of
-    the host that comes just then would be swallowed.
+    Not a WeakSet: its callbacks run on the thread that drops a thing, and would swallow a
+    KeyboardInterrupt of the host that comes just then.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class WeakList(Generic[W]):
         self._sweeping = threading.Lock()  # nobody waits for it
 
     def add(self, thing: W) -> None:
-        """One more; now and then those that are gone are forgotten."""
+        """Add a thing; now and then the dead references are removed."""
         self._refs.append(weakref.ref(thing))
         if len(self._refs) >= self._sweep_at and self._sweeping.acquire(blocking=False):
             try:
@@ -37,7 +37,7 @@ class WeakList(Generic[W]):
                 self._sweeping.release()
 
     def __bool__(self) -> bool:
-        """False: nothing was added."""
+        """False: the list is empty. Dead references may still be in it."""
         return bool(self._refs)
 
     def alive(self) -> list[W]:
@@ -45,10 +45,10 @@ class WeakList(Generic[W]):
 
 
 class OpenFutures:
-    """The futures of one worker that are still to be answered. Thread-safe.
+    """The unanswered futures of one worker. Thread-safe.
 
-    Pykka does not fail a future that a message carries when the receiver dies, nor does a message
-    count that came a moment too late; here both are found and failed.
+    Pykka does not fail the future in a message when the receiver dies, or when the message comes a
+    moment too late; here both are found and failed.
     """
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class OpenFutures:
         self.closed_by: BaseException | None = None  # what `close` was called with
 
     def add(self, future: WorkerFuture[Any]) -> None:
-        """Keep an eye on the future; it is failed at once where `close` came before."""
+        """Track the future; it is failed at once if `close` was called before."""
         self._open.add(future)
-        # asked behind: `close` either finds the future or is seen here
+        # checked after adding: either `close` finds the future, or its call is seen here
         if self.closed_by is not None:
             future.fail(copy.copy(self.closed_by))
 
@@ -68,5 +68,5 @@ class OpenFutures:
         if self.closed_by is None:
             self.closed_by = error
         for future in self._open.alive():
-            # its own: what is raised holds the frames of who called `get`
+            # a copy for each: an exception that `get` raises holds the frames of the caller
             future.fail(copy.copy(error))

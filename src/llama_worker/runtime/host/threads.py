@@ -1,7 +1,7 @@
-"""Daemon threads for what waits, each of which only tells what came of it.
+"""Daemon threads for calls that block, each of which only sends a message with the outcome.
 
-To start a thread takes longer than most of what is done on one, so a few that have nothing left to
-do are kept, for whichever worker needs one next.
+To start a thread takes longer than most of these calls, so a few idle ones are kept for the next
+call of any worker.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from llama_worker.runtime.host.timers import call_at, now
 PATIENCE_S = 0.05  # how long a probe keeps the next one waiting; a server answers within 10 ms
 _SPARE = 4  # threads that are kept, 16 KiB each
 _Call = Callable[[], object]
-_spare: list[queue.SimpleQueue[tuple[str, _Call]]] = []  # each the mailbox of one that sleeps
+_spare: list[queue.SimpleQueue[tuple[str, _Call]]] = []  # the mailboxes of the idle threads
 _keeping = threading.Lock()
 _logger = logging.getLogger("llama_worker")
 
 
 def start_thread(name: str, target: _Call) -> threading.Thread:
-    """A thread of its own, for the host's code and for what lasts. Raises RuntimeError where the
-    system has none left, or the host exits."""
+    """Start a new thread, for the host's code and for what lasts. Raises RuntimeError if the system
+    has none left, or the host exits."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     thread.start()
     return thread
 
 
 def run_on_thread(name: str, call: _Call) -> None:
-    """Make the call on a spare thread, or a new one; it is this library's own code. Raises as
+    """Make a call of this library's own code on a spare thread, or a new one. Raises as
     `start_thread`."""
     try:
         mailbox = _spare.pop()
@@ -58,11 +58,11 @@ def _work(call: _Call) -> None:
 
 
 class ProbeQueue:
-    """Probes, made one after the other on one thread: threads that run at the same instant wake one
+    """Makes probes one after the other on one thread: threads that run at the same instant wake one
     another for the interpreter's lock. Thread-safe.
 
-    Each time that one waits and none was begun for `PATIENCE_S`, more threads go on, twice as many
-    as the last time: servers that do not answer hold up no other's probe, however many they are.
+    Whenever a probe waits and none was begun for `PATIENCE_S`, threads are added, twice as many as
+    the last time: servers that do not answer, however many, do not delay the probes of others.
     """
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class ProbeQueue:
         self._threads_count = 0
         self._begun_count = 0
         self._is_watched = False  # a timer is set
-        self._helpers_count = 1  # threads that go on next time, if one is needed
+        self._helpers_count = 1  # threads that are added next time
 
     def run(self, probe: _Call) -> None:
-        """Make the probe soon. Raises RuntimeError where the system has no thread for the first."""
+        """Make the probe soon. Raises RuntimeError if the first thread cannot be started."""
         with self._lock:
             if self._threads_count:
                 self._watch()
@@ -99,7 +99,7 @@ class ProbeQueue:
                 return
             self._watch()
             if self._begun_count == begun_count:
-                with contextlib.suppress(RuntimeError):  # no thread is left: they wait
+                with contextlib.suppress(RuntimeError):  # no thread is left: the probes wait
                     for _ in range(min(self._helpers_count, len(self._waiting))):
                         self._start_thread()
                     self._helpers_count *= 2
@@ -122,7 +122,7 @@ _probes = ProbeQueue()
 
 
 def run_probe(probe: _Call) -> None:
-    """See `ProbeQueue.run`; in the queue that all workers of this process share."""
+    """`ProbeQueue.run`, in the queue that all workers of this process share."""
     _probes.run(probe)
 
 

@@ -1,6 +1,7 @@
-"""The one timer thread of a host process: it turns deadlines into calls that only tell.
+"""The one timer thread of a host process: at each deadline it makes a call that only sends a
+message.
 
-It sleeps until the earliest deadline and for ever where there is none.
+It sleeps until the earliest deadline, and for ever if there is none.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class TimerThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it runs. Early: from Python 3.12 on a host that exits can start
-        none."""
+        """Start the thread, unless it runs. Call it early: from Python 3.12 on a host that exits
+        can start none."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="llama_worker-timers", daemon=True)
@@ -51,7 +52,7 @@ class TimerThread:
         while True:
             try:
                 timer = self._wait_for_due()
-            except Exception:  # no memory to wait with; without this thread nothing is ever due
+            except Exception:  # no memory to wait with; without this thread no timer ever fires
                 log_exception(_logger, "the timers pause")
                 time.sleep(_PAUSE_S)
                 continue
@@ -74,17 +75,17 @@ _timers = TimerThread()
 
 
 def now() -> float:
-    """Seconds of the patient clock that all workers of this process share: any thread."""
+    """Seconds of the patient clock that all workers of this process share. Any thread."""
     return _timers.clock.now(_timers.system())
 
 
 def lost_s() -> float:
-    """By how much it is behind `time.monotonic()`."""
+    """By how many seconds `now` is behind `time.monotonic()`."""
     return _timers.clock.lost_s
 
 
 def call_at(at: float, call: Callable[[], object]) -> ClockTimer:
-    """See `TimerThread.call_at`; on the timer thread that all workers of this process share."""
+    """`TimerThread.call_at`, on the timer thread that all workers of this process share."""
     return _timers.call_at(at, call)
 
 

@@ -1,4 +1,4 @@
-"""A connection that another thread can cut in every phase: while it connects, sends or waits."""
+"""Connections that another thread can abort in every phase: while they connect, send or wait."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class Aborted(ConnectionAbortedError):
 
 
 class Abort:
-    """The handle of one request. Thread-safe; `abort` is idempotent and takes no time in any phase.
+    """Aborts one request. Thread-safe; `abort` is idempotent and takes no time in any phase.
 
-    Name resolution and a TLS handshake are not cut short, only what would follow them.
+    Name resolution and a TLS handshake are not interrupted; the request ends after them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        # what whoever waits for it gets; None: it goes on
+        # raised in the thread that waits for the request; None: it goes on
         self.error: Aborted | TimeoutError | None = None
-        self._limit: object = None  # that of `within`, until it is over
-        # A connection was made, with TLS if there is to be; for the thread that makes it.
+        self._limit: object = None  # the current `within`
+        # A connection was made, with TLS if that is used; for the thread that makes it.
         self.connected = False
 
     def abort(self) -> None:
-        """Close the connection both ways, which wakes whoever reads, writes or connects, and refuse
-        a later one."""
+        """Shut the connection down both ways, which wakes a thread that reads, writes or connects,
+        and refuse a later one."""
         with self._lock:
             if not isinstance(self.error, Aborted):
                 self._end(Aborted("the request was aborted"))
 
     @contextlib.contextmanager
     def within(self, timeout_s: float) -> Iterator[None]:
-        """For what is done meanwhile the time is up after so many seconds, in which this program
-        ran: it ends as by `abort`, with TimeoutError. A reply that has come is still read."""
+        """End what is done inside after `timeout_s`, as by `abort`, but with TimeoutError. Time in
+        which this program did not run does not count. A reply that has come is still read."""
         limit = self._limit = object()
 
         def time_is_up() -> None:
@@ -75,8 +75,8 @@ class Abort:
             shut_down(self._socket)
 
     def wait_readable(self, timeout_s: float | None) -> bool:
-        """Wait until there is something to read, or the connection's end, however it comes; False:
-        not in time.
+        """Wait until there is something to read, or the connection has ended for whatever reason.
+        Returns False on timeout.
 
         For the thread that reads.
         """
@@ -86,22 +86,22 @@ class Abort:
         return _wait(connection, select.POLLIN, timeout_s)
 
     def attach(self, connection: socket.socket) -> None:
-        """Hand over the socket, as soon as it connects. Raises what ended it where that came
-        first."""
+        """Hand over the socket, as soon as it connects. Raises `error` if the request was ended
+        before."""
         with self._lock:
             if self.error is not None:
                 raise self.error
             self._socket = connection
 
     def detach(self) -> None:
-        """The socket is about to be closed: its descriptor may soon be somebody else's."""
+        """Forget the socket, which is about to be closed: its descriptor may be reused soon."""
         with self._lock:
             self._socket = None
 
 
 class Waiter(Protocol):
-    """Called by the thread that waits for the server, to take the request or to reply: each time
-    before it does, and again after each `silence_s` (None: for ever) in which nothing came."""
+    """Called by the thread that waits for the server to take the request or to reply: before each
+    wait, and again after each `silence_s` in which nothing came (None: never again)."""
 
     silence_s: float | None
 
@@ -109,16 +109,16 @@ class Waiter(Protocol):
 
 
 class _Abortable:
-    """Part of a socket: how long it waits for the server is for its waiter and its deadline."""
+    """A socket mixin: `waiter` and `deadline` decide how long it waits for the server."""
 
-    abort = Abort()  # that of no request, until it is connected
+    abort = Abort()  # a placeholder, until the request's is set
     waiter: Waiter | None = None
     deadline: float | None = None
-    body_follows = False  # what is sent next is the head of a request that has a body
+    body_follows = False  # the next send is the head of a request that has a body
 
     def read_reply(self, max_bytes: int) -> bytes:
-        """What comes next, b"" at the connection's end. Raises TimeoutError at the deadline, if
-        nothing lies there."""
+        """The next bytes; b"" at the connection's end. Raises TimeoutError at the deadline, if no
+        bytes are in the socket."""
         self._wait()
         data: bytes = self.recv(max_bytes)  # type: ignore[attr-defined]
         return data
@@ -138,7 +138,7 @@ class _Abortable:
     def close(self) -> None:
         self.abort.detach()
         with contextlib.suppress(OSError):  # it was not connected, or is no longer
-            # a child that the host has forked may hold a copy, which would keep it open
+            # a forked child of the host may hold a copy, which would keep the connection open
             self.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         super().close()  # type: ignore[misc]
 
@@ -146,7 +146,7 @@ class _Abortable:
 class AbortableSocket(_Abortable, socket.socket):
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Called by http.client, with the head and with the body."""
-        flags |= socket.MSG_NOSIGNAL  # the host may have SIGPIPE as the system does
+        flags |= socket.MSG_NOSIGNAL  # the host's SIGPIPE may have its default action
         more = socket.MSG_MORE if self.body_follows else 0  # both in one segment
         self.body_follows = False
         try:
@@ -159,14 +159,14 @@ class AbortableSocket(_Abortable, socket.socket):
             super().sendall(data[sent:], flags)
 
     def set_silence(self, silence_s: float | None) -> None:
-        """How long `receive` waits from now on; None: for ever."""
+        """Set how long `receive` waits from now on; None: for ever."""
         self.setblocking(True)
         self.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(silence_s))
 
     def receive(self, max_bytes: int) -> bytes | None:
-        """What comes next, b"" at the connection's end; None: nothing came in time."""
+        """The next bytes; b"" at the connection's end; None on timeout."""
         try:
-            return self.recv(max_bytes)  # one system call, where a timeout of Python's needs two
+            return self.recv(max_bytes)  # one system call; a timeout of Python's would need two
         except BlockingIOError:
             return None
 
@@ -189,19 +189,19 @@ class _TlsSocket(_Abortable, ssl.SSLSocket):
 
 
 def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> AbortableSocket:
-    """A connected socket, which `abort` knows from the moment at which it begins to connect. Each
-    of the host's addresses has `timeout_s`."""
+    """A connected socket. `abort` can abort it from the moment at which it begins to connect.
+    `timeout_s` is for each of the host's addresses."""
     refused: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
     ):
         connection = AbortableSocket(family, kind, protocol)
-        connection.abort = abort  # nobody else's, whose lock a fork may find taken
+        connection.abort = abort  # not the shared one, whose lock may be held in a fork
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
             code = connection.connect_ex(address)
-            # Not earlier: to shut down a socket that does not connect yet is without effect.
+            # Not earlier: to shut down a socket that does not connect yet has no effect.
             abort.attach(connection)
             _finish_connecting(connection, code, timeout_s)
             return connection
@@ -214,14 +214,14 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
 
 
 def _finish_connecting(connecting: socket.socket, code: int, timeout_s: float | None) -> None:
-    """Wait for the end of a connect that gave this code (an errno)."""
+    """Wait for the end of a connect that returned `code` (an errno)."""
     if code == errno.EINPROGRESS:
         if not _wait(connecting, select.POLLOUT, timeout_s):
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if not code and connecting.getsockname() == connecting.getpeername():
-        # Nobody listens there, and the port is among those that the kernel hands out: it gave this
-        # very one to us, and connected us to ourselves.
+        # Nobody listens there, and the port is an ephemeral one: the kernel gave it to our own end
+        # and connected the socket to itself.
         shut_down(connecting)
         code = errno.ECONNREFUSED
     if code:
@@ -236,10 +236,10 @@ def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> boo
 
 
 def secure(abort: Abort, connection: AbortableSocket, host: str, ca_file: str) -> AbortableSocket:
-    """Shake hands. Another object takes the descriptor over, or it is closed.
+    """Do the TLS handshake. The returned object takes the descriptor over; it is closed on failure.
 
-    The calling thread, which alone may use it, gets no SIGPIPE any more: OpenSSL writes without
-    MSG_NOSIGNAL, and the host may have that signal as the system does.
+    Blocks SIGPIPE in the calling thread, which alone may use the connection: OpenSSL writes without
+    MSG_NOSIGNAL, and the host's SIGPIPE may have its default action.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))
     abort.detach()
@@ -261,10 +261,10 @@ def _tls_context(ca_file: str) -> ssl.SSLContext:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Close it both ways: this wakes whoever waits for it, and tells the server at once."""
+    """Shut it down both ways: wakes a thread that waits for it, and tells the server at once."""
     try:
-        # A server that is blocked in a send, since our window was full, hears no FIN: the close is
-        # to be a reset.
+        # A server that is blocked in a send, since our window was full, does not notice a FIN: make
+        # the close a reset.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -272,7 +272,7 @@ def shut_down(connection: socket.socket) -> None:
 
 
 def _timeval(timeout_s: float | None) -> bytes:
-    """As SO_RCVTIMEO takes it."""
+    """The timeout as a struct timeval, for SO_RCVTIMEO."""
     micros = 0 if timeout_s is None else max(round(min(timeout_s, _MAX_WAIT_S) * 1e6), 1)
     return struct.pack("ll", *divmod(micros, 1_000_000))
 

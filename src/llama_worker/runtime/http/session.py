@@ -1,9 +1,9 @@
-"""Every HTTP request that this library makes: one `requests` session, whose requests can be aborted
+"""Makes every HTTP request of this library: one `requests` session, whose requests can be aborted
 from another thread in every phase.
 
-Only documented points of extension are used: a session that follows no redirect, and an adapter
-that gives each request a connection of its own, on a socket of ours. Replies are read by
-`httptools`: http.client has their heads parsed as e-mail.
+It uses only documented extension points: a session that follows no redirects, and an adapter that
+gives each request its own connection, on our own socket class. `httptools` parses the replies:
+http.client parses their heads as e-mail.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from llama_worker.stream.response import ChatBody, ReplyParser
 from llama_worker.types.request import RequestFailReason
 
 _READ_BYTES = 16384
-_MAX_REPLY_BYTES = 4 * 1024 * 1024  # of a small question: /props holds the chat template
+_MAX_REPLY_BYTES = 4 * 1024 * 1024  # to a small question: /props holds the chat template
 _MAX_ERROR_BODY_BYTES = 64 * 1024
-_ERROR_BODY_S = 2.0  # for what an error status says, from the headers on
-_SHOWN_CHARS = 40  # of what is not HTTP
+_ERROR_BODY_S = 2.0  # to read the body of an error status, from the headers on
+_SHOWN_CHARS = 40  # of a reply that is not HTTP
 
 
 class HttpReply:
-    """A reply whose head is here. For one thread, which closes it."""
+    """A reply whose head was received. For one thread, which closes it."""
 
     def __init__(self, request: _Request, connection: AbortableSocket) -> None:
-        """Waits for the head. Raises OSError without one, ValueError for what is not HTTP."""
+        """Wait for the head. Raises OSError if none comes, ValueError if the reply is not HTTP."""
         self._abort = request.abort
         self._connection = connection
         self._parser = ReplyParser(str(request.method))
@@ -74,13 +74,13 @@ class HttpReply:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing follows what was read."""
+        """Whether nothing follows what was read."""
         return self._parser.is_complete
 
     def read(self, *, until: float | None = None) -> bytes:
-        """The next of the body, as it comes; b"" at its end. Raises OSError where it breaks off,
-        TimeoutError where nothing comes `until` (of `timers.now`), ValueError where it is no
-        longer HTTP."""
+        """The next bytes of the body; b"" at its end. Raises OSError if the connection breaks,
+        TimeoutError if nothing comes by `until` (of `timers.now`), ValueError if the reply is not
+        HTTP any more."""
         parser = self._parser
         if until is not None:
             self._connection.deadline = until
@@ -96,7 +96,7 @@ class HttpReply:
         return body
 
     def failure(self) -> StreamFailure:
-        """What an error status says in its body, as far as that comes soon."""
+        """The failure told by an error status and its body; waits `_ERROR_BODY_S` for the body."""
         body, until = b"", timers.now() + _ERROR_BODY_S
         with contextlib.suppress(OSError, ValueError):
             while len(body) < _MAX_ERROR_BODY_BYTES and (data := self.read(until=until)):
@@ -104,8 +104,8 @@ class HttpReply:
         return describe_http_error(self.status, body)
 
     def take_over(self) -> tuple[AbortableSocket, ChatBody]:
-        """The connection and its body, of which some may have come along with the headers: from now
-        on the caller reads it."""
+        """Hand the connection and its body over to the caller, who reads it from now on. Some of
+        the body may have come with the headers."""
         return self._connection, ChatBody(self._parser)
 
     def close(self) -> None:
@@ -122,10 +122,11 @@ def send(
     body: bytes | None = None,
     waiter: Waiter | None = None,
 ) -> HttpReply:
-    """Wait for the reply's headers, however long that takes; only connecting has its time.
+    """Send a request and wait for the reply's headers, however long that takes; only connecting has
+    a timeout.
 
-    Raises Aborted; OSError where there is no connection, where it breaks, or (TimeoutError) where
-    the time is up; ValueError for what is not an HTTP response.
+    Raises Aborted; OSError if the connection cannot be made or breaks, or (TimeoutError) if the
+    time is up; ValueError if the reply is not an HTTP response.
     """
     abort.connected = False
     request = _Request()
@@ -140,7 +141,7 @@ def send(
         request.body = body
     try:
         response = _session.send(request, stream=True, proxies={})
-    except HTTPException as error:  # of a request that cannot be sent
+    except HTTPException as error:  # the request cannot be sent
         raise ValueError(str(error)) from None
     except Exception as error:
         raise abort.error or error from None
@@ -157,7 +158,7 @@ def post_chat(
     headers: Mapping[str, str] | None = None,
     waiter: Waiter | None = None,
 ) -> HttpReply:
-    """Ask for a chat completion as a stream of events. As `send`."""
+    """Ask for a chat completion as a stream of events. Waits and raises as `send`."""
     own = {"Accept": "text/event-stream", "Content-Type": "application/json"}
     return send(
         abort,
@@ -181,10 +182,11 @@ def ask(
     abort: Abort | None = None,
     max_bytes: int = _MAX_REPLY_BYTES,
 ) -> tuple[int, bytes]:
-    """(status, body) of a small question; `body` goes as JSON. `timeout_s` is for all of it but a
-    TLS handshake, and what lies there then counts; time in which this program did not run does not.
+    """Ask a small question, with `body` as JSON; returns the reply's status and body.
 
-    Raises as `send`; ValueError for a body of more than `max_bytes`.
+    `timeout_s` covers all but a TLS handshake. A reply that has come by then is read; time in which
+    this program did not run does not count. Raises as `send`, and ValueError if the reply's body
+    has more than `max_bytes`.
     """
     abort, received = abort or Abort(), bytearray()
     with abort.within(timeout_s):
@@ -205,8 +207,8 @@ def ask(
 
 
 def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailure:
-    """What `send` raised, as the failure of a chat request. What this machine lacks is no news of
-    the server."""
+    """What `send` raised, as the failure of a chat request. A shortage of this machine says nothing
+    about the server."""
     if is_shortage(error):
         detail = f"no connection could be made: {described_error(error)}"
         return StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=detail)
@@ -228,7 +230,7 @@ def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailur
 
 
 class _Request(requests.PreparedRequest):
-    """Carries what its connection needs to where that is made."""
+    """Carries what the adapter needs to make the connection."""
 
     abort: Abort
     endpoint: Endpoint
@@ -236,7 +238,7 @@ class _Request(requests.PreparedRequest):
 
 
 class _Session(requests.Session):
-    """No proxies, no .netrc, no redirects; cookies are read from no reply."""
+    """A session without proxies, .netrc and redirects, which reads no reply's cookies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,13 +247,13 @@ class _Session(requests.Session):
             self.mount(scheme, _Adapter())
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
-        """None follows; `requests` reads the whole body of one and parses where it leads."""
+        """Always None: for a redirect `requests` reads the whole body and parses the target."""
         return None
 
 
 @functools.lru_cache
 def _server_url(base_url: str) -> urllib3.util.Url:
-    """As `requests` writes it. Raises ValueError where it is not the URL of a server."""
+    """The URL as `requests` normalizes it. Raises ValueError if it is not the URL of a server."""
     prepared = requests.PreparedRequest()
     prepared.prepare_url(base_url, None)
     return urllib3.util.parse_url((prepared.url or "").rstrip("/"))
@@ -261,8 +263,8 @@ class _Adapter(requests.adapters.BaseAdapter):
     """Gives each request a connection of its own, whose socket can be aborted."""
 
     def send(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> requests.Response:
-        """The connect timeout is for connecting, and again for shaking hands. Raises OSError, and
-        ValueError for a reply that is not HTTP."""
+        """The connect timeout is for connecting, and again for the TLS handshake. Raises OSError,
+        and ValueError if the reply is not HTTP."""
         assert isinstance(request, _Request)
         endpoint, server = request.endpoint, _server_url(request.endpoint.base_url)
         kind = HTTPSConnection if server.scheme == "https" else HTTPConnection
@@ -275,7 +277,7 @@ class _Adapter(requests.adapters.BaseAdapter):
         connection.abort, connection.waiter = request.abort, request.waiter
         connection.body_follows = bool(request.body)
         http.sock = connection
-        # From now on: a busy server may leave a long request unread for minutes.
+        # No timeout from now on: a busy server may leave a long request unread for minutes.
         http.timeout = None
         try:
             # A server may reply, and close, before it has read the whole request.
@@ -303,7 +305,7 @@ _session = _Session()
 
 def _forget_after_fork() -> None:
     global _session
-    _session = _Session()  # the parent's locks may be held by threads that the child has not got
+    _session = _Session()  # the parent's locks may be held by threads that the child lacks
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

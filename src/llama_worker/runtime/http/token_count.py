@@ -1,4 +1,4 @@
-"""How many tokens a prompt has: its server's template and tokenizer say it, beside the slots."""
+"""Counts a prompt's tokens with the server's template and tokenizer, without using a slot."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _MAX_REPLY_BYTES = 128 * 1024 * 1024  # the prompt as JSON, or its tokens, some 
 def count_tokens(
     order: CountTokens, config: WorkerConfig, *, prompted: bool, n_ctx: int, unix_now: float
 ) -> None:
-    """Count on a thread of its own; the order's reply has its answer within COUNT_S.
+    """Count on another thread; the order's reply is answered within COUNT_S.
 
-    Raises RuntimeError where the system has no thread left.
+    Raises RuntimeError if the system has no thread left.
     """
     abort = Abort()
     post = partial(ask, Endpoint.of(config), "POST", abort=abort, max_bytes=_MAX_REPLY_BYTES)
 
     def give_up() -> None:
-        """The BIOS provider may be what takes so long: nobody waits for the thread."""
+        """Fail without waiting for the thread: the BIOS provider may be what takes so long."""
         fail(f"no answer within {COUNT_S:g} s")
         abort.abort()
 
@@ -43,7 +43,7 @@ def count_tokens(
         order.reply.fail(LlamaWorkerError(shown))
 
     def asked(path: str, body: Mapping[str, Any], key: str) -> Any:
-        """What the server's answer has under the key."""
+        """The value of `key` in the server's answer."""
         status, reply = post(path, timeout_s=COUNT_S, body=body)
         answer = json_of(reply)
         value = answer.get(key) if isinstance(answer, dict) else None
@@ -52,7 +52,7 @@ def count_tokens(
         return value
 
     def written(*, prompted: bool) -> Any:
-        """The prompt as its template writes it."""
+        """The prompt as the server's template writes it."""
         left = config.max_tool_iterations
         bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
         body = Prompts(config, order.submission, prompted=prompted).next_body(bios)
@@ -61,7 +61,7 @@ def count_tokens(
     def count() -> TokenCount:
         try:
             prompt = written(prompted=prompted)
-        except _BadAnswerError as error:  # a request would be sent again in this way, too
+        except _BadAnswerError as error:  # a request would fall back to prompted mode, too
             if config.tool_call_mode != "auto" or not refuses_tools(error.failure):
                 raise
             prompt = written(prompted=True)
@@ -90,7 +90,7 @@ def count_tokens(
 
 
 class _BadAnswerError(LlamaWorkerError):
-    """The server refused, or its answer has not what was asked for."""
+    """The server refused, or its answer lacks the value that was asked for."""
 
     def __init__(self, path: str, failure: StreamFailure) -> None:
         self.failure = failure

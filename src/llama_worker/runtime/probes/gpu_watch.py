@@ -1,6 +1,6 @@
 """Waits for errors of the GPUs that one launch of the server uses.
 
-NVML may hang with a lost GPU: it runs on a thread that nobody waits for.
+NVML may hang if a GPU is lost, so it runs on a thread that nobody waits for.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from llama_worker.runtime.probes.liveness_probes import load_nvml, tree_pids
 from llama_worker.server.blame import GpuFault, fault_of_xid, gpu_lost, uncorrectable_memory_error
 from llama_worker.server.messages import GpuFaulted
 
-# nothing wakes a thread that waits in NVML: it ends at most this much later than the server
+# a thread that waits in NVML cannot be woken: it ends at most this much later than the server
 WAIT_S: Final = 10.0
 _logger = logging.getLogger("llama_worker")
 
 
 def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None:
-    """Tell every kind of fault once, until the process is gone. Blocks.
+    """Send every kind of fault once to `reply_to`, until the process is gone. Blocks.
 
-    Returns at once where NVML cannot be loaded, or sees no process of the tree on any GPU: a server
-    on the CPU, or a container with a pid namespace that the driver does not know.
+    Returns at once if NVML cannot be loaded, or sees no process of the tree on any GPU: a server on
+    the CPU, or a container with a pid namespace that the driver does not know.
     """
-    # A missing package or driver, or one that is broken: there is nothing to watch.
+    # The package or the driver is missing or broken: there is nothing to watch.
     try:
         nvml = load_nvml()
     except Exception:
@@ -43,8 +43,8 @@ def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None
 
 
 def gpus_in_use(root_pid: int) -> tuple[str, ...] | None:
-    """Where the driver sees the process tree; None: there is no NVML or no GPU. May hang with a
-    lost GPU."""
+    """The GPUs on which the driver sees the process tree; None if there is no NVML or no GPU. May
+    hang if a GPU is lost."""
     try:
         nvml = load_nvml()
         gpus = _gpus_of(nvml, frozenset(tree_pids(root_pid)))
@@ -75,7 +75,7 @@ def _next_faults(nvml: Any, events: Any, gpus: dict[str, Any]) -> Iterator[GpuFa
     except nvml.NVMLError as error:
         if error.value != nvml.NVML_ERROR_TIMEOUT:
             yield from (gpu_lost(gpu) for gpu in _lost(nvml, gpus))
-            # such an error comes back at once, for as long as its cause is there
+            # NVML returns such an error again at once, for as long as its cause persists
             time.sleep(WAIT_S)
     else:
         fault = _fault_of(nvml, event)
@@ -91,14 +91,14 @@ def _gpus_of(nvml: Any, pids: frozenset[int]) -> dict[str, Any]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             users = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
         except nvml.NVMLError:
-            continue  # one that is lost already, or tells no processes, is not known to be ours
+            continue  # it is lost already, or lists no processes: it is not known to be ours
         if users & pids:
             handles[f"GPU {index}"] = handle
     return handles
 
 
 def _events_of(nvml: Any, gpus: dict[str, Any]) -> Any:
-    """A set in which the errors of these GPUs arrive; None where none of them reports any."""
+    """An event set for the errors of these GPUs; None if none of them reports errors."""
     events, wanted = None, nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
     for handle in gpus.values():
         try:
@@ -114,7 +114,7 @@ def _events_of(nvml: Any, gpus: dict[str, Any]) -> Any:
 def _fault_of(nvml: Any, event: Any) -> GpuFault | None:
     try:
         gpu = f"GPU {nvml.nvmlDeviceGetIndex(event.device)}"
-    except nvml.NVMLError:  # a lost one may not tell
+    except nvml.NVMLError:  # a lost GPU may not tell its index
         gpu = "a GPU"
     if event.eventType == nvml.nvmlEventTypeXidCriticalError:
         return fault_of_xid(gpu, int(event.eventData))
@@ -122,8 +122,7 @@ def _fault_of(nvml: Any, event: Any) -> GpuFault | None:
 
 
 def _lost(nvml: Any, gpus: dict[str, Any]) -> list[str]:
-    """Those that cannot be reached; another GPU of the machine may be the one that the error is
-    about."""
+    """The GPUs that cannot be reached; none if the error is about another GPU of the machine."""
     lost = []
     for gpu, handle in gpus.items():
         try:

@@ -1,10 +1,10 @@
-"""What the system shows of a server's processes: evidence of work, and a picture taken before a
+"""Reads what the system knows about a server's processes: evidence of work, and a snapshot before a
 kill.
 
 A new probe has the methods of `types.hooks.LivenessProbe`, and is made in `default_probes`. It
-keeps what it saw before: it belongs to one worker and is called by one thread at a time. Whatever
-cannot be read is no news; nothing here raises because a process ended or may not be looked at. What
-this machine lacks for a look, a descriptor, is raised as it is: half a look would mislead.
+keeps what it saw before, so it belongs to one worker and is called by one thread at a time. What
+cannot be read counts as no news; nothing here raises because a process ended or may not be read. A
+shortage of this machine, such as of descriptors, is raised: half a look would mislead.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ CHILDREN_REFRESH_S: Final = 5.0
 MAX_THREADS: Final = 64
 MAX_PROCESSES: Final = 16
 PROC: Final = "/proc"
-# a kernel with CONFIG_PROC_CHILDREN
+# whether the kernel has CONFIG_PROC_CHILDREN
 _LISTS_CHILDREN: Final = os.path.exists(f"{PROC}/thread-self/children")
 
 
 def default_probes() -> tuple[LivenessProbe, ...]:
-    """New probes for one worker: of its processes, and of NVIDIA GPUs where the extra is
-    installed."""
+    """New probes for one worker: of its processes, and of NVIDIA GPUs if the extra is installed."""
     probes: list[LivenessProbe] = [ProcessProbe()]
-    with suppress(Exception):  # a missing package, or one that is broken
+    with suppress(Exception):  # the package is missing or broken
         importlib.import_module("pynvml")
         probes.append(NvidiaProbe())
     return tuple(probes)
 
 
 def load_nvml() -> Any:
-    """The module pynvml, initialised; raises what that raises."""
+    """The module pynvml, initialised. Raises what the import or NVML raises."""
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     return nvml
 
 
 class ProcessProbe:
-    """Evidence from CPU time, disk reads and major faults of the processes that serve, by rate."""
+    """Evidence from the rates of CPU time, disk reads and major faults of the serving processes."""
 
     def __init__(self, *, proc: str = PROC) -> None:
         self._proc = proc
@@ -62,12 +61,12 @@ class ProcessProbe:
         self._activity = liveness.ProcessActivity(self._ticks_per_second)
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """What the server did lately; None at the first look, and where the root is gone or cannot
-        be read."""
+        """What the server did lately; None at the first look, and if the root is gone or cannot be
+        read."""
         root = _read_stat(f"{self._proc}/{root_pid}/stat")
         if root is None or root.dead:
             return None
-        if self._root != root.key(root_pid):  # another process, be it with the same pid
+        if self._root != root.key(root_pid):  # another process, perhaps with the same pid
             self.reset()
             self._root = root.key(root_pid)
         processes = {}
@@ -86,16 +85,16 @@ class ProcessProbe:
 
 
 class NvidiaProbe:
-    """Evidence from the use of NVIDIA GPUs by the processes that serve, over all devices.
+    """Evidence from the use of NVIDIA GPUs by the serving processes, over all devices.
 
     Needs the package nvidia-ml-py (`pynvml`). NVML stays initialised for the life of the host
-    process. In a container with a pid namespace of its own NVML may tell foreign pids: then there
-    is never any news.
+    process. In a container with its own pid namespace NVML may report pids of another namespace:
+    then there is never any news.
     """
 
     def __init__(self, nvml: Any = None) -> None:
         """`nvml`: a module like pynvml, initialised; None: it is loaded at the first look, since
-        that may hang with a lost GPU."""
+        that may hang if a GPU is lost."""
         self._nvml = nvml
         self.reset()
 
@@ -104,15 +103,14 @@ class NvidiaProbe:
         self._seen_until: dict[int, int] = {}  # device -> newest sample, in NVML's own microseconds
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """What the server did on the GPUs since the last look; None where nothing was told about
-        it.
+        """What the server did on the GPUs since the last look; None if NVML has no sample of it.
 
-        The first look at a device only sets the mark: NVML's buffer holds samples from before
-        watching began.
+        The first look at a device only sets the starting point: NVML's buffer holds samples from
+        before watching began.
         """
         try:
             self._nvml = self._nvml or load_nvml()
-        except Exception:  # a missing driver, or one that is broken: there is nothing to see
+        except Exception:  # the driver is missing or broken: there is nothing to see
             return None
         pids = frozenset(self._tree.serving_pids(root_pid, now))
         used = [(device, sample) for device, sample in self._new_samples() if sample.pid in pids]
@@ -136,22 +134,22 @@ class NvidiaProbe:
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(device)
                 samples = list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since or 0))
             except self._nvml.NVMLError as error:
-                # Not found: no sample since then, the regular answer of an idle GPU. Anything else
-                # (MIG, a lost device) tells nothing, and what the buffer holds once it works again
-                # may be old.
+                # Not found: no sample since then, the normal answer of an idle GPU. Any other error
+                # (MIG, a lost device) says nothing, and the buffer's samples may be old once the
+                # device works again.
                 if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND:
                     self._seen_until.setdefault(device, 0)
                 continue
             self._seen_until[device] = max([since or 0, *(sample.timeStamp for sample in samples)])
             if since is not None:
-                # Only what is newer counts, whatever the driver was asked: old use would pass for
-                # work.
+                # Only newer samples count, whatever the driver was asked for: old use would pass
+                # for work.
                 yield from ((device, sample) for sample in samples if sample.timeStamp > since)
 
 
 def anon_bytes(root_pid: int) -> int | None:
-    """RssAnon and VmSwap of the tree: what a leak grows, and mapped model files do not. None: it
-    cannot be seen. Never raises."""
+    """RssAnon and VmSwap of the tree, which grow with a leak but not with mapped model files. None
+    if they cannot be read. Never raises."""
     with suppress(OSError):
         pids = tree_pids(root_pid)
         return liveness.parse_anon("\n".join(_read(f"{PROC}/{pid}/status") or "" for pid in pids))
@@ -159,7 +157,7 @@ def anon_bytes(root_pid: int) -> int | None:
 
 
 def process_evidence(root_pid: int) -> dict[str, Any]:
-    """What is to be seen of the tree at this instant, fit for JSON, for a person. Never raises.
+    """A snapshot of the tree, as JSON values, for a person to read. Never raises.
 
     At most 16 processes with 64 threads each. Command lines are left out: they may hold secrets,
     and reading them can hang with the process.
@@ -173,7 +171,7 @@ def process_evidence(root_pid: int) -> dict[str, Any]:
 
 
 def _process_state(pid: int) -> dict[str, Any] | None:
-    """None where the process is gone."""
+    """None if the process is gone."""
     stat = _read_stat(f"{PROC}/{pid}/stat")
     if stat is None:
         return None
@@ -187,7 +185,7 @@ def _process_state(pid: int) -> dict[str, Any] | None:
         "read_bytes": liveness.parse_read_bytes(_read(f"{PROC}/{pid}/io") or ""),
         "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
         "wchan": _read(f"{PROC}/{pid}/wchan") or "",
-        # root alone may read it
+        # only root may read it
         "stack": (_read(f"{PROC}/{pid}/stack") or "").partition("\n")[0],
         "threads_count": stat.threads_count,
         "threads": thread_states(pid),
@@ -195,10 +193,9 @@ def _process_state(pid: int) -> dict[str, Any] | None:
 
 
 def thread_states(pid: int) -> list[dict[str, Any]]:
-    """`{tid, name, state, cpu_ticks}` of the first 64 threads, with `wchan` where the kernel tells
-    it.
+    """`{tid, name, state, cpu_ticks}` of the first 64 threads, with `wchan` if the kernel tells it.
 
-    Empty where the process is gone.
+    Empty if the process is gone.
     """
     threads = []
     for tid in sorted(_tids(pid))[:MAX_THREADS]:
@@ -215,7 +212,7 @@ def thread_states(pid: int) -> list[dict[str, Any]]:
 
 
 class _Tree:
-    """The processes of a server that serve, looked up rarely."""
+    """Caches the serving processes of a server for `CHILDREN_REFRESH_S`."""
 
     def __init__(self) -> None:
         self._pids: tuple[int, ...] = ()  # the root first
@@ -230,11 +227,11 @@ class _Tree:
 
 
 def serving_pids(pids: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a tree, root first, whose work is the server's: the root's, and that of children
-    that listen.
+    """The processes of a tree, root first, whose work counts as the server's: the root and the
+    children that listen.
 
-    A child that does not (a tool, a log shipper) works for itself. As long as nobody listens, as at
-    a start by a script, or where it cannot be learnt, all count.
+    A child that does not listen (a tool, a log shipper) works for itself. All count while none
+    listens, as when a script starts the server, or if that is unknown.
     """
     root_pid, *children = pids
     if not children:
@@ -252,23 +249,23 @@ def _listens(pid: int) -> bool:
 
 
 def listening_ports(process: psutil.Process) -> set[int]:
-    """Of TCP; raises psutil.Error."""
+    """The TCP ports on which the process listens. Raises psutil.Error."""
     sockets = process.net_connections(kind="tcp")
     return {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 def tree_pids(root_pid: int) -> tuple[int, ...]:
-    """The root first, also where nothing can be learnt of it."""
+    """The processes of a tree, the root first, even if nothing is known about it."""
     if not _LISTS_CHILDREN:
         return (root_pid, *_children_by_psutil(root_pid))
     pids = [root_pid]
-    for pid in pids:  # which grows meanwhile
+    for pid in pids:  # the list grows meanwhile
         pids += _children(pid)
     return tuple(pids)
 
 
 def _children(pid: int) -> list[int]:
-    """As the kernel lists them: psutil reads every process of the machine for that."""
+    """The children from the kernel's list: psutil would read every process of the machine."""
     pids: list[int] = []
     for tid in _tids(pid):
         pids += map(int, (_read(f"{PROC}/{pid}/task/{tid}/children") or "").split())
@@ -276,7 +273,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _tids(pid: int) -> list[int]:
-    """Of its threads; none where it is gone."""
+    """The ids of the process's threads; none if it is gone."""
     try:
         return [int(name) for name in os.listdir(f"{PROC}/{pid}/task")]
     except OSError as error:

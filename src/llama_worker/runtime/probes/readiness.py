@@ -1,5 +1,5 @@
-"""Questions to the server, beside its streams, each on a thread: is it ready, and is it ours? What
-do its slots do?"""
+"""Questions to the server, outside its streams and each on a thread: whether it is ready and ours,
+and what its slots do."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 
-_LISTEN = "0A"  # a socket's state in /proc/net/tcp
+_LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
 _TRAITS_TIMEOUT_S = 2.0
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 
 
 class _Question:
-    """The constructor has it asked, on a thread that tells the answer; any thread may call `abort`.
+    """A question to the server. The constructor asks it on another thread, which sends the answer
+    to `reply_to`; any thread may call `abort`.
 
-    Raises RuntimeError where the host has no thread.
+    Raises RuntimeError if the system has no thread left.
     """
 
     def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Any]) -> None:
@@ -50,7 +51,7 @@ class _Question:
         run_probe(self._run)
 
     def abort(self) -> None:
-        """Close the connection now; the answer is then that there was none."""
+        """Close the connection now; the question then counts as unanswered."""
         self._abort.abort()
 
     def _run(self) -> None:
@@ -67,10 +68,10 @@ class _Question:
 
 
 class ReadinessProbe(_Question):
-    """One probe of the worker's server, which tells one Probed.
+    """One probe of the worker's server, which sends one Probed.
 
-    The `first` READY of a launch also needs the listener to belong to `root_pid`'s tree, and brings
-    the traits.
+    The `first` READY of a launch also requires that the listener belongs to `root_pid`'s tree, and
+    has the traits.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class ReadinessProbe(_Question):
         self._tell(outcome, detail, traits)
 
     def _ask_traits(self) -> ServerTraits:
-        """As far as the server tells them. Raises what this machine lacks: it is to be asked
-        again."""
+        """The traits that the server reports. Raises a shortage of this machine: the probe must be
+        repeated."""
         chat = {"messages": [{"role": "user", "content": "-"}]}
         answers: list[dict[str, Any]] = []
         for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
@@ -125,7 +126,7 @@ class ReadinessProbe(_Question):
         return server_traits(*answers)
 
     def _try_canary(self, outcome: ProbeOutcome, detail: str) -> tuple[ProbeOutcome, str]:
-        """As long as it takes: the startup's limits end it."""
+        """Send the canary and wait as long as it takes: the startup's limits end the wait."""
         canary = self._config.canary
         if canary is None:
             return outcome, detail
@@ -140,7 +141,7 @@ class ReadinessProbe(_Question):
 
 
 class AnswerProbe(_Question):
-    """Does a server that this program did not start answer anything? Tells one Probed."""
+    """Asks whether a server that this program did not start answers at all. Sends one Probed."""
 
     def _run(self) -> None:
         try:
@@ -152,7 +153,7 @@ class AnswerProbe(_Question):
 
 
 class SlotsQuestion(_Question):
-    """One look at `/slots`; tells one SlotsSeen."""
+    """One look at `/slots`, which sends one SlotsSeen."""
 
     def _run(self) -> None:
         asked_at = timers.now()
@@ -170,8 +171,8 @@ class SlotsQuestion(_Question):
 
 
 def unanswered(error: Exception) -> tuple[ProbeOutcome, str]:
-    """Of `GET /v1/models` without an answer: what this machine lacks, or that it cannot look up a
-    name, says nothing about the server."""
+    """The outcome and the detail of a `GET /v1/models` without an answer. A shortage of this
+    machine, or a failed name lookup, says nothing about the server."""
     blind = is_shortage(error) or isinstance(error, socket.gaierror)
     outcome = ProbeOutcome.NO_NEWS if blind else ProbeOutcome.FAILED
     return outcome, f"GET /v1/models: {type(error).__name__}"
@@ -180,9 +181,9 @@ def unanswered(error: Exception) -> tuple[ProbeOutcome, str]:
 def owns_port(root_pid: int, port: int) -> bool:
     """Whether a process of the tree listens on the port.
 
-    A process that may not be looked into (its program has file capabilities, or is another user's)
-    is believed to, where a socket of its user does: nobody listened there before the launch. So is
-    every process where /proc is not there to tell.
+    A process that may not be inspected (its program has file capabilities, or is another user's)
+    counts as the listener if a socket of its user listens: nobody did before the launch. Without
+    /proc every process counts as the listener.
     """
     if not os.path.exists(f"{PROC}/self"):
         return True

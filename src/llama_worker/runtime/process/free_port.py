@@ -1,4 +1,4 @@
-"""Ports for servers."""
+"""Finds free TCP ports for servers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import socket
 from llama_worker.config.command import without_brackets
 from llama_worker.config.validation import checked_str
 
-_PORTS = range(20000, 32000)  # below those that the kernel hands out by itself
+_PORTS = range(20000, 32000)  # below the kernel's ephemeral ports
 _turns = itertools.count(random.randrange(len(_PORTS)))
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port from 20000 to 31999 that a server could listen on now, and another one with each call.
+    """A port from 20000 to 31999 that a server can listen on now; each call returns another one.
 
-    Nothing holds it: somebody may take it before the server does, and then `start` fails with
-    `port_in_use`. That is rare, since every process begins to look somewhere else. Any thread.
-    Raises OSError where no port is free, TypeError or ConfigError for what is no host.
+    The port is not reserved: if another program takes it before the server does, `start` fails with
+    `port_in_use`. That is rare, since every process begins its search at another port. Any thread.
+    Raises OSError if no port is free, TypeError or ConfigError if `host` is not a host.
     """
     checked_str("host", host, empty=False)
     for _ in _PORTS:
-        turn = next(_turns) + 97 * os.getpid()  # a forked process has its parent's count
+        turn = next(_turns) + 97 * os.getpid()  # a forked process inherits its parent's count
         port = _PORTS[turn % len(_PORTS)]
         if can_listen((without_brackets(host), port)):
             return port
@@ -32,16 +32,15 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def can_listen(address: tuple[str, int]) -> bool:
-    """Whether a server could listen there now; True where that cannot be told (it will say so
-    itself)."""
+    """Whether a server could listen there now; True if unknown (the server will report it)."""
     try:
         addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError):  # the latter from a name that IDNA does not allow
+    except (OSError, UnicodeError):  # UnicodeError: IDNA does not allow the name
         return True
     for family, kind, protocol, _, sockaddr in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                # the past's TIME_WAITs do not count
+                # ignore former connections in TIME_WAIT
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(sockaddr)
                 probe.listen(1)

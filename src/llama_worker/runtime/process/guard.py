@@ -1,18 +1,18 @@
-"""The process between the host and its server: starts the server, and ends its whole tree.
+"""The guard, a process between the host and its server: starts the server, and ends its whole tree.
 
-Run as a script by the host's Python, `guard.py HOST_PID CONTROL_FD REPORT_FD COMMAND...`; it
+The host's Python runs it as a script, `guard.py HOST_PID CONTROL_FD REPORT_FD COMMAND...`. It
 imports nothing of the package, so that it is small and quick to start. It is the server's parent
-and the reaper of its orphans, and so knows all of its tree, daemons too, and can end it without the
-risk that a pid was given to somebody else.
+and the subreaper of its orphans. So it knows the whole tree, including daemons, and can end it
+without the risk that a pid was reused.
 
 It ends the tree when
-- the server's first process has ended, however;
-- the host says so: bytes on CONTROL_FD, `T` for SIGTERM to the server's group, `K` to kill;
-- the host is gone, however it went: SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`. CONTROL_FD's end
-  of file says so first, and a pidfd where a child that the host had forked keeps CONTROL_FD open.
-Should the guard itself be killed, the kernel kills the server by its parent-death signal. The
-kernel forgets that signal where the server's program is set-user-ID or has file capabilities; the
-host kills such a server then.
+- the server's first process has ended, for whatever reason;
+- the host orders it: bytes on CONTROL_FD, `T` for SIGTERM to the server's group, `K` to kill;
+- the host is gone, for whatever reason: SIGTERM, and SIGKILL after `ORPHAN_GRACE_S`. The first sign
+  is CONTROL_FD's end of file, or a pidfd if a forked child of the host keeps CONTROL_FD open.
+If the guard itself is killed, the kernel kills the server by its parent-death signal. The kernel
+clears that signal if the server's program is set-user-ID or has file capabilities; the host then
+kills the server.
 
 REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`; `died RETURNCODE` as soon as the
 server's first process has ended; `gone` when nothing of the tree is left. Then the guard ends.
@@ -28,7 +28,7 @@ import time
 
 ORPHAN_GRACE_S = 2.0
 RETRY_S = 0.1
-LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the machine's, for a moment
+LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # temporary shortages of the machine
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IGNORED = (
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    # ignored, as by some hosts, no child's end could be waited for
+    # some hosts ignore SIGCHLD, and then no child could be waited for
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     host = os.pidfd_open(host_pid)
     if os.getppid() != host_pid:  # the host died before it could be watched
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
 def start_server(
     command: list[str], report_fd: int, private: tuple[int, ...], prctl: object
 ) -> "int | None":
-    """The new server's pid; None, and a report, where it cannot be executed."""
+    """Start the server and return its pid; report it and return None if it cannot be executed."""
     guard_pid = os.getpid()
     failure_read, failure_write = os.pipe()
     pid = os.fork()
@@ -100,28 +100,28 @@ def start_server(
 
 
 def detach_from_output() -> None:
-    """Leave the log pipe to the server alone."""
+    """Close the guard's copies of the log pipe, so that only the server has it open."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
 
 
-WAIT, TERMINATE, KILL = "wait", "terminate", "kill"  # what follows for the server
+WAIT, TERMINATE, KILL = "wait", "terminate", "kill"  # what to do with the server
 
 
 class Plan:
-    """When the server is asked to end, and when its tree is killed. Sans-IO.
+    """Decides when the server gets SIGTERM, and when its tree is killed. Sans-IO.
 
-    `kill_at`: monotonic seconds, once the host is gone. Nothing is asked after KILL.
+    `kill_at`: monotonic seconds, set once the host is gone. No `step` may follow KILL.
     """
 
     def __init__(self) -> None:
         self.kill_at: float | None = None
-        self._asked = False  # to end; a second SIGTERM makes llama-server drop what it does
+        self._asked = False  # SIGTERM was sent; a second makes llama-server drop what it does
 
     def step(self, now: float, *, ended: bool, host_gone: bool, orders: bytes) -> str:
-        """What follows from what was seen: the server's end, the host's, and its orders."""
+        """What to do, given whether the server has ended and the host is gone, and its orders."""
         if ended or b"K" in orders or (self.kill_at is not None and now >= self.kill_at):
             return KILL
         if host_gone and self.kill_at is None:
@@ -135,7 +135,7 @@ class Plan:
 
 
 def watch(server_pid: int, host: int, control_fd: int) -> None:
-    """Return when the tree is to be killed."""
+    """Pass on SIGTERM when it is due; return when the tree must be killed."""
     server, plan = os.pidfd_open(server_pid), Plan()
     poll = select.poll()
     for fd in (server, host, control_fd):
@@ -157,7 +157,7 @@ def watch(server_pid: int, host: int, control_fd: int) -> None:
 
 
 def terminate(server_pid: int) -> None:
-    """Ask the server's group to end; one that was stopped (SIGSTOP) must run to hear it."""
+    """Send the server's group SIGTERM, and SIGCONT: a stopped process must run to handle it."""
     for number in (signal.SIGTERM, signal.SIGCONT):
         try:
             os.killpg(server_pid, number)
@@ -166,10 +166,10 @@ def terminate(server_pid: int) -> None:
 
 
 def end_tree(server_pid: int, report_fd: int) -> None:
-    """Kill and reap every process that is left; report the server's end when it is seen, first if
-    it has ended.
+    """Kill and reap every process that is left. Report the server's end when it is seen: before the
+    first kill if it has ended.
 
-    A killed process leaves its children to the guard, so the loop meets all of them, and every pid
+    A killed process leaves its children to the guard, so the loop finds all of them, and every pid
     that it signals is an unreaped child of its own.
     """
     pid, status = os.waitpid(server_pid, os.WNOHANG)
@@ -183,11 +183,11 @@ def end_tree(server_pid: int, report_fd: int) -> None:
         except OSError as error:
             if error.errno not in LACKS:
                 raise
-            found, has_seen_all = server, False  # the others as soon as it can see them
+            found, has_seen_all = server, False  # the others once they can be seen
         for child in found:
             try:
                 os.kill(child, signal.SIGKILL)
-            except PermissionError:  # another user's, by a set-user-ID program: wait for its end
+            except PermissionError:  # a set-user-ID program of another user: wait for its end
                 continue
         try:
             pid, status = os.waitpid(-1, 0 if has_seen_all else os.WNOHANG)
@@ -198,7 +198,7 @@ def end_tree(server_pid: int, report_fd: int) -> None:
 
 
 def report(report_fd: int, line: bytes) -> None:
-    """Tell the host, if it still lives."""
+    """Send the host a line, if it is still alive."""
     try:
         os.write(report_fd, line)
     except OSError:
@@ -206,7 +206,7 @@ def report(report_fd: int, line: bytes) -> None:
 
 
 def children() -> list[int]:
-    """The pids whose parent is this process; raises OSError where not all can be seen."""
+    """The pids whose parent is this process. Raises OSError if not all can be seen."""
     guard_pid = os.getpid()
     pids = []
     for name in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""What a server said last."""
+"""The last lines of a server's output."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import deque
 
 from llama_worker.errors import masked
 
-_MAX_LINE_BYTES = 8192  # a line without an end is cut into pieces of this
+_MAX_LINE_BYTES = 8192  # an unfinished line is cut into pieces of this size
 
 
 class LogRing:
-    """See `ports.ServerLog`; with the API key masked. Thread-safe."""
+    """Keeps the last lines, as `ports.ServerLog`, with the API key masked. Thread-safe."""
 
     def __init__(self, lines: int, *, api_key: str | None = None) -> None:
         self._api_key = api_key
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=lines)
         self._partial = b""
-        self._launch_lines = 0  # the present launch's, some of which may be forgotten already
+        self._launch_lines = 0  # lines of the current launch, including those dropped already
 
     def begin_launch(self) -> None:
-        """What is fed from now on is another server's."""
+        """Call it before another server's output is fed."""
         with self._lock:
             if self._partial:
                 self._lines.append(self._partial.decode(errors="replace"))
@@ -50,7 +50,7 @@ class LogRing:
         return tuple(lines[max(0, len(lines) - min(count, of_launch)) :])
 
     def _kept(self) -> tuple[list[str], int]:
-        """The lines, and how many of the newest are the present launch's."""
+        """The lines, and how many of the newest belong to the current launch."""
         with self._lock:
             lines, of_launch = list(self._lines), self._launch_lines
             if self._partial:

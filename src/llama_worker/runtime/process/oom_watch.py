@@ -1,4 +1,4 @@
-"""What the kernel says of processes that it killed for lack of memory. Nothing here raises."""
+"""Finds processes that the kernel killed for lack of memory. Nothing here raises."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from llama_worker.config.machine import CGROUP
 
 _PROC = "/proc"
 _KMSG = "/dev/kmsg"
-_RECORD_BYTES = 8192  # longer ones the kernel cuts off
+_RECORD_BYTES = 8192  # the kernel truncates longer records
 _MAX_RECORDS = 20_000
 _LOOK_AGAIN_S = 1.0
 
 
 class OomWatch:
-    """One process's control group and the kernel's log, from the construction on. `now` is
+    """Watches one process's control group and the kernel's log, from its construction on. `now` is
     monotonic seconds."""
 
     def __init__(self, pid: int, now: float) -> None:
@@ -23,18 +23,18 @@ class OomWatch:
         self._counter = _counter_file(pid)
         self._before = _count(self._counter)
         self._looked_at = now
-        # what it holds already may be of another process with the same pid
+        # what it holds already may be about another process with the same pid
         self._log = _end_of_log()
 
     def close(self) -> None:
-        """Let the kernel's log go; idempotent."""
+        """Close the kernel's log. Idempotent."""
         if self._log is not None:
             os.close(self._log)
             self._log = None
 
     def look(self, now: float) -> None:
-        """Follow the process into another group: a wrapper script may have put it there. Seldom
-        does anything."""
+        """Follow the process into another group: a wrapper script may have put it there. Looks
+        every `_LOOK_AGAIN_S` at most."""
         if now - self._looked_at < _LOOK_AGAIN_S:
             return
         self._looked_at = now
@@ -43,11 +43,11 @@ class OomWatch:
             self._counter, self._before = counter, _count(counter)
 
     def kills(self) -> int:
-        """How many processes of the group were killed since; 0 where that cannot be seen."""
+        """How many processes of the group were killed since the watch began; 0 if unknown."""
         return max(0, _count(self._counter) - self._before)
 
     def kernel_line(self) -> str | None:
-        """What the kernel's log says of this process's end; None where it says nothing, or may not
+        """The kernel log's text about this process's end; None if there is none, or the log may not
         be read."""
         if self._log is None:
             return None
@@ -59,7 +59,7 @@ class OomWatch:
             except BrokenPipeError:
                 continue  # overwritten before it was read: the next one follows
             except OSError:
-                break  # the end of what there is
+                break  # no more records
             text = record.partition(";")[2].partition("\n")[0]
             if wanted in text:
                 last = text
@@ -73,15 +73,15 @@ def _end_of_log() -> int | None:
         return None
     try:
         os.lseek(log, 0, os.SEEK_END)
-    except OSError:  # a container's link to its console
+    except OSError:  # in a container it is a link to the console
         os.close(log)
         return None
     return log
 
 
 def _counter_file(pid: int) -> Path | None:
-    """Where the process's group counts kills: `memory.events`, or `memory.oom_control` of version
-    1."""
+    """The file in which the process's group counts kills: `memory.events`, or `memory.oom_control`
+    of version 1."""
     try:
         lines = os.fsdecode(Path(f"{_PROC}/{pid}/cgroup").read_bytes())
     except OSError:
@@ -99,6 +99,6 @@ def _count(counter: Path | None) -> int:
     try:
         lines = counter.read_text().splitlines() if counter is not None else []
     except OSError:
-        return 0  # it does not count, or has gone with the server
+        return 0  # the group does not count kills, or was removed with the server
     counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
     return int(counts.get("oom_kill", 0))

@@ -1,7 +1,6 @@
-"""A server's process tree, and the thread that starts it, drains its output and sees it end.
+"""A server's process tree, and the thread that starts it, reads its output and reports its end.
 
-Between the host and the server stands a guard process (`guard.py`), which ends the tree should the
-host die.
+A guard process (`guard.py`) between the host and the server ends the tree if the host dies.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from llama_worker.types.worker import StartFailReason
 _GUARD = Path(guard.__file__)
 _READ_BYTES = 65536
 _PAUSE_S = 0.1
-_SWEEP_S = 1.0  # then it is looked again who is left
+_SWEEP_S = 1.0  # between looks for processes that are left
 _MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
 
 
 class _Server(Struct, frozen=True):
     pid: int
-    pidfd: int | None  # None where it was gone before it could be looked at
+    pidfd: int | None  # None if the process was gone before it could be opened
 
 
 class GuardedServer:
     """One launch; see `ports.ServerProcess` and `Runtime.start_server`. The constructor starts a
-    daemon thread, which tells; every method may be called by any thread."""
+    daemon thread, which sends the news; any thread may call every method."""
 
     def __init__(
         self,
@@ -68,23 +67,23 @@ class GuardedServer:
         self._epoch = epoch
         self._config = config
         self._mark = f"{os.getpid()}.{epoch}.{time.monotonic_ns()}"
-        self._folder = folder  # in which it runs; None, or where that is gone: the host's
+        self._folder = folder  # working directory; None, or if it is gone: the host's
         self._address = config.host, config.port
         self._log = log
         self._reply_to = reply_to
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._guard: subprocess.Popen[bytes] | None = None
-        self._orders = b""  # given before the guard was there to take them
+        self._orders = b""  # given before the guard was started
         self._server: _Server | None = None  # once it was started
         self._told_death = False  # the guard said that the server's first process has ended,
         self._reaped = False  # and that nothing of the tree is left
-        # what a killed guard could not report: the kernel killed it
+        # kept if the guard was killed and could not report it: the kernel killed the server
         self._returncode: int = -signal.SIGKILL
         self._failure: str | None = None
         self._oom: OomWatch | None = None
         self._lack_of_memory: str | None = None
-        self.ended = False  # nothing of it is left; set before the last word is told
+        self.ended = False  # no process is left; set before the last message is sent
         log.begin_launch()
         start_thread(f"llama_worker-{config.name}-server", self._run)
 
@@ -101,7 +100,7 @@ class GuardedServer:
                 self._control.send(order, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except OSError:
                 return  # the guard has ended: so has the tree
-            _signal(self._guard, signal.SIGCONT)  # a stopped one must run to obey
+            _signal(self._guard, signal.SIGCONT)  # a stopped guard must run to obey
 
     def is_gone(self) -> bool:
         with self._lock:
@@ -110,28 +109,28 @@ class GuardedServer:
             return self._server.pidfd is None or _has_ended(self._server.pidfd)
 
     def _force(self) -> None:
-        """The guard did not obey. A server that was killed may just take its time to give back its
-        memory."""
+        """Kill the server, since the guard did not obey. The guard lives on: a killed server may
+        only need time to free its memory."""
         if self._server is not None:
             _kill(self._server)
             if self._guard is not None:
-                # one that was stopped after the order must run to reap
+                # a guard that was stopped after the order must run to reap
                 _signal(self._guard, signal.SIGCONT)
         elif self._guard is not None:
-            _signal(self._guard, signal.SIGKILL)  # it has not come to start a server
+            _signal(self._guard, signal.SIGKILL)  # it has not started a server yet
 
     def _run(self) -> None:
         never_wait_here()
         try:
             with contextlib.ExitStack() as cleanup:
                 last_word = self._live(cleanup)
-        # Out of descriptors, processes or memory; what there was is cleaned up.
+        # Out of descriptors, processes or memory; `cleanup` has released what there was.
         except Exception as error:
             detail = f"no process could be started: {error}"
             last_word = self._gone() if self._server else self._not_started(detail)
         if self._oom is not None:
             self._oom.close()
-        with self._lock:  # a closed descriptor may be somebody else's by the next `send`
+        with self._lock:  # by the next `send` a closed descriptor's number may be reused
             if self._server is not None and self._server.pidfd is not None:
                 os.close(self._server.pidfd)
                 self._server = _Server(self._server.pid, None)
@@ -139,7 +138,7 @@ class GuardedServer:
         self._reply_to.tell(last_word)
 
     def _live(self, cleanup: contextlib.ExitStack) -> LaunchFailed | Exited:
-        """Start the guard, watch until it has ended; the thread's last word."""
+        """Start the guard and watch until it has ended; returns the thread's last message."""
         if not can_listen(self._address):
             host, port = self._address
             taken = f"{host}:{port} is taken by another process: end it, or take another port"
@@ -153,10 +152,10 @@ class GuardedServer:
     def _start_guard(
         self, cleanup: contextlib.ExitStack
     ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The guard, which starts the server, and the connection of its reports."""
+        """Start the guard, which starts the server; returns it and the socket of its reports."""
         host = host_environment()
         environment = server_environment(host, self._config.env)
-        # A server does not inherit LLAMA_SERVER; it is for who looks for one.
+        # The server does not inherit LLAMA_SERVER, which is needed here to find it.
         command = located(self._config.server_cmd, {**host, **environment})
         guards_end, control = _socket_pair(cleanup)
         _controls.add(control)
@@ -188,8 +187,8 @@ class GuardedServer:
         return guardian, reports_from
 
     def _end_guard(self, guardian: subprocess.Popen[bytes]) -> None:
-        """Reap the guard. Should it still live, it ends the tree: a forked host may hold the
-        connection open."""
+        """Reap the guard. If it is still alive, order it to end the tree: the host's forked child
+        may hold the connection open."""
         self.send(Signal.KILL)
         with self._lock:
             if self._control is not None:
@@ -265,12 +264,12 @@ class GuardedServer:
         if self._server is None:
             detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
             return self._not_started(detail)
-        # somebody killed the guard, and the kernel the server with it: wait for its end
+        # the guard was killed, and so the kernel kills the server: wait for its end
         if not self._reaped:
             _kill(self._server)
             if self._server.pidfd is not None:
                 _has_ended(self._server.pidfd, None)
-            # the guard knew the tree; without it, the mark in their environment tells
+            # only the guard knew the tree; the mark in their environment shows its processes
             _sweep(self._mark)
         return self._gone()
 
@@ -299,11 +298,11 @@ class GuardedServer:
         return LaunchFailed(epoch=self._epoch, reason=reason, detail=detail)
 
     def _drain(self, output: int) -> bool:
-        """Put what the pipe holds into the ring, as much as a pipe can hold; False at its end."""
+        """Move what the pipe holds (at most its capacity) into the ring; False at end of file."""
         try:
             data = os.read(output, _READ_BYTES)
             self._log.feed(data)
-        except MemoryError:  # this machine's lack: lines may be lost, the server is not
+        except MemoryError:  # a shortage of this machine: lines may be lost, the server goes on
             time.sleep(_PAUSE_S)
             return True
         if self._oom is not None:
@@ -312,14 +311,14 @@ class GuardedServer:
 
 
 def _signal(guardian: subprocess.Popen[bytes], number: int) -> None:
-    """Without effect once it has ended, and where the host has changed its user since: orders
-    still reach it then."""
+    """No effect if the guard has ended, or if the host has changed its user since: orders still
+    reach it then."""
     with contextlib.suppress(PermissionError):
         guardian.send_signal(number)
 
 
 def _has_ended(pidfd: int, timeout_ms: int | None = 0) -> bool:
-    """Waits for it so long; None: for ever."""
+    """Whether the process has ended, after a wait of `timeout_ms` at most; None: for ever."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout_ms))
@@ -333,8 +332,8 @@ def _pidfd(pid: int) -> int | None:
 
 
 def _kill(server: _Server) -> None:
-    """SIGKILL to a server's group and, through its pidfd, to itself; without effect once it is
-    gone."""
+    """Send SIGKILL to a server's group and, through its pidfd, to the server itself. No effect once
+    it is gone."""
     if server.pidfd is None:
         return
     try:
@@ -345,13 +344,13 @@ def _kill(server: _Server) -> None:
 
 
 def _sweep(mark: str) -> None:
-    """SIGKILL to every process that was started with `mark` in its environment, until none is
+    """Send SIGKILL to every process that was started with `mark` in its environment, until none is
     left."""
     while marked := [each for each in psutil.process_iter() if _has_mark(each, mark)]:
         for process in marked:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        # not for ever: a zombie bears no mark, but its new parent may leave it one
+        # with a timeout: a zombie has no mark, but its new parent may never reap it
         psutil.wait_procs(marked, timeout=_SWEEP_S)
 
 
@@ -363,8 +362,8 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def _socket_pair(cleanup: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
-    """Closed in the end unless that was done before. No pipe: to write to one where nobody reads
-    kills a host that has SIGPIPE as the system does."""
+    """`cleanup` closes both ends. Not a pipe: a write to one that nobody reads kills a host whose
+    SIGPIPE has its default action."""
     low = socket.socketpair()
     with low[0], low[1]:
         one, other = (
@@ -374,8 +373,8 @@ def _socket_pair(cleanup: contextlib.ExitStack) -> tuple[socket.socket, socket.s
 
 
 def _above_streams(fd: int) -> int:
-    """A copy of the descriptor: in a host whose standard streams are closed it may have one of
-    their numbers, which the guard's own are to have."""
+    """A copy of the descriptor, above 2: if the host's standard streams are closed, it may have one
+    of their numbers, which the guard needs for its own."""
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
@@ -383,7 +382,7 @@ _controls: set[socket.socket] = set()  # the host's ends of the connections to i
 
 
 def _close_in_child() -> None:
-    """A child's copies would hide from the guards that the host has become another program."""
+    """Close a forked child's copies: they would hide from the guards that the host called exec."""
     for control in _controls:
         control.close()
     _controls.clear()

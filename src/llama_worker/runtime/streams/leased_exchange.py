@@ -1,5 +1,5 @@
-"""A proxied exchange that holds a slot of a worker: what its thread tells, and the worker's actors
-ask. Locked; any thread."""
+"""A proxied exchange that holds a slot of a worker: its thread reports what comes, and the worker's
+actors ask for it. Locked; any thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 
-SOON_S = 0.01  # a server that replies within it is not waited for
+SOON_S = 0.01  # a shorter wait for the server needs no watching
 _NOT_ADMITTED = Admitted(0, 0, "", 0.0)
 _NEWS_S = DEATH_NEWS_S + 2 * LATE_NEWS_S + 1.0  # the request has ended by then
 
@@ -27,7 +27,7 @@ R = TypeVar("R")
 def _locked(
     method: Callable[Concatenate[LeasedRequest, P], R],
 ) -> Callable[Concatenate[LeasedExchange, P], R]:
-    """The request's, one thread at a time. If it ends the request, its connection is closed."""
+    """The request's method, under the lock. If it ends the request, the connection is closed."""
 
     def call(self: LeasedExchange, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
@@ -39,14 +39,17 @@ def _locked(
 
 
 class LeasedExchange:
-    """Made by the thread that serves a client; `abort` is of its request to the server, `tell_end`
-    tells the worker `EndLease`, and is False where that has been closed. `tell_lease` tells whoever
-    watches of a lease that was granted without them; None: they know. `new` makes the request.
+    """One exchange, made by the thread that serves a client. Without a lease (`begin` was never
+    called) nobody asks for what the thread reports.
 
-    Without a lease (`begin` was never called) nobody asks for what the thread tells.
+    Args:
+        abort: aborts the request to the server.
+        tell_end: tells the watching actor `EndLease`; False if that has been closed.
+        tell_lease: tells the watching actor of a lease granted without it; None: it knows.
+        new: makes the request.
     """
 
-    silence_s: float | None = None  # as a `Waiter`: told once before a wait, however long
+    silence_s: float | None = None  # as a `Waiter`: called once before a wait, however long
 
     def __init__(
         self,
@@ -64,12 +67,12 @@ class LeasedExchange:
         self._request = self._new(_NOT_ADMITTED, api_key=None, unix_offset=0.0)
         # for the exchange's thread
         self._tell_lease = tell_lease
-        self._soon_until: float | None = None  # None: nothing was waited for
+        self._soon_until: float | None = None  # None: it has not waited yet
         self._is_paused = False
 
     @property
     def request_id(self) -> int:
-        """0: it has no lease."""
+        """The request's id; 0 without a lease."""
         return self._request.request_id
 
     # ------------------------------------------------------------ the exchange's thread
@@ -78,59 +81,59 @@ class LeasedExchange:
     opened = _locked(LeasedRequest.opened)
 
     def pauses(self) -> None:
-        """The client takes nothing: until `before_reading` nobody waits for the server."""
+        """The client reads nothing: until `before_reading` nobody waits for the server."""
         self._is_paused = True
         with self._lock:
             self._request.pauses()
 
     def before_reading(self) -> None:
-        """To be told before each wait for the server. Whoever watches is told of the lease where it
-        takes longer than `SOON_S` in all: there is nothing to watch before, and to wake an actor
-        costs more than a short reply."""
+        """Call it before each wait for the server. The watching actor is told of the lease if the
+        waits take longer than `SOON_S` in all: before that there is nothing to watch, and to wake
+        an actor costs more than a short reply."""
         if self._tell_lease is not None:
             now = timers.now()
             self._soon_until = self._soon_until or now + SOON_S
             left_s = self._soon_until - now
             if left_s <= 0.0 or not self._abort.wait_readable(left_s):
                 self.be_watched()
-        # What lies ready since long must not look like a stall until it is read.
+        # Bytes that have long been in the socket must not look like a stall until they are read.
         if self._is_paused and not self._abort.wait_readable(0.0):
             self._is_paused = False
             self.sends()
 
     @property
     def is_watched(self) -> bool:
-        """Whether they know who watch."""
+        """Whether the watching actor knows of the lease."""
         return self._tell_lease is None
 
     def be_watched(self) -> None:
-        """From now on; idempotent."""
+        """Tell the watching actor of the lease, unless it knows. Idempotent."""
         if self._tell_lease is not None:
             self._tell_lease()
             self._tell_lease = None
 
     def heard(self, events: Sequence[StreamEvent], at: float) -> None:
-        """Something came; no events where it was keepalives only."""
+        """Report that something came; no events if it was keepalives only."""
         with self._lock:
             self._request.heard(events, at)
 
     @property
     def settled_at(self) -> float | None:
-        """The instant (`timers.now`) at which nothing more is to be waited for; None: the server
-        has not come to an end."""
+        """The instant (`timers.now`) until which to wait for more; None: the server has not come to
+        an end."""
         return self._request.settled_at
 
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:
-        """The exchange with the server is over. What to tell the client of it: the worker's own
-        reason where it gave the request up, or does so now that the connection broke."""
+        """Report that the exchange with the server is over. Returns what to tell the client: the
+        worker's own reason if it gave the request up, or does so now that the connection broke."""
         if self.breaks(failure) and self._tell_end():
             with self._lock:
                 self._over.wait_for(lambda: self._request.has_ended, _NEWS_S)
         return self.explained(failure)
 
     def breaks(self, failure: StreamFailure | None) -> bool:
-        """The exchange is over. Whether why it broke may still be told: then `EndLease` is to be
-        told, and the end of the request to be waited for, before `explained`."""
+        """Report that the exchange is over. Returns whether the reason why it broke may still come:
+        then send `EndLease`, and wait for the end of the request before calling `explained`."""
         request = self._request
         with self._lock:
             if request.has_finished or (request.given_up is None and self._abort.error is None):
@@ -141,13 +144,13 @@ class LeasedExchange:
 
     @property
     def is_given_up(self) -> bool:
-        """The worker gave the request up, and will have a slot for it again or a server."""
+        """Whether the worker gave the request up, and will have a slot or a server for it again."""
         return self._request.given_up is not None
 
     # ------------------------------------------------------------ the WorkerActor
 
     def begin(self, admitted: Admitted, *, api_key: str | None, unix_offset: float) -> None:
-        """The slot is the exchange's."""
+        """Give the exchange its slot."""
         self._request = self._new(admitted, api_key=api_key, unix_offset=unix_offset)
 
     end = _locked(LeasedRequest.end)

@@ -1,5 +1,5 @@
 """One open stream: a thread that posts the request with `requests`, waits for the headers, and then
-reads the socket itself, rarely, since each time a thread wakes costs more than a token."""
+reads the socket itself. It reads rarely, since waking a thread costs more than a token."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from llama_worker.stream.lazy_reading import LazyReading, Portion
 from llama_worker.stream.response import ChatBody
 from llama_worker.types.request import RequestFailReason
 
-_READ_BYTES = 16 * 1024  # to make room for 64 KiB each time takes longer than to read a token
-_READS = 64  # at a time; whoever flushes waits for them
+_READ_BYTES = 16 * 1024  # to allocate 64 KiB each time takes longer than to read a token
+_READS = 64  # at a time; a caller of `flush` waits for them
 
 
 class StreamReader:
-    """One stream; see `ports.Stream`. Thread-safe, and no call takes time.
+    """Reads one stream; see `ports.Stream`. Thread-safe, and no call takes time.
 
-    When it wakes and tells is up to `stream.lazy_reading`. While the thread sleeps the kernel
-    collects text (SO_RCVLOWAT); `flush` does not wait for it.
+    `stream.lazy_reading` decides when its thread wakes, and when it sends what it has read. While
+    the thread sleeps the kernel collects text (SO_RCVLOWAT); `flush` does not wait for the thread.
 
-    Raises RuntimeError where the host has no thread for it.
+    Raises RuntimeError if the system has no thread left.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StreamReader:
             if self._connection is None:
                 return
             self._take_in()
-            if self._body.over:  # the thread may sleep on: there is nothing left that wakes it
+            if self._body.over:  # nothing else wakes the thread any more
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
             self._tell(self._lazy.all(timers.now()))
@@ -72,7 +72,7 @@ class StreamReader:
     def _run(self) -> None:
         try:
             failure = self._live()
-        except Exception as error:  # the host lacks something, or this code is wrong
+        except Exception as error:  # a shortage of this machine, or a bug here
             failure = StreamFailure(
                 reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error)
             )
@@ -119,12 +119,12 @@ class StreamReader:
         finally:
             with self._lock:
                 self._connection = None
-                self._tell(self._lazy.all(timers.now()))  # whatever it is that ends it
+                self._tell(self._lazy.all(timers.now()))  # however it ends
 
     # ---------------------------------------------------------------- with the lock held
 
     def _take_in(self) -> None:
-        """Read and decode what lies ready."""
+        """Read and decode the bytes that are already in the socket."""
         assert self._connection is not None
         for _ in range(_READS):
             if self._body.over:
@@ -151,7 +151,7 @@ class StreamReader:
             self._lazy.took(events, self._body.bytes_read - read_before, timers.now())
 
     def _set_low_water(self) -> None:
-        """Also for what lies ready already."""
+        """Set SO_RCVLOWAT, which also holds for bytes that are already in the socket."""
         size_bytes = self._lazy.low_water_bytes
         if size_bytes != self._low_water_bytes:
             assert self._connection is not None
