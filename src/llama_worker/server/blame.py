@@ -1,18 +1,17 @@
-"""What costs a server its life: verdicts on its requests, how requests end, and errors of its
-GPUs. Pure.
+"""Decides what restarts a server: stalled requests, how requests end, and GPU errors. Pure.
 
-| what happened | costs |
+| what happened | what follows |
 | --- | --- |
-| a verdict, where nobody else is served | the server |
-| a verdict beside one that is served, the first since a new request completed | its request |
-| the second such verdict | the server |
-| a verdict that does not accuse the server (`absolute_timeout`) | its request |
-| `transport_failures_before_restart` failures in a row; each one before | the server; a probe |
-| `server_errors_before_restart` jobs with a 5xx, none completed between | the server |
-| `degenerate_outputs_before_restart` jobs that ended in a loop or in nothing | the server |
-| an error after which a GPU computes nothing more; any other | the server; a warning |
+| a verdict while no other request is served | a restart |
+| the first verdict while another request is served | its request ends alone |
+| the next verdict, if no request admitted since has completed | a restart |
+| a verdict for `absolute_timeout` | its request ends alone |
+| `transport_failures_before_restart` failures in a row; each one before | a restart; a probe |
+| `server_errors_before_restart` jobs with a 5xx, no success between | a restart |
+| `degenerate_outputs_before_restart` jobs that ended in a loop or without output | a restart |
+| an error after which a GPU computes nothing more; any other GPU error | a restart; a warning |
 
-Whatever it costs, `restart_on_stall=False` turns the first three into "its request".
+With `restart_on_stall=False` the first three only end their request.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _TRANSPORT_FAILURES = frozenset(
 )
 _LOOPS = frozenset({RequestFailReason.REPEATED_LINE_LOOP, RequestFailReason.REPEATED_TEXT_LOOP})
 _APPLICATION_ERRORS = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
-# a neighbour that received data within this much proves that the server works
+# lower bound of the window in which another request's data proves that the server works
 BUSY_WINDOW_MIN_S = 1.0
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """A request to be given up.
+    """The decision to give up a request.
 
-    `alone`: the server serves others, also where they received no data just now.
+    `alone`: the server serves other requests, even if they received no data just now.
     """
 
     reason: RequestFailReason
@@ -49,12 +48,12 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     @property
     def accuses(self) -> bool:
-        """Whether the server may have to go with it."""
+        """Whether the verdict may restart the server."""
         return self.reason is not RequestFailReason.ABSOLUTE_TIMEOUT
 
 
 class ProbeNow(Struct, frozen=True):
-    """Something looked wrong: probe the server out of turn; one failure is enough for
+    """Probe the server at once, because something looked wrong; one failure is enough for
     `HealthLost`."""
 
     cause: str
@@ -71,18 +70,17 @@ class RestartCause(Struct, frozen=True):
 
 
 class Blame(Struct, frozen=True):
-    """What the verdicts of one launch have come to; it begins with none."""
+    """What is known from the verdicts of one launch; it begins as `Blame()`."""
 
-    ended_alone_id: int | None = None  # the request that did, until a new one completed
-    newest_id: int = 0  # admitted by then; a later one is new
+    ended_alone_id: int | None = None  # the request that ended alone, until a new one completes
+    newest_id: int = 0  # the last id admitted by then; a higher id is a new request
 
     def judge(
         self, request_id: int, verdict: Verdict, *, other_is_served: bool, newest_request_id: int
     ) -> tuple[Blame, bool]:
-        """What is known after the verdict, and whether it costs the server.
+        """What is known after the verdict, and whether to restart the server.
 
-        `newest_request_id` is the id admitted last. A verdict told twice about one request counts
-        once.
+        `newest_request_id` is the id admitted last. A repeated verdict on one request counts once.
         """
         if not verdict.accuses or request_id == self.ended_alone_id:
             return self, False
@@ -91,12 +89,13 @@ class Blame(Struct, frozen=True):
         return Blame(), True
 
     def completed(self, request_id: int) -> Blame:
-        """A request has completed; only one admitted since shows that the server takes new work."""
+        """What is known after a request completed; only one admitted after the verdict shows that
+        the server takes new work."""
         return Blame() if request_id > self.newest_id else self
 
 
 def is_busy(data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
-    """Whether data came so lately that the server as a whole must be working."""
+    """Whether the latest data is so recent that the server as a whole must be working."""
     window_s = max(BUSY_WINDOW_MIN_S, 2.0 * profile.liveness_probe_interval_s)
     return data_at is not None and now - data_at <= window_s
 
@@ -105,9 +104,9 @@ def is_busy(data_at: float | None, *, profile: TimeoutProfile, now: float) -> bo
 
 
 def is_degenerate(record: RequestRecord) -> bool:
-    """Whether the request ended in a loop, or completed with nothing at all."""
+    """Whether the request ended in a loop, or completed without any output."""
     result = record.result
-    if record.is_leased:  # what it said is its client's, and was counted
+    if record.is_leased:  # its output went to its client: only the token count is kept
         nothing = record.status.get("tokens_received") == 0
         return nothing and result["state"] is RequestState.COMPLETED
     if result["state"] is RequestState.COMPLETED:
@@ -128,11 +127,10 @@ def succeeded(record: RequestRecord, policy: RestartPolicy) -> bool:
 
 
 class RequestEnds(Struct, frozen=True):
-    """How the requests of one launch ended since one ended well.
+    """Counts the failed requests of one launch since the last success.
 
-    Most 500s before the stream are the fault of the request (b11434): one job that tries again and
-    again counts once, and only several jobs together accuse the server. The same holds for output
-    that came to nothing.
+    Most 500s before the stream are caused by the request (b11434): a job that retries counts once,
+    and only several jobs together restart the server. The same holds for degenerate output.
     """
 
     transport_failures_count: int = 0  # in a row
@@ -142,7 +140,7 @@ class RequestEnds(Struct, frozen=True):
     def ended(
         self, record: RequestRecord, policy: RestartPolicy
     ) -> tuple[RequestEnds, ProbeNow | RestartCause | None]:
-        """After one more, and what follows for the server."""
+        """The counts after one more request, and what follows for the server; None: nothing."""
         if succeeded(record, policy):
             return RequestEnds(), None
         reason, code = record.result["fail_reason"], record.http_status
@@ -178,11 +176,10 @@ class RequestEnds(Struct, frozen=True):
 
 # ---------------------------------------------------------------- errors of GPUs
 
-# NVIDIA's driver numbers its errors (Xid) and tells neither the process nor the severity:
+# NVIDIA's driver reports errors by number (Xid), without the process or the severity:
 # https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
 
-# The catalog's remedy is to reset the GPU or to restart the machine: nothing computes on it any
-# more.
+# The catalog's remedy is to reset the GPU or to restart the machine: the GPU computes nothing more.
 _FATAL_XIDS = {
     46: "the GPU stopped processing",
     48: "a double-bit ECC error",
@@ -196,8 +193,8 @@ _FATAL_XIDS = {
     143: "the GPU could not be initialised",
     158: "a fatal timeout",
 }
-# Errors of one process, whichever it is. llama-server aborts when it is its own (b11434); 109 also
-# comes of mere load.
+# Errors of one process, which may be any. llama-server aborts if it is the one (b11434); load alone
+# can also cause 109.
 _PROCESS_XIDS = {
     8: "the GPU stopped processing",
     13: "an exception of the graphics engine",
@@ -221,7 +218,7 @@ class GpuFault(Struct, frozen=True, kw_only=True):
 
 
 def fault_of_xid(gpu: str, xid: int) -> GpuFault | None:
-    """None for what is no reason to worry; an unknown number is one, but not fatal."""
+    """The fault for an Xid; None if the Xid is harmless. An unknown one is a non-fatal fault."""
     if xid in _HARMLESS_XIDS:
         return None
     meaning = _FATAL_XIDS.get(xid) or _PROCESS_XIDS.get(xid) or "see NVIDIA's catalog"
@@ -229,10 +226,10 @@ def fault_of_xid(gpu: str, xid: int) -> GpuFault | None:
 
 
 def uncorrectable_memory_error(gpu: str) -> GpuFault:
-    """The event of a double-bit ECC error."""
+    """The fault for NVML's event of a double-bit ECC error."""
     return GpuFault(fatal=True, detail=f"{gpu}: a double-bit ECC error")
 
 
 def gpu_lost(gpu: str) -> GpuFault:
-    """The driver cannot reach it any more."""
+    """The fault of a GPU that the driver cannot reach any more."""
     return GpuFault(fatal=True, detail=f"{gpu}: the GPU is lost")

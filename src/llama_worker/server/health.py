@@ -1,5 +1,5 @@
-"""Readiness probes: when each is due, what its reply says, what it counts for, when a launch takes
-too long, and when failed probes mean a restart. Sans-IO; instants are monotonic seconds."""
+"""Schedules readiness probes, interprets their replies, and decides when a launch takes too long
+and when failed probes mean a restart. Sans-IO; instants are monotonic seconds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llama_worker.server.messages import ProbeOutcome
 
 PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
 _PROBE_TIMEOUT_MIN_S = 1.0
-# probes so rare are due on whole seconds: those of many workers wake the host once
+# from this interval on, probes are due on whole seconds: many workers then wake the host once
 _TOGETHER_FROM_S = 10.0
-# before READY
 FIRST_PROBE_S = 0.1  # after the process was started
-_SHOWN_CHARS = 200  # of a canary's answer
+_SHOWN_CHARS = 200  # of a canary's answer, in the error
+# before READY: how long probes come early in the launch, their interval then, and afterwards
 _EARLY_S, _EARLY_INTERVAL_S, _LATE_INTERVAL_S = 30.0, 0.5, 2.0
 
 
@@ -33,7 +33,7 @@ def probe_timeout_s(profile: TimeoutProfile) -> float:
 
 
 def next_probe_at(profile: TimeoutProfile, now: float) -> float | None:
-    """When a server that is ready is to be probed; None: never."""
+    """When to probe a READY server next; None: never."""
     interval_s = profile.health_probe_interval_s
     if interval_s is None:
         return None
@@ -41,13 +41,13 @@ def next_probe_at(profile: TimeoutProfile, now: float) -> float | None:
 
 
 class StartupWatch(Struct, frozen=True, kw_only=True):
-    """One launch that is not ready yet."""
+    """The times of one launch that is not ready yet."""
 
     began_at: float
-    worked_at: float  # the latest evidence of work, or the beginning
+    worked_at: float  # the latest evidence of work, or `began_at`
 
     def saw_work(self, at: float) -> StartupWatch:
-        """CPU time by rate, or reads from disk: the time that counts starts anew."""
+        """Evidence of work (the rate of CPU time, or disk reads) restarts `startup_timeout_s`."""
         return replace(self, worked_at=max(at, self.worked_at))
 
     def next_probe_at(self, now: float) -> float:
@@ -55,7 +55,7 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
         return now + (_EARLY_INTERVAL_S if now - self.began_at < _EARLY_S else _LATE_INTERVAL_S)
 
     def overdue(self, profile: TimeoutProfile, now: float) -> str | None:
-        """Why the launch is to be given up; None while it is not."""
+        """Why to give up the launch; None: not yet."""
         loading_s, silent_s = now - self.began_at, now - self.worked_at
         if silent_s >= profile.startup_timeout_s:
             return (
@@ -63,7 +63,7 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
                 f"{profile.startup_timeout_s:g} s; {loading_s:.1f} s since the launch; give it "
                 "longer, or see its last lines"
             )
-        # A load that spins shows work for ever.
+        # A load that loops shows work for ever: these limits hold regardless of work.
         load_s, last_resort_s = profile.load_timeout_s, profile.silent_work_timeout_s
         if load_s is not None and loading_s >= load_s:
             return f"not ready within load_timeout_s {load_s:g} s"
@@ -76,7 +76,7 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
 
 
 class HealthCounter(Struct, frozen=True, kw_only=True):
-    """Failed readiness probes in a row, of one launch while READY."""
+    """Counts the failed readiness probes in a row of one launch while READY."""
 
     since: float  # the previous probe, or the instant of becoming READY
     failures_count: int = 0
@@ -84,10 +84,10 @@ class HealthCounter(Struct, frozen=True, kw_only=True):
     def probed(
         self, *, ok: bool, detail: str, data_at: float | None, profile: TimeoutProfile, now: float
     ) -> tuple[HealthCounter, str | None]:
-        """The counter after one probe, and why the server is lost; None while it is not.
+        """The counter after one probe, and why the server is lost; None: it is not.
 
-        `data_at` is the latest data that any request received. Data since the previous probe
-        outweighs a failure and ends the row: a server too busy to answer a probe is not ill.
+        `data_at` is when any request last received data. Data since the previous probe overrides
+        a failure and ends the row: a server too busy to answer a probe is not unhealthy.
         """
         if ok or (data_at is not None and data_at > self.since):
             return HealthCounter(since=now), None
@@ -101,21 +101,21 @@ class HealthCounter(Struct, frozen=True, kw_only=True):
 
 
 class ReadinessProbes:
-    """The probe under way, and why another one is wanted. Not thread-safe."""
+    """Tracks the probe in progress and whether another one is wanted. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.began_at: float | None = None  # the one under way
-        self.cause: str | None = None  # why the latest one was made out of turn
-        self.wanted: str | None = None  # why another one is wanted
-        self._counts = True  # a failure of the one under way
+        self.began_at: float | None = None  # of the probe in progress; None: there is none
+        self.cause: str | None = None  # why the latest probe was unscheduled; None: it was due
+        self.wanted: str | None = None  # why another probe is wanted
+        self._counts = True  # whether a failure of the probe in progress counts
 
     def want(self, cause: str | None) -> None:
-        """Ask for a probe out of turn, also where one is under way: that one began before."""
+        """Ask for an unscheduled probe, even if one is in progress: that one began too early."""
         self.wanted = self.wanted or cause
 
     def begin(self, now: float, *, counts: bool = True) -> bool:
-        """Whether to make one now. Where one is under way, that one counts from now on if `counts`
-        says so."""
+        """Whether to start a probe now; False if one is in progress. With `counts`, a failure of
+        the one in progress counts from now on."""
         if self.began_at is not None:
             self._counts = self._counts or counts
             return False
@@ -124,13 +124,13 @@ class ReadinessProbes:
         return True
 
     def ended(self) -> bool:
-        """The probe under way is over; returns whether a failure of it counts."""
+        """The probe in progress is over; returns whether its failure counts."""
         self.began_at = None
         return self._counts
 
 
 def models_outcome(status: int, answer: Any) -> tuple[ProbeOutcome, str]:
-    """What the reply to `GET /v1/models` says. `answer`: its body; None where that is no JSON."""
+    """What the reply to `GET /v1/models` means. `answer`: its JSON body; None: it is not JSON."""
     asked = "GET /v1/models"
     if status == 503:
         return ProbeOutcome.LOADING, f"{asked}: 503, loading the model"
@@ -142,7 +142,7 @@ def models_outcome(status: int, answer: Any) -> tuple[ProbeOutcome, str]:
 
 
 def canary_body(canary: Canary) -> dict[str, Any]:
-    """The request: greedy, so that the same server says the same."""
+    """The request body: greedy sampling, so that the same server gives the same answer."""
     return {
         "messages": [{"role": "user", "content": canary.prompt}],
         "max_tokens": canary.max_tokens,
@@ -152,13 +152,13 @@ def canary_body(canary: Canary) -> dict[str, Any]:
 
 
 def canary_problem(check: Callable[[str], bool], status: int, answer: Any) -> str | None:
-    """What is wrong with the server's answer; None where `check`, the host's own, is content."""
+    """What is wrong with the server's answer; None if the host's `check` accepts it."""
     if status != 200:
         return f"the canary got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
     text = _text_of(answer)
     try:
         fine = check(text)
-    except BaseException as error:  # SystemExit in the host's code is its failure, no more
+    except BaseException as error:  # even SystemExit in the host's code only fails the check
         return f"the canary's check raised {described_error(error)}"
     return None if fine else f"the canary's check refused the answer {text[:_SHOWN_CHARS]!r}"
 

@@ -1,7 +1,7 @@
-"""What a worker keeps for a person to read: events, warnings, restarts, evidence of the last kill,
-and its counters. Pure; not thread-safe.
+"""Keeps what a worker records for a person to read: events, warnings, restarts, evidence of the
+last kill, and counters. Pure; not thread-safe.
 
-Instants (`now`) are monotonic seconds; what a host gets has Unix seconds.
+Instants (`now`) are monotonic seconds; those given to the host are Unix seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Event = dict[str, Any]
 
 
 class Journal:
-    """One worker's; it belongs to the WorkerActor."""
+    """The records of one worker, owned by its WorkerActor."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Journal:
         feed: EventFeed | None = None,
     ) -> None:
         self.totals = Totals()
-        self.observed: Observed | None = None  # what the watchdog told last
+        self.observed: Observed | None = None  # the latest from the watchdog
         self._worker = worker
         self._unix_offset = unix_offset
         self._write_log = write_log
@@ -51,20 +51,20 @@ class Journal:
         self._warnings: list[str] = []
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
         self._evidence: dict[str, Any] = {}
-        self.stuck_tool_threads_count = 0  # threads that run, and that nobody waits for
+        self.stuck_tool_threads_count = 0  # still running, though their request no longer waits
 
     @property
     def warnings(self) -> list[str]:
-        """Each line once, oldest first; a copy."""
+        """A copy of the warnings, oldest first, each line once."""
         return list(self._warnings)
 
     def unix(self, now: float) -> float:
-        """This instant, which must be the present, or yet to come, in Unix seconds."""
+        """`now`, which must be the present or in the future, in Unix seconds."""
         return now + self._unix_offset()
 
     def note(self, event: str, now: float, *, level: int = logging.INFO, **facts: Any) -> None:
-        """Record the event, log it on one line, and tell the host: never prompts, outputs or
-        secrets. Facts that are None are left out; of an enum's member its value is kept."""
+        """Record the event, log it on one line, and tell the host. `facts` must hold no prompts,
+        outputs or secrets; None is left out, and an enum member becomes its value."""
         known = {
             name: value.value if isinstance(value, StrEnum) else value
             for name, value in facts.items()
@@ -78,7 +78,7 @@ class Journal:
             self._feed.publish(dict(noted))
 
     def warn(self, line: str, now: float) -> None:
-        """Record what the host should see to; without effect where it was said before."""
+        """Record a line that the host should act on; no effect if it was recorded before."""
         if line not in self._warnings and len(self._warnings) < _KEPT_WARNINGS:
             self._warnings.append(line)
             self.note("warning", now, level=logging.WARNING, line=line)
@@ -100,8 +100,8 @@ class Journal:
         last_error: str | None,
         active: Iterable[Admitted],
     ) -> None:
-        """Keep what is known just before the launch `epoch` is killed; the last kill's evidence is
-        dropped."""
+        """Keep what is known just before launch `epoch` is killed, in place of the evidence of the
+        kill before."""
         seen = self.observed if self.observed is not None and self.observed.epoch == epoch else None
         times = (
             {p.request_id: ages(p, liveness_at=seen.liveness_at, now=now) for p in seen.requests}
@@ -126,8 +126,7 @@ class Journal:
         }
 
     def add_processes(self, processes: Mapping[str, Any], log_tail: Iterable[str]) -> None:
-        """The evidence's other part: what was seen of the server's processes, and what it wrote
-        last."""
+        """Add to the evidence what was seen of the server's processes, and its last log lines."""
         self._evidence = {
             **self._evidence,
             "processes": dict(processes),
@@ -135,14 +134,14 @@ class Journal:
         }
 
     def seconds_since_progress(self, active: Iterable[Admitted], now: float) -> float | None:
-        """Of the request in flight longest without progress; None: there is none."""
+        """The longest time without progress of a request in flight; None: none is in flight."""
         seen = {p.request_id: p for p in self.observed.requests} if self.observed else {}
         liveness_at = self.observed.liveness_at if self.observed else None
         ages_s = []
         for admitted in active:
             progress = seen.get(admitted.request_id)
             at = admitted.created_at
-            if progress is not None:  # a turn begins where a tool has returned
+            if progress is not None:  # a turn begins when a tool returns
                 at = newest(progress.turn_started_at, progress.data_at, liveness_at)
             ages_s.append(now - at)
         return max(ages_s, default=None)
@@ -168,23 +167,23 @@ class Journal:
 
 
 class EventFeed:
-    """Hands events to the host's `on_event`, in order, on the thread of its callbacks.
+    """Passes events to the host's `on_event`, in order, on the callback thread.
 
-    At most 1,000 wait for a slow handler. Further ones are dropped; before the next that is not,
-    the handler gets `events_dropped` with their `count`.
+    At most 1,000 wait for a slow handler; further ones are dropped. Before the next event that is
+    kept, the handler gets `events_dropped` with their `count`.
     """
 
     def __init__(
         self, handler: EventHandler, call_host: Callable[[Callable[[], object], str], object]
     ) -> None:
-        self.dropped_count = 0  # in all
+        self.dropped_count = 0  # since construction
         self._handler = handler
         self._call_host = call_host
-        self._waiting: deque[Event] = deque()  # the callback thread takes from its other end
+        self._waiting: deque[Event] = deque()  # the callback thread pops from the left
         self._untold_count = 0
 
     def publish(self, event: Event) -> None:
-        """One more event. The WorkerActor's thread."""
+        """Queue an event for the handler. Called on the WorkerActor's thread."""
         if len(self._waiting) >= _WAITING_EVENTS:
             self.dropped_count += 1
             self._untold_count += 1
@@ -204,7 +203,7 @@ class EventFeed:
 
 
 class Totals:
-    """What a worker counts over its whole life, for metrics. Counters are monotonic."""
+    """A worker's counts over its whole life, for metrics. Counters are monotonic."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Counter[str]] = {str(outcome): Counter() for outcome in _OUTCOMES}

@@ -1,8 +1,8 @@
-"""The worker's state machine: what follows when the server starts, dies, is stopped or must be
-restarted. Pure.
+"""The worker's state machine: decides what to do when the server starts, dies, is stopped or must
+be restarted. Pure.
 
-`step` takes a `Lifecycle`, a message and `now` (monotonic seconds) and returns the next one with
-its effects.
+`step` takes a `Lifecycle`, a message and `now` (monotonic seconds) and returns the next `Lifecycle`
+and the effects.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ LifecycleMessage = ServerMessage | Drained | RestartCause | RecycleDue | Tick
 def step(  # noqa: C901  one line per case
     life: Lifecycle, message: LifecycleMessage, now: float
 ) -> tuple[Lifecycle, Effects]:
-    """What follows from a message. News of another launch than the current one changes nothing."""
+    """The next lifecycle and the effects. A message about another launch changes nothing."""
     if getattr(message, "epoch", life.epoch) != life.epoch:
         return life, ()
     match life.state, message:
@@ -74,7 +74,7 @@ def step(  # noqa: C901  one line per case
             return _stop(life, now, life.stop_grace_s if grace_s is None else grace_s)
         case Ready(), Drain():
             return replace(life, state=Draining()), ()
-        case Draining(then_start=True) as draining, Drain():  # the later order counts
+        case Draining(then_start=True) as draining, Drain():  # the later order wins
             drained_only = replace(life, state=replace(draining, then_start=False))
             return drained_only, (Resolve(Start, _stopped_by("drain()")),)
         case Draining(), Drain():
@@ -87,7 +87,7 @@ def step(  # noqa: C901  one line per case
             return endings.launch_over(life, ending, now)
         case _, Restart(reason=reason):
             return _restart_by_hand(life, now, reason)
-        case Launching(), BecameReady():  # the server answers, and it is ours
+        case Launching(), BecameReady():
             ready = replace(life, state=Ready(), budget=life.budget.became_ready(now))
             return ready, (Resolve(Start),)
         case _, LaunchFailed(reason=reason, detail=detail):
@@ -119,12 +119,12 @@ def step(  # noqa: C901  one line per case
 
 
 def request_completed(life: Lifecycle) -> Lifecycle:
-    """A completed request shows that the server works: the row of restarts is broken."""
+    """A completed request shows that the server works: it ends the row of restarts."""
     return replace(life, budget=life.budget.request_completed())
 
 
 def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
-    """An explicit `start()`. Whoever waits is answered by a Resolve, now or later."""
+    """An explicit `start()`. A Resolve answers its caller, now or later."""
     match life.state:
         case Ready():
             return life, (Resolve(Start),)
@@ -139,14 +139,14 @@ def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
             then_start = replace(goal, then_start=True)
             return replace(life, state=replace(ending, goal=then_start)), ()
         case _:
-            return life, ()  # it shares the outcome of what is under way
+            return life, ()  # answered with the outcome of the launch or end in progress
 
 
 def _stop(
     life: Lifecycle, now: float, grace_s: float, *, draining: bool = False
 ) -> tuple[Lifecycle, Effects]:
-    """`stop()`, or (`draining`) a `drain()` that has nothing to wait for. Whoever waits is answered
-    by a Resolve, now or later."""
+    """`stop()`, or (`draining`) a `drain()` that has nothing to wait for. A Resolve answers its
+    caller, now or later."""
     stopped = _stopped_by("drain()" if draining else "stop()")
     goal = ToStopped(draining=draining)
     match life.state:
@@ -174,13 +174,13 @@ def _stop(
 
 
 def _stopped_by(called: str) -> WorkerStartError:
-    """What a `start()` that waits is told."""
+    """The error for a waiting `start()`."""
     return WorkerStartError(StartFailReason.STOPPED, f"{called} was called")
 
 
 def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, Effects]:
-    """`restart()`: without backoff, and nothing for the lockout to count. Whoever waits is answered
-    by a Resolve, now or later."""
+    """`restart()`: it has no backoff and does not count towards the lockout. A Resolve answers its
+    caller, now or later."""
     match life.state:
         case Ready() | Launching():
             detail = reason or "restart() was called"
@@ -198,7 +198,7 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
         case Ending(goal=ToRestart()) as ending:
             return replace(life, state=replace(ending, goal=ToRestart(now))), ()
         case Ending(start_error=WorkerStartError()):
-            return life, ()  # it shares the outcome of the start that waits
+            return life, ()  # answered with the outcome of the waiting start
         case _ if life.is_to_start_again:
             return life, ()
         case _:
@@ -226,7 +226,7 @@ def _launch_failed(
 def _startup_failed(
     life: Lifecycle, now: float, error: WorkerStartError, *, first: bool
 ) -> tuple[Lifecycle, Effects]:
-    """The launch will not become ready: end its process; a first launch fails with this."""
+    """The launch will not become ready: end its process; a first launch fails with `error`."""
     killed = endings.kill()
     if not first:
         return endings.restart(life, now, str(error.reason), error.detail, killed, failure=error)
@@ -236,7 +236,7 @@ def _startup_failed(
 
 
 def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Effects]:
-    """Nothing of the launch's tree is left."""
+    """No process of the launch's tree is left."""
     detail = _described(exited)
     match life.state:
         case Launching(first=True) if exited.port_taken:
@@ -268,7 +268,7 @@ def _exit_error(exited: Exited, detail: str) -> WorkerStartError:
 
 
 def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
-    """The server cannot be trusted any more, or one of the worker's actors died: replace both."""
+    """The server counts as broken, or one of the worker's actors died: replace all of them."""
     if isinstance(life.state, Draining):
         lost = f"{reason}: {detail}; the worker was draining"
         abandon = Abandon(reason=RequestFailReason.WORKER_STOPPED, detail=lost)
@@ -282,7 +282,7 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
 
 
 def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
-    """An explicit start failed and nothing is left of it."""
+    """An explicit start failed, and no process of it is left."""
     leaves_nothing = error.reason is StartFailReason.PORT_IN_USE
     state: State = Stopped() if leaves_nothing else Failed()
     return replace(life, state=state, last_error=str(error)), (Resolve(Start, error),)
@@ -291,8 +291,8 @@ def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, 
 def _server_died(
     life: Lifecycle, now: float, death: Died | Exited, *, gone: bool = False
 ) -> tuple[Lifecycle, Effects]:
-    """It was READY: what it was working on is lost. Connections are left open: what it had sent is
-    still read."""
+    """A READY server died: its requests fail. Connections are left open, so that what it had sent
+    is still read."""
     detail = _described(death)
     effects: Effects = (Abandon(reason=RequestFailReason.SERVER_DIED, detail=detail),)
     if not gone:  # its guard kills the rest of its tree; Exited follows

@@ -1,4 +1,4 @@
-"""How a launch ends, and what comes after it: a stop, another launch, or none. Pure."""
+"""Transitions that end a launch and enter what follows: a stop, another launch, or none. Pure."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from llama_worker.server.messages import Launch, Start, Stop, Terminate
 from llama_worker.server.restart_budget import Lockout
 from llama_worker.types.worker import StartFailReason
 
-# How long SIGTERM waits for our own connections to be closed: the server waits for open ones.
+# How long SIGTERM waits until our own connections are closed: the server would wait for open ones.
 CLOSING_S = 1.0
 
 
 def launch(life: Lifecycle, *, first: bool) -> tuple[Lifecycle, Effects]:
-    """The next launch; `first`: of an explicit start."""
+    """Begin the next launch; `first`: by an explicit start."""
     epoch = life.epoch + 1
     launching = replace(life, state=Launching(first=first), epoch=epoch)
     return launching, (Launch(epoch=epoch),)
 
 
 def close(life: Lifecycle, now: float, goal: ToStopped | ToRestart, grace_s: float) -> Lifecycle:
-    """Our connections are closed first: the effect that goes with it is CloseAllStreams."""
+    """Begin a graceful end, which closes our connections first: the caller adds CloseAllStreams."""
     ending = Ending(goal=goal, grace_s=grace_s, closing_until=now + CLOSING_S)
     return replace(life, state=ending, budget=life.budget.left_ready(now))
 
 
 def terminate(life: Lifecycle, ending: Ending) -> tuple[Lifecycle, Effects]:
-    """No connection of ours is open any more, or it takes too long: SIGTERM."""
+    """Send SIGTERM: our connections are closed, or closing them takes too long."""
     terminated = replace(life, state=replace(ending, closing_until=None))
     return terminated, (Terminate(grace_s=ending.grace_s),)
 
 
 def kill() -> Effects:
-    """SIGKILL at once; what is seen of the server is kept."""
+    """SIGKILL at once; evidence of the server's state is kept first."""
     return CloseAllStreams(), Terminate(grace_s=0.0, keep_evidence=True)
 
 
@@ -60,8 +60,8 @@ def drained(life: Lifecycle, draining: Draining, now: float) -> tuple[Lifecycle,
 
 
 def recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effects]:
-    """A planned restart of an idle server: no failure, so without backoff, and nothing for the
-    lockout to count."""
+    """A planned restart of an idle server: it has no backoff and does not count towards the
+    lockout."""
     closing = close(life, now, ToRestart(now), life.stop_grace_s)
     note = RecordRestart(reason="recycled", detail=detail, delay_s=0.0)
     planned = replace(closing, budget=life.budget.planned(now))
@@ -71,7 +71,7 @@ def recycle(life: Lifecycle, now: float, detail: str) -> tuple[Lifecycle, Effect
 def lost_while_draining(
     life: Lifecycle, draining: Draining, now: float, detail: str, *, gone: bool = False
 ) -> Lifecycle:
-    """What still ran fails; nobody wants another launch."""
+    """The server is lost while draining: requests in flight fail, and no restart follows."""
     goal = ToStopped(then_start=draining.then_start, draining=True)
     return replace(
         life,
@@ -91,10 +91,10 @@ def restart(
     gone: bool = False,
     failure: WorkerStartError | None = None,
 ) -> tuple[Lifecycle, Effects]:
-    """Decide whether there is another launch, once this one is over.
+    """End this launch, and decide whether another one follows.
 
-    `gone`: nothing of its tree is left. `failure`: the error of a launch that did not become ready,
-    for a `start()` that waits for it.
+    `gone`: no process of its tree is left. `failure`: the error of a launch that did not become
+    ready, for a `start()` that waits for it.
     """
     budget, decision = life.budget.next(now, life.policy)
     goal: ToFailed | ToRestart
@@ -111,8 +111,8 @@ def restart(
 
 
 def _locked_out(failure: WorkerStartError | None, cause: str, detail: str) -> WorkerStartError:
-    """The error of a `start()` that waited through the restarts. Its reason is not `port_in_use`,
-    which stands for a worker that is STOPPED: this one is FAILED."""
+    """The error of a `start()` that waited through the restarts. Its reason is never `port_in_use`,
+    which means that the worker is STOPPED: this one is FAILED."""
     if failure is None:
         return WorkerStartError(StartFailReason.EXITED, f"{cause}: {detail}")
     reason = (
@@ -126,12 +126,12 @@ def _locked_out(failure: WorkerStartError | None, cause: str, detail: str) -> Wo
 
 
 def tree_gone(life: Lifecycle, ending: Ending) -> Lifecycle:
-    """Nothing of the tree is left: what is missing are the records of requests."""
+    """No process of the tree is left; the launch is over once every request has its record."""
     return replace(life, state=replace(ending, gone=True, closing_until=None))
 
 
 def unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle, Effects]:
-    """SIGKILL has no effect: FAILED, with no second server beside it, until the process is gone."""
+    """SIGKILL has no effect: FAILED, and no second server is launched until the process is gone."""
     error = WorkerStartError(StartFailReason.UNKILLABLE, detail)
     # A start that waited for the end is answered now.
     goal = ToStopped() if isinstance(ending.goal, ToStopped) else ending.goal
@@ -141,7 +141,7 @@ def unkillable(life: Lifecycle, ending: Ending, detail: str) -> tuple[Lifecycle,
 
 
 def launch_over(life: Lifecycle, ending: Ending, now: float) -> tuple[Lifecycle, Effects]:
-    """Neither tree nor request is left of the launch: on to the goal."""
+    """The launch has neither processes nor requests left: enter the state of its goal."""
     error = ending.start_error
     failed: Effects = (Resolve(Start, error),) if error is not None else ()
     match ending.goal:

@@ -28,7 +28,7 @@ class Failed(Struct, frozen=True):
 class Launching(Struct, frozen=True, kw_only=True):
     """The process is being started, or loads its model."""
 
-    first: bool  # of an explicit start: a failure is not retried
+    first: bool  # by an explicit start: a failure is not retried
 
 
 class Ready(Struct, frozen=True):
@@ -36,39 +36,39 @@ class Ready(Struct, frozen=True):
 
 
 class Draining(Struct, frozen=True, kw_only=True):
-    """The requests in flight go on; no other is dispatched. After the last one the server is
-    stopped."""
+    """Requests in flight continue; no new one is dispatched. The server is stopped after the last
+    one."""
 
     then_start: bool = False
 
 
 class ToStopped(Struct, frozen=True):
-    """Ending because of `stop()` or `drain()`, or of a start that leaves nothing behind."""
+    """Ending after `stop()`, `drain()`, or a start that found its port taken; then STOPPED."""
 
     then_start: bool = False
-    draining: bool = False  # what `submit` is told
+    draining: bool = False  # `submit` then answers WORKER_DRAINING
 
 
 class ToFailed(Struct, frozen=True):
-    """Ending for good."""
+    """Ending, to become FAILED."""
 
 
 class ToRestart(Struct, frozen=True):
-    """Ending, to be launched again at `resume_at`, or as soon after as the tree is gone."""
+    """Ending, to be launched again at `resume_at`, or once the tree is gone if that is later."""
 
     resume_at: float
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """The tree is being ended, and every request in flight. While `closing_until` is set, SIGTERM
-    still waits for our connections."""
+    """The tree and every request in flight are being ended. While `closing_until` is set, SIGTERM
+    still waits until our connections are closed."""
 
     goal: ToStopped | ToFailed | ToRestart
     grace_s: float = 0.0
     closing_until: float | None = None
-    gone: bool = False  # nothing of the tree is left; a request may still lack its record
-    start_error: WorkerStartError | None = None  # what a `start()` that waits is told
-    stuck: str | None = None  # unkillable: what is known of the process that SIGKILL does not end
+    gone: bool = False  # no process of the tree is left; a request may still lack its record
+    start_error: WorkerStartError | None = None  # for a waiting `start()`
+    stuck: str | None = None  # what is known of the process, if SIGKILL does not end it
 
 
 class BackingOff(Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ State = Stopped | Failed | Launching | Ready | Draining | Ending | BackingOff
 
 
 class Lifecycle(Struct, frozen=True, kw_only=True):
-    """Everything that decides about the server's life."""
+    """The whole state of the state machine, with its settings."""
 
     policy: RestartPolicy
     stop_grace_s: float = 10.0
@@ -93,7 +93,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
     last_error: str | None = None
 
     def broken(self) -> Iterator[str]:
-        """Which invariants do not hold; for a person."""
+        """The violated invariants, for a person."""
         serves = isinstance(self.state, Ready | Draining)
         if serves is not (self.budget.ready_at is not None):
             yield f"{self.state}, and READY since {self.budget.ready_at}"
@@ -103,7 +103,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
 
     @property
     def public_state(self) -> WorkerState:
-        """What the host is told."""
+        """The state that the host sees."""
         match self.state:
             case Stopped():
                 return WorkerState.STOPPED
@@ -125,7 +125,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
 
     @property
     def is_to_start_again(self) -> bool:
-        """Whether `start()` was called, and waits for the server's end."""
+        """Whether a `start()` waits for the server's end."""
         match self.state:
             case Draining(then_start=True) | Ending(goal=ToStopped(then_start=True)):
                 return True
@@ -134,7 +134,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
 
     @property
     def refusal(self) -> SubmitErrorCode | None:
-        """Why no request is dispatched now; None: one is, if a slot is free."""
+        """Why no request is dispatched now; None: one is dispatched if a slot is free."""
         if self.public_state is WorkerState.FAILED:
             return "WORKER_FAILED"
         if self.is_draining:
@@ -155,15 +155,15 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
 
 
 class Resolve(Struct, frozen=True):
-    """Answer everyone who waits for READY (Start: `start()` and `restart()`), or for the end (Stop:
-    `stop()` and `drain()`); no error: it is so."""
+    """Answer all callers that wait for READY (Start: `start()` and `restart()`), or for the end
+    (Stop: `stop()` and `drain()`). `error` None: it was reached."""
 
     order: type[Start] | type[Stop]
     error: WorkerStartError | WorkerStopError | None = None
 
 
 class RecordRestart(Struct, frozen=True, kw_only=True):
-    """A restart was decided upon, or refused: into the journal."""
+    """Record in the journal that a restart was decided, or refused by the lockout."""
 
     reason: str
     detail: str
@@ -171,6 +171,6 @@ class RecordRestart(Struct, frozen=True, kw_only=True):
 
 
 Effect = Launch | Terminate | CloseAllStreams | Abandon | Resolve | RecordRestart
-"""Messages to the worker's actors (`Abandon`: to every request in flight), and what the WorkerActor
-does itself."""
+"""Messages to the worker's actors (`Abandon`: to every request in flight), and actions of the
+WorkerActor itself."""
 Effects = tuple[Effect, ...]

@@ -1,11 +1,11 @@
-"""Whether a process tree works, judged by the rate of what it uses, and when its probes look.
-Sans-IO.
+"""Decides whether a process tree works, by the rates of its CPU time and disk reads, and when the
+liveness probes look. Sans-IO.
 
 The probes that read `/proc` and ask the GPU are in `runtime.probes.liveness_probes`.
 
-Single ticks prove nothing: an idle or wedged llama-server shows 0-1 ticks of 10 ms per second, also
-while it is probed every second; one that computes shows over 80 per thread, also under heavy load
-beside it (b11434).
+Single ticks prove nothing: an idle or wedged llama-server shows 0-1 ticks of 10 ms per second, even
+while it is probed every second; one that computes shows over 80 per thread, even beside other heavy
+load (b11434).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from msgspec import Struct
 from llama_worker.server.messages import Look
 from llama_worker.types.hooks import LivenessEvidence
 
-WINDOW_S = 3.0  # rates are averaged over this, or longer where probes are rarer
+WINDOW_S = 3.0  # rates are averaged over this, or longer if probes are less frequent
 TICK_S = 0.01
 
-# Five times what an idle server shows, a sixteenth of one computing thread. The same number *in
-# all* keeps a burst right after watching began, when the window is still short, from passing for a
-# rate.
+# Five times what an idle server shows, a sixteenth of one computing thread. The same number is also
+# required in total: else a burst right after watching began, while the window is short, would pass
+# for a rate.
 MIN_CPU_TICKS = 5
 MIN_CPU_TICKS_PER_S = 5.0
 
-# A model paged in from disk (mmap under memory pressure, a slow share at load) computes little. An
-# idle or wedged server reads nothing; under pressure a health probe may bring back a few pages of
-# code, at most 128 KiB of read-ahead each, so that 3 a second stay below both limits. A slow
-# network share or memory card delivers over 1 MiB/s in sequence; a hard disk read at random over 60
-# faults/s, whatever their size.
+# A server whose model is paged in from disk (mmap under memory pressure, a slow share at load)
+# computes little. An idle or wedged one reads nothing; under pressure a health probe may page in a
+# little code, at most 128 KiB of read-ahead per fault, so that 3 faults a second stay below both
+# limits. A slow network share or memory card delivers over 1 MiB/s sequentially; a hard disk
+# delivers over 60 random faults/s of any size.
 MIN_READ_BYTES = 1 << 20
 MIN_READ_BYTES_PER_S = float(1 << 19)
 MIN_MAJOR_FAULTS = 20
@@ -41,12 +41,12 @@ _READ_BYTES = re.compile(r"^read_bytes: *(\d+)$", re.MULTILINE)
 _UID = re.compile(r"^Uid:\t\d+\t(\d+)\t", re.MULTILINE)
 _ANON = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
-# pid and creation time: a pid alone may come back as another process
+# pid and start time: a pid alone may be reused by another process
 ProcessKey = tuple[int, float]
 
 
 class Counters(Struct, frozen=True, kw_only=True):
-    """What one process used since it began; None where it cannot be read."""
+    """What one process has used since it started; None: it cannot be read."""
 
     cpu_ticks: int  # user + system, in the clock ticks of the system
     read_bytes: int | None = None  # from storage, not from caches
@@ -61,7 +61,7 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
 
 
 class _Point(Struct, frozen=True, kw_only=True):
-    """Use summed up since watching began."""
+    """The tree's usage at one instant, summed since watching began."""
 
     at: float
     cpu_ticks: int = 0
@@ -70,19 +70,19 @@ class _Point(Struct, frozen=True, kw_only=True):
 
 
 class ProcessActivity(Struct, frozen=True):
-    """What was seen of a tree during the window; watching begins with `ProcessActivity()`."""
+    """The usage of a tree during the window; watching begins with `ProcessActivity()`."""
 
     ticks_per_second: int = 100  # sysconf SC_CLK_TCK
     last: ProcessSample | None = None
     points: tuple[_Point, ...] = ()  # oldest first; the first is the start of the window
 
     def observe(self, sample: ProcessSample) -> tuple[ProcessActivity, LivenessEvidence | None]:
-        """The window with this sample in it, and what it shows; None: there is nothing to compare
+        """The window with this sample in it, and its evidence; None: there is nothing to compare
         with yet.
 
-        A process counts from the second look at it, as long as it is there: one that appears brings
-        in nothing of its past, one that vanishes takes nothing away. If none is left of the last
-        look, watching begins anew.
+        A process counts from its second sample on: one that appears adds none of its earlier usage,
+        one that ends takes none away. If no process of the last sample is left, watching starts
+        over.
         """
         if self.last is None or not self.last.processes.keys() & sample.processes.keys():
             return ProcessActivity(self.ticks_per_second, sample, (_Point(at=sample.at),)), None
@@ -128,8 +128,8 @@ def _grown(old: int | None, new: int | None) -> int:
 
 
 class LookRounds:
-    """Which liveness probes are to be asked, and which answers count. Each `Look` that a method
-    returns is to be taken. Not thread-safe.
+    """Decides which liveness probes to ask, and which answers count. The caller must send each
+    `Look` that a method returns. Not thread-safe.
 
     The probes are asked in rounds. A host's own probe may hang (NVML does with a lost GPU): it
     delays no other probe, and is not asked again until it has returned.
@@ -138,14 +138,14 @@ class LookRounds:
     def __init__(self, probes_count: int) -> None:
         self._probes = frozenset(range(probes_count))
         self._round = 0
-        # of the present watching; what was seen in an older one is out of date
+        # the first round since watching started over; answers from before are outdated
         self._first_round = 0
         self._out: set[int] = set()  # probes that have not returned
-        self._pending: set[int] = set()  # those of them that the present round waits for
-        self._to_reset: set[int] = set()  # probes that still have to forget what they saw before
+        self._pending: set[int] = set()  # those of them that the current round waits for
+        self._to_reset: set[int] = set()  # probes whose next look must drop their earlier state
 
     def begin(self, *, fresh: bool) -> list[Look]:
-        """A round: a look by every probe that is not still out. `fresh`: watching begins anew."""
+        """Begin a round: a look by every probe that has returned. `fresh`: watching starts over."""
         self._round += 1
         if fresh:
             self._first_round = self._round
@@ -154,8 +154,8 @@ class LookRounds:
         return [self._look(probe) for probe in sorted(self._pending)]
 
     def returned(self, look: Look) -> Look | None:
-        """A probe is back; the look that it has to take at once, if it was out when watching began
-        anew."""
+        """A probe has returned; returns the look that it must take at once if it was out when
+        watching started over."""
         self._out.discard(look.probe)
         if look.probe in self._to_reset:
             return self._look(look.probe)
@@ -163,12 +163,12 @@ class LookRounds:
         return None
 
     def counts(self, look: Look) -> bool:
-        """Whether the look was begun since watching began."""
+        """Whether the look began after watching started over."""
         return look.round >= self._first_round
 
     @property
     def complete(self) -> bool:
-        """Every probe that the present round asked is back."""
+        """Whether every probe that the current round asked has returned."""
         return not self._pending
 
     def _look(self, probe: int) -> Look:
@@ -182,7 +182,7 @@ class LookRounds:
 
 
 class ProcessStat(Struct, frozen=True, kw_only=True):
-    """The line of `stat`: one read for what costs psutil three, and major faults, which it
+    """The fields of `stat`: one read where psutil needs three, and major faults, which psutil
     lacks."""
 
     name: str
@@ -202,11 +202,11 @@ class ProcessStat(Struct, frozen=True, kw_only=True):
 
 
 def parse_stat(line: str) -> ProcessStat | None:
-    """None where it is no such line."""
+    """Parse the text of `stat`; None if it is malformed."""
     try:
-        # the name may itself hold brackets and blanks
+        # the name may itself contain parentheses and spaces
         head, tail = line.rsplit(")", 1)
-        fields = tail.split()  # from the third on, in the count of proc(5)
+        fields = tail.split()  # fields[0] is field 3 of proc(5)
         return ProcessStat(
             name=head.split("(", 1)[1],
             state=fields[0],
@@ -221,19 +221,19 @@ def parse_stat(line: str) -> ProcessStat | None:
 
 
 def parse_read_bytes(io: str) -> int | None:
-    """What was read from storage, by `io`; None where that does not say."""
+    """Bytes read from storage, from the text of `io`; None if it does not say."""
     match = _READ_BYTES.search(io)
     return int(match[1]) if match else None
 
 
 def parse_uid(status: str) -> int | None:
-    """The effective user, by `status`; None where that does not say."""
+    """The effective user id, from the text of `status`; None if it does not say."""
     match = _UID.search(status)
     return int(match[1]) if match else None
 
 
 def parse_anon(status: str) -> int | None:
-    """Bytes of anonymous memory, resident and swapped out, by the `status` of one or more
-    processes; None where none of them says."""
+    """Bytes of anonymous memory, resident and swapped out, from the `status` texts of one or more
+    processes; None if none of them says."""
     amounts = _ANON.findall(status)
     return sum(map(int, amounts)) * 1024 if amounts else None

@@ -1,4 +1,4 @@
-"""Orders and facts about the server's life, its process, and the watch over it."""
+"""Messages, orders and facts, about the server's life, its process, and the watch over it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Start(Struct, frozen=True, kw_only=True):
 
 
 class Stop(Struct, frozen=True, kw_only=True):
-    """End requests and server; answered when no process of the tree is left."""
+    """End all requests and the server; answered when no process of the tree is left."""
 
     reply: Reply[None]
     grace_s: float | None = None  # None: as configured; the exit hook allows less
@@ -58,7 +58,7 @@ class Launched(Struct, frozen=True, kw_only=True):
 
 
 class LaunchFailed(Struct, frozen=True, kw_only=True):
-    """No process came to be, or none will: the ProcessActor that was to start it has died."""
+    """No process was started, or none will be: the ProcessActor that had to start it has died."""
 
     epoch: int
     reason: StartFailReason = StartFailReason.SPAWN_FAILED
@@ -71,29 +71,29 @@ class Died(Struct, frozen=True, kw_only=True):
 
     epoch: int
     returncode: int  # negative: the signal's number
-    lack_of_memory: str | None = None  # what tells that this was it
+    lack_of_memory: str | None = None  # evidence that it ran out of memory
 
 
 class Unkillable(Struct, frozen=True, kw_only=True):
-    """SIGKILL has no effect on the launch's tree; `Exited` still follows, should it end one day."""
+    """SIGKILL has no effect on the launch's tree; `Exited` still follows if the tree ends later."""
 
     epoch: int
     detail: str  # pid, state, what the kernel waits for
 
 
 class Exited(Struct, frozen=True, kw_only=True):
-    """No process of the server's tree is left; told once per `Launched`."""
+    """No process of the server's tree is left; sent once per `Launched`."""
 
     epoch: int
-    returncode: int | None  # negative: the signal's number; None: never learnt
+    returncode: int | None  # negative: the signal's number; None: unknown
     log_tail: tuple[str, ...]
-    port_taken: bool = False  # somebody else listens on the server's port
-    lack_of_memory: str | None = None  # what tells that it ended for this
+    port_taken: bool = False  # another process listens on the server's port
+    lack_of_memory: str | None = None  # evidence that it ran out of memory
 
 
 class EvidenceKept(Struct, frozen=True, kw_only=True):
-    """What was seen of the server's processes just before they were killed: as ordered, or
-    (`after_grace`) since SIGTERM did not end them."""
+    """What was seen of the server's processes just before they were killed: on order, or
+    (`after_grace`) because SIGTERM did not end them."""
 
     epoch: int
     processes: Mapping[str, Any]
@@ -102,14 +102,14 @@ class EvidenceKept(Struct, frozen=True, kw_only=True):
 
 
 class BecameReady(Struct, frozen=True, kw_only=True):
-    """The server answers, and it is ours."""
+    """The server answers, and it is the one that this launch started."""
 
     epoch: int
     traits: ServerTraits
 
 
 class StartupFailed(Struct, frozen=True, kw_only=True):
-    """The launch will not become ready: its time is up, or a stranger answers on the port."""
+    """The launch will not become ready: overdue, canary failed, or another process has the port."""
 
     epoch: int
     reason: StartFailReason
@@ -117,7 +117,7 @@ class StartupFailed(Struct, frozen=True, kw_only=True):
 
 
 class HealthLost(Struct, frozen=True, kw_only=True):
-    """The server fails its readiness probe."""
+    """A READY server failed its readiness probes."""
 
     epoch: int
     detail: str
@@ -131,7 +131,7 @@ class GpuFaulted(Struct, frozen=True, kw_only=True):
 
 
 class Stalled(Struct, frozen=True, kw_only=True):
-    """A verdict on one request in flight."""
+    """The watchdog gave up one request in flight."""
 
     epoch: int
     request_id: int
@@ -144,13 +144,13 @@ class Observed(Struct, frozen=True, kw_only=True):
 
     epoch: int
     at: float
-    activity: str  # what the liveness probes said last; "" where they said nothing
+    activity: str  # the latest details of the liveness probes; "" if there are none
     liveness_at: float | None
     requests: tuple[Progress, ...]
 
 
 class MemoryMeasured(Struct, frozen=True, kw_only=True):
-    """The anonymous memory of the launch's tree, swapped out or not; None: it cannot be seen."""
+    """The anonymous memory of the launch's tree, swapped out or not; None: it cannot be read."""
 
     epoch: int
     anon_bytes: int | None
@@ -166,38 +166,38 @@ class Terminate(Struct, frozen=True, kw_only=True):
     """End the launch's tree: SIGTERM, and SIGKILL after `grace_s`; 0.0 kills at once."""
 
     grace_s: float
-    keep_evidence: bool = False  # tell `EvidenceKept` first
+    keep_evidence: bool = False  # send `EvidenceKept` first
 
 
 class MeasureMemory(Struct, frozen=True):
-    """Answered with `MemoryMeasured`, while the server runs."""
+    """Measure the tree's anonymous memory; `MemoryMeasured` follows if the server runs."""
 
 
 class Watch(Struct, frozen=True, kw_only=True):
-    """A request is in flight on this mailbox; None: who watches can ask it without one."""
+    """A request is in flight. `request`: its mailbox; None: the watching actor needs none."""
 
     request_id: int
     request: Mailbox[ReportProgress] | None = None
 
 
 class Unwatch(Struct, frozen=True, kw_only=True):
-    """The request has ended; what it received stays true."""
+    """The request has ended; its data and batches still count."""
 
     request_id: int
     data_at: float | None
     batches: tuple[Batch, ...] = ()
     completed: bool
-    is_broken_off: bool = False  # the server may still compute a batch of it
+    is_broken_off: bool = False  # the server may still compute a batch of this request
     ended_in: RequestPhase = RequestPhase.DONE  # DONE: the server had no work left for it
     has_media: bool = False
 
 
 class StandDown(Struct, frozen=True, kw_only=True):
-    """The launch is over: probe nothing any more."""
+    """The launch is over: stop probing."""
 
 
 class ProbeReadiness(Struct, frozen=True, kw_only=True):
-    """Ask the server whether it is ready; `Probed` is to follow. `first`: it was not, so far."""
+    """Ask the server whether it is ready; `Probed` follows. `first`: it was not ready so far."""
 
     epoch: int
     first: bool
@@ -205,15 +205,15 @@ class ProbeReadiness(Struct, frozen=True, kw_only=True):
 
 class ProbeOutcome(Enum):
     READY = "ready"  # 200 with JSON, from a process of ours
-    LOADING = "loading"  # 503: alive, and not ready
-    FAILED = "failed"  # no answer, or not the right one
-    STRANGER = "stranger"  # an answer, from somebody else's process
-    UNFIT = "unfit"  # it answers, and its canary's answer was not the right one
-    NO_NEWS = "no_news"  # it was not asked: this machine had no thread, descriptor or address
+    LOADING = "loading"  # 503: alive, but not ready
+    FAILED = "failed"  # no answer, or an unexpected one
+    STRANGER = "stranger"  # an answer from a process outside the launch's tree
+    UNFIT = "unfit"  # it answers, but failed the canary
+    NO_NEWS = "no_news"  # not asked: this machine lacked a thread, a descriptor or an address
 
 
 class Probed(Struct, frozen=True, kw_only=True):
-    """From the thread of one readiness probe, its last word."""
+    """The result of one readiness probe, sent last by its thread."""
 
     epoch: int
     outcome: ProbeOutcome
@@ -233,35 +233,35 @@ class Look(Struct, frozen=True, kw_only=True):
 
     probe: int  # its index
     round: int
-    fresh: bool  # the first look, which only sets the mark
+    fresh: bool  # the first look since watching started over, which only sets the baseline
 
 
 class EvidenceSeen(Struct, frozen=True, kw_only=True):
-    """From a probe's thread: what it said of one look."""
+    """The result of one look, sent by the probe's thread."""
 
     look: Look
     at: float
     alive: bool = False
     detail: str = ""
-    reads: bool = False  # its memory is read from disk
-    blind: bool = False  # this machine lacked what it takes to look
+    reads: bool = False  # the server reads its memory from disk
+    blind: bool = False  # the look failed for lack of a thread, a descriptor or memory
 
 
 class PaceLearnt(Struct, frozen=True):
-    """What batches take on this server: told by the watch of a launch that is over, and passed on
-    to the next one's, which copies it. Nobody changes this one any more."""
+    """How long batches take on this server. The watch of a launch that is over sends it; the watch
+    of the next launch gets it and copies it. This object is not changed any more."""
 
     pace: Pace
 
 
 class LookAtSlots(Struct, frozen=True, kw_only=True):
-    """Ask the server's `/slots`; `SlotsSeen` is to follow."""
+    """Ask the server's `/slots`; `SlotsSeen` follows."""
 
     epoch: int
 
 
 class SlotsSeen(Struct, frozen=True, kw_only=True):
-    """From the thread of one look at `/slots`, its last word; None: an answer that tells nothing,
+    """The result of one look at `/slots`, sent last by its thread. `look` None: no usable answer,
     or it was not asked."""
 
     epoch: int
@@ -290,7 +290,7 @@ ServerMessage = (  # what decides about the server's life
 )
 
 ServerNews = Launched | LaunchFailed | Died | Exited
-"""What a launch tells the ProcessActor and the WorkerActor: Launched or LaunchFailed; after
+"""What a launch reports to the ProcessActor and the WorkerActor: Launched or LaunchFailed; after
 Launched, Died (unless the guard was killed) and one Exited."""
 
 ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | ServerNews | Tick
@@ -312,9 +312,9 @@ WatchdogMessage = (
 )
 
 WatchOrder = ProbeReadiness | StandDown | Look | LookAtSlots | AskForProgress
-"""What a watch wants done. StandDown: nobody waits for the server's answers any more."""
+"""What a watch orders its actor to do. StandDown: the answers of pending probes are not needed."""
 
 WatchNews = BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed | PaceLearnt
-"""What a watch tells the WorkerActor."""
+"""What a watch reports to the WorkerActor."""
 
 WatchEffect = WatchOrder | WatchNews

@@ -1,8 +1,8 @@
-"""What the requests of one launch say, what else is known of its work, and the verdicts that
-follow. Sans-IO; not thread-safe; instants (`*_at`, `now`) are monotonic seconds.
+"""Decides, from the progress of one launch's requests and from `/slots`, which requests are
+stalled. Sans-IO; not thread-safe; instants (`*_at`, `now`) are monotonic seconds.
 
-Before verdicts every request is asked how far it is (a *round*); one that does not answer until the
-next round holds nobody up. While a request is suspected the slots are looked at.
+Before it decides, every request is asked for its progress (a *round*); the others are judged at the
+next round even if one has not answered. While a request is suspected, `/slots` is polled.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsLook, SlotsWa
 from llama_worker.server.timeouts import Neighbours, SlotSigns, describe, verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
-_ENDED = 0  # the id of no request
+_ENDED = 0  # stands for all ended requests; no request has this id
 
 
 class RequestWatch:
-    """Launch number `epoch`'s."""
+    """Watches the requests of launch `epoch`."""
 
     def __init__(self, profile: TimeoutProfile, epoch: int) -> None:
-        self.pace = Pace()  # of every launch so far: they are of one configuration
-        self.ids: set[int] = set()  # of the requests in flight
-        self.progress: dict[int, Progress] = {}  # what each said last
+        self.pace = Pace()  # learnt in all launches so far, which share one configuration
+        self.ids: set[int] = set()  # ids of the requests in flight
+        self.progress: dict[int, Progress] = {}  # by id: the latest report
         self.slots = SlotsWatch()
-        # What `/slots` shows is of the server that has the requests. Else it may be another's,
-        # behind the same address: then it excuses a request, and accuses none.
+        # False: `/slots` may come from another server behind the same address than the one that
+        # has the requests. Then it may show work, but gives up no request.
         self.slots_are_theirs = True
         self.liveness_at: float | None = None
         self.build_answers_in_batches = False
-        # when a probe began that was answered within the time that a look has
+        # when the latest readiness probe began that was answered within `LOOK_TIMEOUT_S`
         self.probe_answered_at: float | None = None
         self._epoch = epoch
         self._profile = profile
         self._is_cold = True  # nothing was computed in this launch so far
-        # the latest data of each request in flight; of those that have ended as `_ENDED`
+        # by id: the latest data of each request in flight; under `_ENDED`, of all ended ones
         self._data_at: dict[int, float] = {}
-        self._owing: set[int] = set()  # ids that have not answered in the present round
-        self._answered: list[int] = []  # ids that have
+        self._owing: set[int] = set()  # ids that have not answered in the current round
+        self._answered: list[int] = []  # ids that have answered
         self._blame = Blame()
-        self._blind_at: float | None = None  # when nobody could see what the server did
-        self._reads_at: float | None = None  # when its memory was last seen to come from disk
+        self._blind_at: float | None = None  # when a look last failed for lack of resources
+        self._reads_at: float | None = None  # when the server last read its memory from disk
         self._batch_left = _LeftWork()
         self._media_left = _LeftWork()  # images or sounds to be encoded
-        # when what may be a request's slot was seen to have moved
+        # by id: when a slot that may be the request's was last seen to move
         self._moved_at: dict[int, float] = {}
 
     @property
     def data_at(self) -> float | None:
-        """The latest data of any request: what it received stays true when it has ended."""
+        """When any request last received data, including requests that have ended."""
         return max(self._data_at.values(), default=None)
 
     def data_of_others(self, request_id: int) -> float | None:
-        """The latest data of any request but this one."""
+        """When any request but this one last received data."""
         return max((at for other, at in self._data_at.items() if other != request_id), default=None)
 
     def begin(self, request_id: int) -> bool:
@@ -71,7 +71,7 @@ class RequestWatch:
         return True
 
     def end(self, order: Unwatch, now: float) -> list[Stalled]:
-        """A request has ended; returns the verdicts that had waited for its answer."""
+        """A request has ended; returns the verdicts that waited only for its answer."""
         request_id = order.request_id
         if request_id not in self.ids:
             return []
@@ -93,9 +93,9 @@ class RequestWatch:
         return given_up
 
     def _broken_off(self, order: Unwatch, progress: Progress | None, now: float) -> None:
-        """Its batch may be under way, or still to come. `progress` None: it was never asked."""
+        """The server may compute its batch now or later. `progress` None: it never reported."""
         had_headers = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
-        # The first batch may be under way before there are headers.
+        # The first batch may be in progress before the headers come.
         in_a_batch = had_headers or progress is None or progress.is_served
         left_at, limit_s = self._batch_left_since(), self._profile.idle_stream_timeout_s
         had_its_time = left_at is None or (limit_s is not None and now - left_at >= limit_s)
@@ -109,7 +109,7 @@ class RequestWatch:
                 self._media_left.queue(order.request_id, now)
 
     def saw(self, seen: EvidenceSeen) -> None:
-        """What a liveness probe saw the server do."""
+        """Record what a liveness probe saw the server do."""
         if seen.alive:
             self.liveness_at = seen.at
         if seen.blind:
@@ -118,18 +118,18 @@ class RequestWatch:
             self._reads_at = seen.at
 
     def forget_round(self) -> None:
-        """Drop the answers to the present round: they are out of date."""
+        """Drop the answers of the current round, which are outdated."""
         self._owing, self._answered = set(), []
 
     def begin_round(self, now: float) -> list[Stalled]:
-        """Every request is asked from now on; the verdicts of a round that somebody has not
-        answered all this time."""
+        """Begin a round, in which every request is asked; returns the verdicts of the round before
+        if a request has not answered it."""
         given_up = self._judge_heard(now)
         self._owing = set(self.ids)
         return given_up
 
     def heard(self, progress: Progress, now: float, *, for_verdict: bool) -> list[Stalled]:
-        """How far a request is; the verdicts, if it was the last to answer."""
+        """Record a request's progress; returns the verdicts if it was the last to answer."""
         request_id = progress.request_id
         if request_id not in self.ids:
             return []
@@ -194,8 +194,8 @@ class RequestWatch:
     def _judge(self, progress: Progress, heard: Sequence[Progress], now: float) -> Verdict | None:
         is_suspect, slots = self._is_suspect(progress, now), self.slots
         if is_suspect and slots.apart is not None:
-            # Where looks without an answer leave no round complete. That nothing moved
-            # meanwhile accuses nobody.
+            # Looks without an answer may leave no round complete, so the looks before and after
+            # them are compared, too. If nothing moved between these, that gives up no request.
             self._judge_looks(slots.apart, slots.apart[0].asked_at, progress, heard, now)
         accusation = self._judge_by_times(progress, now)
         if accusation is not None or not is_suspect:
@@ -231,11 +231,11 @@ class RequestWatch:
     def _judge_silent_slots(
         self, progress: Progress, heard: Sequence[Progress], now: float
     ) -> Verdict | None:
-        """The task queue is stuck where `/slots`, which had answered, no longer does, and the rest
-        of HTTP goes on.
+        """The task queue is stuck if `/slots` answered before and no longer does, while the rest of
+        HTTP still answers.
 
-        Builds of 2025 and of spring 2026 answer it between two batches only: there it never counts,
-        and nowhere while an image may be encoded, which nobody measured.
+        Builds of 2025 and of spring 2026 answer it only between two batches, and image encoding was
+        not measured: for both, silence counts only if this launch has answered during a batch.
         """
         slots, since = self.slots, self.slots.silent_since
         if since is None:
@@ -261,7 +261,7 @@ class RequestWatch:
         heard: Sequence[Progress],
         now: float,
     ) -> Verdict | None:
-        """Where what may be the request's slot moved it works, as of `moved_at`."""
+        """The verdict by looks. Movement that may be the request's is work as of `moved_at`."""
         signs = (self.data_at, self.slots.moved_at, self._reads_at)
         slots_round = SlotsRound(
             looks=looks,
@@ -287,50 +287,51 @@ class RequestWatch:
         return streams and not progress.concluding and self._is_suspect_age(heard_at, now)
 
     def _is_suspect_age(self, at: float | None, now: float) -> bool:
-        """For data, and what slots did: so long ago that who received it is suspected."""
+        """Whether data or a slot's movement at `at` is so old that a request is suspected."""
         limit_s = self._profile.suspect_after_s
         return limit_s is not None and (at is None or now - at >= limit_s)
 
     def _batch_left_since(self) -> float | None:
-        """Since when the server may compute a batch for requests that were broken off."""
+        """Since when the server may compute a batch of broken-off requests; None: it does not."""
         return self._batch_left.since(self.data_at, self.slots.moved_at, self.liveness_at)
 
     def _may_encode_media(self) -> bool:
-        """For a request that was broken off; meanwhile the server's processes work."""
+        """Whether the server may still encode media of a broken-off request. Its processes work
+        meanwhile, so `liveness_at` does not show that it is done."""
         return self._media_left.since(self.data_at, self.slots.moved_at) is not None
 
     def _worked_at(self, request_id: int) -> float | None:
-        """The newest sign of work: by the server's processes, or by what may be the request's
-        slot. Where nobody could look there may have been one."""
+        """The newest sign of work: by the server's processes, or by a slot that may be the
+        request's. A look that failed for lack of resources counts as one."""
         signs = (self.liveness_at, self._blind_at, self._moved_at.get(request_id))
         return max((at for at in signs if at is not None), default=None)
 
 
 class _LeftWork:
-    """What a server may still do for requests that were broken off. It finishes what is under way,
-    and then begins on a request that waited in its queue: only between two batches does it notice
-    that a client is gone (b11434)."""
+    """Work that a server may still do for broken-off requests. It finishes what is in progress, and
+    then begins on a request that waited in its queue: it notices only between two batches that a
+    client is gone (b11434)."""
 
     def __init__(self) -> None:
         self._began_at: float | None = None  # None: nothing is left to do
         self._queued: tuple[int, float] | None = None  # the request's id, and when it left
 
     def begin(self, now: float) -> None:
-        """It may be under way."""
+        """The work may be in progress."""
         self._began_at = now
 
     def queue(self, request_id: int, now: float) -> None:
-        """It may begin as soon as what is under way is done."""
+        """The work may begin as soon as what is in progress is done."""
         self._queued = request_id, now
 
     def served(self, request_id: int) -> None:
-        """The request has got data; the turn of whoever was admitted before it has come."""
+        """The request has received data: a queued one admitted before it has had its turn."""
         if self._queued is not None and request_id > self._queued[0]:
             self._queued = None
 
     def since(self, *signs: float | None) -> float | None:
-        """When it may have begun; None if nothing is left to do. A newer sign of work ends what was
-        under way, and begins what was queued."""
+        """When the work may have begun; None if nothing is left to do. A newer sign of work ends
+        what was in progress, and begins what was queued."""
         done_at = newest(-math.inf, *signs)
         if self._began_at is not None and done_at > self._began_at:
             self._began_at = None

@@ -1,7 +1,6 @@
-"""How often and how soon a server is started again, and when an idle one is replaced as planned.
-Pure.
+"""Decides how often and how soon a server is restarted, and when an idle one is recycled. Pure.
 
-The numbers are the `RestartPolicy`'s, in `config.profiles`. Instants (`now`) are monotonic seconds.
+The limits are in `config.profiles.RestartPolicy`. Instants (`now`) are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from llama_worker.config.profiles import Recycle, RestartPolicy
 
 
 class Lockout(Struct, frozen=True, kw_only=True):
-    """Restart no more."""
+    """The decision to restart no more."""
 
     detail: str
 
 
 class RestartBudget(Struct, frozen=True, kw_only=True):
-    """The restarts made so far, and what of it counts."""
+    """The restarts so far, and what the lockout and the backoff count of them."""
 
     restart_count: int = 0  # since construction; never cleared
     recent: tuple[float, ...] = ()  # restarts within the window, oldest first
-    row_count: int = 0  # restarts without a completed request or a stable READY between
+    row_count: int = 0  # restarts in a row: no completed request or stable READY between
     ready_at: float | None = None  # READY since
     ready_for_s: float = -math.inf  # the longest READY since the last restart; -inf: there was none
 
     def next(self, now: float, policy: RestartPolicy) -> tuple[RestartBudget, float | Lockout]:
-        """The server is down or has to go: restart after so many seconds, or never. Implies
-        `left_ready`."""
+        """The server is down or must be ended: the seconds to wait before the restart, or a
+        Lockout. Implies `left_ready`."""
         left = self.left_ready(now)
         recent = tuple(at for at in left.recent if now - at < policy.restart_window_s)
         row_count = 0 if left.ready_for_s >= policy.stable_after_s else left.row_count
@@ -60,29 +59,29 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
         return next_budget, backoff_s(row_count + 1, policy)
 
     def planned(self, now: float) -> RestartBudget:
-        """A restart that no failure caused: counted, and nothing else. Implies `left_ready`."""
+        """A restart that no failure caused: only `restart_count` grows. Implies `left_ready`."""
         return replace(self.left_ready(now), restart_count=self.restart_count + 1)
 
     def became_ready(self, now: float) -> RestartBudget:
         return replace(self, ready_at=now)
 
     def left_ready(self, now: float) -> RestartBudget:
-        """READY ended, for whatever cause; no effect where there was none."""
+        """READY ended, for any cause; no effect if the server was not READY."""
         if self.ready_at is None:
             return self
         return replace(self, ready_at=None, ready_for_s=max(self.ready_for_s, now - self.ready_at))
 
     def request_completed(self) -> RestartBudget:
-        """A request reached `completed`: the row is broken. The window still counts."""
+        """A request reached `completed`: the row ends. The window still counts."""
         return replace(self, row_count=0)
 
     def cleared(self) -> RestartBudget:
-        """The budget of an explicit start: everything is forgotten but `restart_count`."""
+        """The budget of an explicit start: only `restart_count` is kept."""
         return RestartBudget(restart_count=self.restart_count)
 
 
 def backoff_s(number: int, policy: RestartPolicy) -> float:
-    """Seconds of rest before restart `number` (1, 2, ...) in a row."""
+    """Seconds to wait before restart `number` (1, 2, ...) in a row."""
     try:
         raw = policy.restart_backoff_s * policy.backoff_factor ** (number - 1)
     except OverflowError:
@@ -99,11 +98,11 @@ class RecycleDue(Struct, frozen=True):
 def recycle_due(
     policy: Recycle, *, ready_at: float, requests_count: int, anon_bytes: int | None, now: float
 ) -> RecycleDue | None:
-    """Why a server that has been READY since then, and answered so many requests, is due for
-    replacement.
+    """Why to replace a server that has been READY since `ready_at` and has ended `requests_count`
+    requests; None: not yet.
 
-    `anon_bytes`: its anonymous memory, swapped out or not; None: unknown. Memory of mapped files is
-    the kernel's.
+    `anon_bytes`: its anonymous memory, swapped out or not; None: unknown. Memory of mapped files
+    belongs to the kernel and does not count.
     """
     if policy.max_requests is not None and requests_count >= policy.max_requests:
         ended = f"{requests_count} requests ended"

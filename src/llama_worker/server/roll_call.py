@@ -1,7 +1,7 @@
-"""Which of the worker's actors do not answer. Sans-IO; instants are monotonic seconds.
+"""Finds the worker's actors that do not answer. Sans-IO; instants are monotonic seconds.
 
-While there is anything to do every actor is asked now and then whether it still takes messages. One
-that owes its answer for too long is stuck in a handler, and counts as dead.
+While the worker is busy, every actor is asked every `EVERY_S` whether it still takes messages. One
+that has not answered for `ANSWER_S` is stuck in a handler, and counts as dead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANSWER_S = 30.0
 
 
 class RollCall:
-    """Who was asked, and since when each owes its answer. Not thread-safe."""
+    """Tracks which actors were asked, and since when each owes an answer. Not thread-safe."""
 
     def __init__(self) -> None:
         self._next_at: float | None = None
@@ -31,34 +31,34 @@ class RollCall:
 
     @property
     def deadline(self) -> float | None:
-        """When to look again; None: there is nothing to do."""
+        """When a question is due or an answer is overdue; None: never."""
         instants = [at + ANSWER_S for at in self._owing.values()]
         if self._next_at is not None:
             instants.append(self._next_at)
         return min(instants, default=None)
 
     def keep(self, *, busy: bool, now: float) -> None:
-        """Ask from now on, or, with nothing to do and nothing owed, no more."""
+        """Ask from now on; stop asking if the worker is not `busy` and no answer is owed."""
         if not busy and not self._owing:
             self._next_at = None
         elif self._next_at is None:
             self._next_at = now + EVERY_S
 
     def due(self, members: Iterable[Member], now: float) -> list[Member]:
-        """Those of the members that are to be asked now."""
+        """The members to ask now."""
         if self._next_at is None or now < self._next_at:
             return []
         self._next_at = now + EVERY_S
         return [member for member in members if member not in self._owing]
 
     def asked(self, member: Member, now: float) -> None:
-        """It owes an answer."""
+        """The member was asked and owes an answer."""
         self._owing[member] = now
 
     def answered(self, member: Member) -> None:
-        """It takes messages, or is another one now."""
+        """The member takes messages, or has been given up: it owes no answer."""
         self._owing.pop(member, None)
 
     def silent(self, now: float) -> list[Member]:
-        """Those that count as dead."""
+        """The members that count as dead."""
         return [member for member, at in self._owing.items() if now >= at + ANSWER_S]

@@ -1,8 +1,8 @@
-"""What a round of looks at `/slots` tells about one suspected request. Sans-IO.
+"""Judges one suspected request by a round of looks at `/slots`. Sans-IO.
 
-The CPU time of a process tells that somebody works, not for whom. The counters of the slots do,
-where they move: only what moved between several looks counts, since an answer comes also from a
-server that is stuck. Facts about `/slots` are of b11434.
+The CPU time of a process shows that it works, but not for which request. The counters of the slots
+do, if they move: only movement between looks counts, since a stuck server may still answer. Facts
+about `/slots` are of b11434.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ _PREFILL, _GENERATING = RequestPhase.PREFILL, RequestPhase.GENERATING
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """What moved may be the request's own: a sign of work."""
+    """A slot that moved may be the request's own: a sign of work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotsRound:
-    """A round of looks, one suspected request, and what else tells about the two."""
+    """A round of looks, one suspected request, and what else is needed to judge it."""
 
     looks: Sequence[SlotsLook]
     suspect: Progress
     others: Sequence[Progress]  # the other requests in flight, as they are now
-    # For as long as it takes to be suspected no request, of those that have ended neither, received
-    # data, and no slot was seen to move.
+    # For `suspect_after_s`, no request (ended ones included) received data, no slot was seen to
+    # move, and nothing was read from disk.
     all_are_silent: bool
-    # the first look, of this round or an earlier one, since which nothing moved, and nothing was
-    # read from disk
+    # since when nothing moved, and nothing was read from disk; it may lie before this round
     still_since: float
-    pace: Pace  # what was learnt of batches
+    pace: Pace  # the times of earlier batches
     is_cold: bool  # this launch has computed nothing so far
-    liveness_at: float | None  # the latest work of the server's processes; for the verdict's reader
+    liveness_at: float | None  # the latest work of the server's processes; for `Verdict.detail`
     now: float
 
     def judge(self) -> Verdict | SlotMoves | None:
-        """What the looks tell about the request; None: nothing."""
+        """What the looks show about the request; None: nothing."""
         suspect = self.suspect
         heard_at = suspect.data_at if suspect.data_at is not None else suspect.turn_started_at
         same_slots = len({tuple(slot.slot_id for slot in look.slots) for look in self.looks}) == 1
@@ -64,11 +63,12 @@ class SlotsRound:
         return SlotMoves() if len(moving) > len(self._explained) else None
 
     def _is_lost(self) -> bool:
-        """Every slot that works is explained by another request, and one is free, at every look.
+        """At every look, other requests account for each slot that works, and one slot is idle.
 
-        Without headers it may still be on its way to a slot of a server that serves nobody else
-        (one that loads its model on demand), or its images and sounds are still being decoded; so
-        then others have to be served, and it has none. One that picks its slots waits for them.
+        A request without headers may still be on its way to a slot of a server that serves no other
+        (one that loads its model on demand), or its media is being decoded: it is lost only if
+        others are served and it has no media. One that picks its slots may wait for them until its
+        first data.
         """
         if self.suspect.picks_slots and self.suspect.data_at is None:
             return False
@@ -84,8 +84,8 @@ class SlotsRound:
         return one_is_free and explained and (has_headers or would_be_placed)
 
     def _judge_standstill(self) -> Verdict | None:
-        """Nothing moved in any slot. Where something did lately, a step of a slow server is just
-        long, or it pauses."""
+        """Nothing moved in any slot. If something did recently, a slow server may just be in a long
+        step or a pause: no verdict."""
         busy = [track[-1] for track in self._tracks if track[-1].is_processing]
         if not self.all_are_silent or not busy or any(slot.may_read_unseen for slot in busy):
             return None
@@ -102,7 +102,7 @@ class SlotsRound:
         return self._stalled(f"{what}, {why}")
 
     def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:
-        """By what was learnt of earlier ones; None where they tell nothing of this one."""
+        """The limit for the batch in progress, from earlier ones; None if they do not compare."""
         if any(each.has_media for each in (self.suspect, *self.others)):
             return None
         tokens, depth = 0, 0
@@ -117,8 +117,8 @@ class SlotsRound:
         return self.pace.longest_standstill_s(tokens, depth, is_cold=self.is_cold)
 
     def _is_left_behind(self) -> bool:
-        """Others move at every interval, one that may be its slot never does, and none that moved
-        may be its slot."""
+        """Another slot moves at every interval, one that may be the request's never does, and other
+        requests account for those that may be the request's and moved."""
         if not any(moved_always(track) for track in self._tracks):
             return False
         if any(track[0].may_read_unseen for track in self._tracks):
@@ -129,7 +129,7 @@ class SlotsRound:
 
     @cached_property
     def _tracks(self) -> list[tuple[Slot, ...]]:
-        """The same slot at each look; a server that was started anew in between may have others."""
+        """Each slot at every look; the looks may differ in slots if the server was restarted."""
         return list(zip(*(look.slots for look in self.looks), strict=False))
 
     @property
@@ -142,17 +142,17 @@ class SlotsRound:
 
     @property
     def _explained(self) -> list[Progress]:
-        """Others that are served, whose slot may look like the suspect's."""
+        """Other requests that are served, and whose slot may look like the suspect's."""
         generating = self.suspect.phase is _GENERATING
         return [other for other in self._served if not generating or other.phase is _GENERATING]
 
     def _could_be_its(self, track: tuple[Slot, ...]) -> bool:
-        """Whether the slot worked on one task at every look, and not on one that has said less than
-        the suspect."""
+        """Whether the slot worked on one task at every look, and has generated no less than the
+        suspect received."""
         if not all(slot.is_processing for slot in track) or len({slot.task for slot in track}) > 1:
             return False
         first = track[0].decoded_tokens
-        # The request has received that many pieces; a token may come in two.
+        # `tokens` counts the pieces received; one token may come in two, hence half of it.
         return self.suspect.phase is not _GENERATING or (
             first > 0 and first >= self.suspect.tokens // 2
         )
@@ -163,7 +163,7 @@ class SlotsRound:
             return False
         if self.suspect.phase is _GENERATING:
             return True
-        # In prefill only where no other prompt is read, which would fill the batches.
+        # In prefill only if no other prompt is read, which would fill the batches.
         reading = [
             track
             for track in self._tracks
@@ -173,7 +173,7 @@ class SlotsRound:
         return is_reading and len(reading) == 1
 
     def _has_been_served(self, other: Progress) -> bool:
-        """It has a slot of its own at every look, and has brought data since the first."""
+        """Whether the request had a slot at every look, and received data since the first one."""
         heard = other.data_at is not None and other.data_at >= self._began_at
         return other.is_served and heard and other.turn_started_at < self._began_at
 

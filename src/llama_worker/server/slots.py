@@ -1,6 +1,6 @@
-"""What llama-server's `/slots` says, and when it is asked. Sans-IO.
+"""Parses llama-server's `/slots`, and decides when to ask for it. Sans-IO.
 
-It is asked once at READY and then while a request is suspected. Instants (`*_at`, `now`) are
+It is asked once at READY, and then only while a request is suspected. Instants (`*_at`, `now`) are
 monotonic seconds.
 """
 
@@ -13,33 +13,33 @@ from typing import Any
 
 from llama_worker.config.validation import as_count
 
-LOOKS_COUNT = 4  # of one round
-LOOK_TIMEOUT_S = 2.0  # it answers within 0.21 s, also in the middle of a long batch (b11434)
-SILENT_S = 60.0  # so long without an answer, and it is news
-SILENT_LOOKS = 3
+LOOKS_COUNT = 4  # in one round
+LOOK_TIMEOUT_S = 2.0  # it answers within 0.21 s, even in the middle of a long batch (b11434)
+SILENT_S = 60.0  # silence counts only after this time,
+SILENT_LOOKS = 3  # and after so many looks without an answer
 # more often would disturb the server, which restarts its own 1 s waits at every answer
 LOOK_INTERVAL_S = 2.0
 PAUSE_S = 5.0  # after a round without a verdict
-# after `--no-slots` (501), a key that is missing (401), an old build, or silence
+# after `--no-slots` (501), a missing API key (401), an old build, or if it never answered
 NO_ANSWER_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One slot at one look. Both counters are of the task under way."""
+    """One slot at one look. Both counters are of the current task."""
 
     slot_id: int
     is_processing: bool
     task: int | None = None
-    prompt_tokens: int = 0  # of the prompt, that are done; moves with each finished batch
+    prompt_tokens: int = 0  # of the prompt, processed so far; grows with each finished batch
     decoded_tokens: int = 0  # 0 in prefill
-    context_tokens: int | None = field(default=None, compare=False)  # the batch under way included
+    context_tokens: int | None = field(default=None, compare=False)  # with the batch in progress
     shows_reading: bool = field(default=True, compare=False)  # by `prompt_tokens`; b9093 does not
-    speculates: bool = field(default=False, compare=False)  # another model drafts for it, perhaps
+    speculates: bool = field(default=False, compare=False)  # a draft model may work for it
 
     @property
     def may_read_unseen(self) -> bool:
-        """Whether it may be at work without its counters moving. A draft model reads the whole
+        """Whether the slot may work while its counters stand still. A draft model reads the whole
         prompt by itself, in one go, after the first token."""
         drafts_first = self.speculates and self.decoded_tokens == 1
         unseen = not self.decoded_tokens and not self.shows_reading
@@ -48,19 +48,19 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsLook:
-    """One answer."""
+    """One answer of `/slots`."""
 
     asked_at: float
-    slots: tuple[Slot, ...]  # by id
+    slots: tuple[Slot, ...]  # sorted by id
 
 
 @dataclass(frozen=True, slots=True)
 class SlotsSilence:
-    """No answer within the time for it, and no refusal."""
+    """Neither an answer nor a refusal within `LOOK_TIMEOUT_S`."""
 
 
 def parse_slots(body: Any) -> tuple[Slot, ...] | None:
-    """The slots in an answer's JSON, by id; None where it is not what `/slots` says in any build.
+    """The slots in an answer's JSON, sorted by id; None if no known build answers like this.
 
     Builds before 2025 give `state` (0: idle) for `is_processing` and `next_token` as an object; a
     slot that was never used has no counters.
@@ -88,7 +88,7 @@ def _slot(entry: Any) -> Slot | None:
     counters = next_token if isinstance(next_token, Mapping) else entry
     decoded = as_count(counters.get("n_decoded"))
     if decoded is None and is_processing:
-        return None  # nothing could be seen to move
+        return None  # no movement could be seen
     prompt_tokens = as_count(entry.get("n_prompt_tokens_processed"))
     return Slot(
         slot_id=slot_id,
@@ -103,73 +103,73 @@ def _slot(entry: Any) -> Slot | None:
 
 
 def moved_between(one: SlotsLook, other: SlotsLook) -> bool:
-    """Whether any slot did something between the two looks."""
+    """Whether any slot changed between the two looks."""
     if [slot.slot_id for slot in one.slots] != [slot.slot_id for slot in other.slots]:
         return True
     return any(moved(pair) for pair in zip(one.slots, other.slots, strict=True))
 
 
 def _went_on(one: Slot, other: Slot) -> bool:
-    """Whether a slot did something for a task that it has still. One that is wedged never does: no
-    batch is computed for it."""
+    """Whether a slot changed while working on the same task. A wedged one never does: no batch is
+    computed for it."""
     both = one.is_processing and other.is_processing
     return both and one.slot_id == other.slot_id and one.task == other.task and one != other
 
 
 def moved(track: Sequence[Slot]) -> bool:
-    """Whether one slot did something between any two successive looks."""
+    """Whether one slot changed between any two successive looks."""
     return any(one != other for one, other in pairwise(track))
 
 
 def moved_always(track: Sequence[Slot]) -> bool:
-    """Whether one slot did something between every two successive looks."""
+    """Whether one slot changed between every two successive looks."""
     return all(one != other for one, other in pairwise(track))
 
 
 class SlotsWatch:
-    """When to look at the slots of one launch, and what was seen: rounds of looks while somebody is
-    suspected. Not thread-safe."""
+    """Schedules looks at the slots of one launch, in rounds while a request is suspected, and keeps
+    what they showed. Not thread-safe."""
 
     def __init__(self) -> None:
-        # when a look is due; None: while nobody is suspected, or one is under way
+        # when a look is due; None while no request is suspected, or a look is in progress
         self.deadline: float | None = None
-        self.looks: list[SlotsLook] = []  # of the round under way, or of the one that is complete
+        self.looks: list[SlotsLook] = []  # of the current round, complete or not
         self.still_since = 0.0  # the first look since which nothing moved
-        # the last look behind which something moved, of any round
+        # the latest look after which something moved, of any round
         self.moved_at: float | None = None
-        self.tells = False  # it answered when it was asked last
-        self.is_silent = False  # it did not, nor did it refuse
-        self.may_read_unseen = False  # some slot, when it answered last
-        self.answers_in_batches = False  # one that stood still, and then went on
-        self._stood_still: SlotsLook | None = None  # in which some slot did, since the one before
+        self.tells = False  # `/slots` answered the latest look
+        self.is_silent = False  # it neither answered nor refused the latest look
+        self.may_read_unseen = False  # true of some slot in the latest answer
+        self.answers_in_batches = False  # it answered while a slot stood still that later went on
+        self._stood_still: SlotsLook | None = None  # the latest look that showed no change
         self.silent_since: float | None = None  # the first of the latest looks without an answer
         self.silent_looks = 0
         self._has_answered = False
-        self._is_looking = False  # a look is under way
+        self._is_looking = False  # a look is in progress
         self._asked_at = 0.0
         self._last: SlotsLook | None = None  # of any round
-        # by looks without an answer, since the last one
+        # since `_last`, a look went without an answer, or looking stopped
         self._was_interrupted = True
-        # The looks before and behind the latest interruption: what moved between them did move.
+        # the looks before and after the latest interruption: movement between them counts
         self.apart: tuple[SlotsLook, SlotsLook] | None = None
         self._paused_until = 0.0
         self._active = False
 
     def start_looking(self, now: float) -> None:
-        """Somebody is suspected: begin a round, unless one is under way."""
+        """A request is suspected: begin a round, unless one is in progress."""
         if not self._active:
             self._active = True
             self.looks = []
             self.deadline = max(now, self._paused_until)
 
     def stop_looking(self) -> None:
-        """Stop looking: nobody is suspected any more."""
+        """Stop looking: no request is suspected any more, or there is no usable answer."""
         self.deadline, self._was_interrupted, self._active = None, True, False
         self.silent_since, self.silent_looks = None, 0
         self.looks = []
 
     def begin_look(self, now: float) -> bool:
-        """Whether to look now; False: a look is under way, whose answer does for this one."""
+        """Whether to look now; False: a look is in progress, whose answer serves for this one."""
         self.deadline = None
         if self._is_looking:
             return False
@@ -177,11 +177,11 @@ class SlotsWatch:
         return True
 
     def seen(self, look: SlotsLook | SlotsSilence | None, now: float) -> None:
-        """An answer, None where it brings no news."""
+        """Record the result of a look; None: no usable answer."""
         self._is_looking = False
         self._has_answered = self._has_answered or isinstance(look, SlotsLook)
         is_refused = look is None or not self._has_answered
-        if is_refused:  # at READY, too
+        if is_refused:  # also at READY, outside a round
             self._paused_until = now + NO_ANSWER_PAUSE_S
         if not self._active:
             return
@@ -214,7 +214,7 @@ class SlotsWatch:
             self.deadline = now + LOOK_INTERVAL_S
 
     def _seen_silent(self, now: float) -> None:
-        """No answer from a launch that has answered before: it is asked on."""
+        """No answer from a launch that has answered before: keep asking."""
         if self.silent_since is None:
             self.silent_since = self._asked_at
         self.silent_looks += 1
@@ -223,11 +223,11 @@ class SlotsWatch:
 
     @property
     def complete(self) -> bool:
-        """The round is, and nothing was concluded from it yet."""
+        """Whether the round is complete, and not judged yet."""
         return len(self.looks) == LOOKS_COUNT
 
     def conclude(self, now: float) -> None:
-        """The round was judged: another one follows later, if somebody is still suspected."""
+        """The round was judged: another one follows later if a request is still suspected."""
         self.looks = []
         self._active = False
         self._paused_until = now + PAUSE_S

@@ -1,4 +1,4 @@
-"""The life of one server process as the ProcessActor sees it: what to signal, and when. Pure.
+"""Decides which signal to send to one server process, and when. Pure.
 
 The order is SIGTERM, once more after `REPEAT_S`, and SIGKILL when the grace period is over. The
 guard sends the signals (`runtime.process.guard`).
@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from llama_worker.mailbox import Tick
 from llama_worker.server.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate
 
-# From SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the thread
-# which it interrupts may hold, and then waits for ever; a second signal ends it at once.
+# From the first SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the
+# interrupted thread may hold, and then waits for ever; a second signal ends it at once.
 REPEAT_S = 2.0
-_LOOK_S, _LOOKS = 1.0, 5  # at a guard that owes news; after the last it is killed
-FORCE_S = 1.0  # from the kill order to going past the guard that should have obeyed it
+_LOOK_S, _LOOKS = 1.0, 5  # interval and number of looks at a silent guard; the last one kills it
+FORCE_S = 1.0  # from the kill order to a SIGKILL past a guard that did not obey it
 
 
 class Signal(Enum):
@@ -48,15 +48,15 @@ class Terminating(Struct, frozen=True):
 
 
 class Killing(Struct, frozen=True):
-    """Killed, through the guard; while its end is not seen, past the guard too, at `force_at` and
-    again after it."""
+    """SIGKILL was ordered from the guard; until the end is seen, it is also sent past the guard, at
+    `force_at` and again after it."""
 
     force_at: float
     give_up_at: float  # unkillable from then on
 
 
 class Stuck(Struct, frozen=True):
-    """SIGKILL has no effect: its end is waited for, however long that takes."""
+    """SIGKILL has no effect: wait for the end, however long that takes."""
 
 
 ProcessState = Absent | Present | Terminating | Killing | Stuck
@@ -65,7 +65,7 @@ ProcessState = Absent | Present | Terminating | Killing | Stuck
 def step(
     state: ProcessState, message: ProcessMessage, now: float, *, kill_timeout_s: float
 ) -> tuple[ProcessState, Signal | None]:
-    """What follows. A later order only shortens the grace."""
+    """The next state, and the signal to send. A later order can only shorten the grace period."""
     match state, message:
         case _, Launch():
             return Present(), None
@@ -101,11 +101,11 @@ def deadline(state: ProcessState) -> float | None:
 
 
 def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
-    """For a person: which process SIGKILL does not end, whose it is (another user's may not be
-    killed), and what it waits for, as far as /proc says. `pid` None: there is none yet."""
+    """For a person: which process SIGKILL does not end, its user (another user's process may not be
+    killed), and what it waits for, as far as /proc says. `pid` None: no server was started yet."""
     seen = processes.get("processes", ())[:1]
     what = "the start of the server's process" if pid is None else f"process {pid}"
-    if pid is not None and not seen:  # it has ended, and something that it started has not
+    if pid is not None and not seen:  # it has ended, but a process that it started has not
         what = f"the tree of process {pid}"
     parts = [f"SIGKILL does not end {what}"]
     for process in seen:
@@ -118,10 +118,10 @@ def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
 
 
 class GuardSilence:
-    """A guard that does not tell of its server's end was stopped, or its control group was frozen:
-    it is to go on, and is killed in the end.
+    """Resumes, and finally kills, a guard that does not report its server's end: it was stopped, or
+    its control group was frozen.
 
-    Counts looks, so that a gap in which this host did not run either is one look's.
+    It counts looks, not seconds: a gap in which this host did not run either counts as one look.
     """
 
     def __init__(self) -> None:
@@ -129,12 +129,12 @@ class GuardSilence:
         self._look_at: float | None = None
 
     def wait_ms(self, now: float) -> float | None:
-        """Until the next look; None: there is nothing to look at."""
+        """Milliseconds until the next look; None: no look is due."""
         return None if self._look_at is None else max(0.0, self._look_at - now) * 1000
 
     def step(self, now: float, *, owes: bool) -> Signals | None:
-        """What to send the guard now; `owes`: its server has ended, and it has not said so. Once it
-        has, it may have to wait for the rest of the tree."""
+        """The signal to send the guard now. `owes`: its server has ended, and it has not reported
+        that. Once it has, it may have to wait for the rest of the tree."""
         if not owes:
             self._look_at = None
             return None

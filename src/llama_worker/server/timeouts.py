@@ -1,7 +1,7 @@
-"""When a request has been silent for too long. Pure.
+"""Decides when a request has been silent for too long. Pure.
 
-`_limits` lists every limit; its seconds are the `TimeoutProfile`'s, in `config.profiles`. A tool's
-deadline is the `Request`'s, in `request.request`. Instants (`*_at`, `now`) are monotonic seconds.
+`_limits` lists every limit; the seconds come from `config.profiles.TimeoutProfile`. A tool's
+deadline is in `request.request.Request`. Instants (`*_at`, `now`) are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from llama_worker.request.progress import Progress, newest
 from llama_worker.server.blame import Verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
-DEAD_BESIDE_MULTIPLE = 4  # of `idle_stream_timeout_s`, where `/slots` cannot tell whose work it is
+DEAD_BESIDE_MULTIPLE = 4  # of `idle_stream_timeout_s`, if `/slots` does not show whose work it is
 
 
 class Neighbours(Struct, frozen=True, kw_only=True):
-    """The other requests of this server."""
+    """What is known about the other requests of this server."""
 
     data_at: float | None = None  # the latest data of any of them
-    one_is_served: bool = False  # it has its headers, and limits of its own
+    one_is_served: bool = False  # one of them has its headers, and limits of its own
     # when one was broken off (canceled, or given up) whose batch may still be computed
     left_at: float | None = None
 
 
 class SlotSigns(Struct, frozen=True, kw_only=True):
-    """What `/slots` has shown of one request, as long as it is suspected."""
+    """What `/slots` has shown about one request while it is suspected."""
 
-    moved_at: float | None = None  # when what may be its own slot moved
-    any_moved_at: float | None = None  # when any slot of the server did
-    tells: bool = False  # it answered when it was asked last
-    may_read_unseen: bool = False  # it does not show it, or answers between two batches only
+    moved_at: float | None = None  # when a slot that may be the request's moved
+    any_moved_at: float | None = None  # when any slot of the server moved
+    tells: bool = False  # `/slots` answered the latest look
+    may_read_unseen: bool = False  # it hides prompt progress, or answers only between two batches
 
 
 NO_NEIGHBOURS, NO_SLOT_SIGNS = Neighbours(), SlotSigns()
@@ -57,13 +57,13 @@ def verdict(
     profile: TimeoutProfile,
     now: float,
 ) -> Verdict | None:
-    """Whether the request has to be given up, and why; None while it may go on.
+    """Why to give up the request; None while it may go on.
 
     `liveness_at` is the newest evidence of work by the server's processes; evidence from before the
     turn began does not count. `slots` is what `/slots` has shown.
 
-    Of several limits that are over, the one that was over first gives the reason: a late tick tells
-    the same as one in time, and a verdict, once due, stays the same until something new is heard.
+    If several limits are exceeded, the first one exceeded gives the reason: a late tick decides the
+    same as a punctual one, and a verdict, once due, stays the same until something new is heard.
     """
     over = []
     for limit in _limits(progress, liveness_at, neighbours, slots, profile):
@@ -92,17 +92,17 @@ def _limits(
     slots: SlotSigns,
     profile: TimeoutProfile,
 ) -> Iterator[_Limit]:
-    """What the request's phase limits; on equal times the one named first wins."""
+    """The limits of the request's phase; if two are exceeded at the same time, the first wins."""
     if progress.phase is RequestPhase.DONE or progress.concluding:
         return
-    # From the turn's start at the earliest: what was heard before it says nothing about this turn.
+    # Not before the turn's start: earlier signs say nothing about this turn.
     working_at = newest(
         progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at
     )
     new_at = newest(progress.turn_started_at, progress.data_at)
     moving_at = newest(new_at, neighbours.data_at)
-    # Batches are filled in slot order: whose turn has not come gets nothing as long as another
-    # prompt is read, or the same report again after each of its batches (b10453 to b11434).
+    # Batches are filled in slot order: while another prompt is read first, a request gets nothing,
+    # or its old report again after each of that prompt's batches (b10453 to b11434).
     turn_at = newest(moving_at, slots.any_moved_at)
     waiting = progress.phase is RequestPhase.WAITING
     prefill = progress.phase is RequestPhase.PREFILL
@@ -111,9 +111,9 @@ def _limits(
     stall = RequestFailReason.STALL_TIMEOUT
 
     if waiting and not neighbours.one_is_served:
-        # Connecting has a limit of its own, the connection's. Builds of October 2025 to May 2026
-        # hold the headers back for the whole prefill: only the lack of any sign of work tells.
-        # Every build holds them back for a neighbour's batch: the neighbour's limits judge that.
+        # Connecting has a timeout of its own. Builds of October 2025 to May 2026 hold the headers
+        # back for the whole prefill: only the lack of any sign of work counts. Every build holds
+        # them back during another request's batch: the limits of that request apply then.
         reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, turn_at)
         left_at, idle_s = neighbours.left_at, profile.idle_stream_timeout_s
         what = "no response headers and no sign of work"
@@ -136,13 +136,13 @@ def _limits(
         yield _Limit("idle_stream_timeout_s", stall, "no data and no sign of work", since)
     if prefill or generating:
         since = turn_at if prefill else newest(new_at, slots.moved_at)
-        waits_unseen = prefill and slots.may_read_unseen  # for another client, perhaps
+        waits_unseen = prefill and slots.may_read_unseen  # perhaps behind another client
         if progress.only_repeats_since(since) and not waits_unseen:
             what = "nothing new, only the same again,"
             yield _Limit("idle_stream_timeout_s", stall, what, since)
     idle_s = profile.idle_stream_timeout_s
     if generating and not slots.tells and idle_s is not None and moving_at - new_at >= idle_s:
-        # One that generates gets its token with every batch, however long the prompt beside it.
+        # A generating request gets a token with every batch, however long another's prompt is.
         what = "no data, while others get theirs,"
         yield _Limit(
             "idle_stream_timeout_s", stall, what, new_at, multiple=DEAD_BESIDE_MULTIPLE, alone=True
@@ -153,7 +153,7 @@ def _limits(
         )
     if waiting or prefill or generating:  # a server that spins gives evidence of work for ever
         waits = prefill and progress.only_repeats_since(progress.turn_started_at)
-        # No data comes of a reply in one piece: what the slots do has to stand for it.
+        # A reply in one piece brings no data until it is complete: slot movement counts instead.
         since = turn_at if waits or progress.in_one_piece else moving_at
         yield _Limit("silent_work_timeout_s", stall, "no data, for this request or another,", since)
     yield _Limit(
@@ -177,7 +177,7 @@ def ages(
     progress: Progress, *, liveness_at: float | None, now: float
 ) -> dict[str, str | float | None]:
     """The phase and times of `describe` as JSON for `get_debug_info`: seconds since each instant,
-    None where it has not happened."""
+    None if it has not happened."""
     ages_s = {
         f"{name.replace(' ', '_')}_ago_s": None if at is None else round(now - at, 3)
         for name, at in _instants(progress, liveness_at).items()

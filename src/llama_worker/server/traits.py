@@ -1,4 +1,4 @@
-"""What a server says of itself once it is ready, and what is known of its build. Pure."""
+"""Reads what a ready server says about itself, and lists what is known about its build. Pure."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _MODALITIES = {
     "image_url": "vision",
     "input_audio": "audio",
     "input_video": "video",
-}  # what a kind of part needs
+}  # content part kind -> the modality that it needs
 _THINK_OPENINGS = ("<think>", "[THINK]", "<seed:think>")
 
 
 class ServerTraits(Struct, frozen=True, kw_only=True):
-    """None where the server did not say."""
+    """What the server says about itself. None: it did not say."""
 
     slots: int | None = None
     tools: bool | None = None  # the model's chat template can offer tools and show calls
     opens_thinking: bool = False  # the template ends the prompt inside a think tag
-    n_ctx: int | None = None  # of a slot
-    modalities: Mapping[str, bool] | None = None  # what the model takes beside text
+    n_ctx: int | None = None  # tokens of context per slot
+    modalities: Mapping[str, bool] | None = None  # what the model takes besides text
     model: str | None = None  # its alias, or its file's name
     build: int | None = None
     is_router: bool = False  # it starts servers of its own
 
 
 def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any]) -> ServerTraits:
-    """From the bodies of `/props` and of `/apply-template` for a one-line chat; {} where there was
-    none."""
+    """The traits in the bodies of `/props` and of `/apply-template` for a one-line chat; {}: there
+    was no body."""
     slots = props.get("total_slots")
     caps = props.get("chat_template_caps")
     tools = None
@@ -61,7 +61,7 @@ def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any])
 
 
 def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
-    """Why the model cannot take content parts of these kinds; None where it can, or the server did
+    """Why the model cannot take content parts of these kinds; None if it can, or if the server did
     not say."""
     for kind in sorted(part_kinds):
         modality = _MODALITIES.get(kind)
@@ -79,8 +79,8 @@ def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
 
 
 def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
-    """What the worker was configured for and the server lacks, and what is wrong with its build:
-    lines for a person."""
+    """Lines for a person: what the worker was configured for and the server lacks, and known
+    problems of its build."""
     lines = known_flaws(traits.build, config.server_cmd) + unseen(traits.build)
     if traits.is_router:
         lines.append(
@@ -118,7 +118,7 @@ def _text(value: object) -> str | None:
 
 # ---------------------------------------------------------------- builds
 
-# A build from a shallow clone counts one commit, one without git none.
+# A build number counts commits: 1 in a shallow clone, 0 without git; neither is a real number.
 _LEAST_NUMBER = 2
 _FORMS = (
     re.compile(r"\bbuild\b[ :=]*b?(\d+)"),  # version: 0.6.0-dev (build 11434, commit 8f2c1d0)
@@ -128,7 +128,7 @@ _FORMS = (
 
 
 class _Flaw(Struct, frozen=True, kw_only=True):
-    """A vulnerability of the builds from `first` to `last`; `flag`: only with it."""
+    """A vulnerability of the builds from `first` to `last`; `flag`: only if the command has it."""
 
     names: str
     first: int
@@ -154,14 +154,14 @@ _FLAWS = (
 )
 
 
-# The oldest builds that were measured and do so: docs/servers.md.
+# The oldest builds that were measured to do so: docs/servers.md.
 _SHOWS_READING = 9544
 _ANSWERS_IN_BATCHES = 10453
 
 
 def unseen(build: int | None) -> list[str]:
-    """What a server of that build does not show of its work: lines for a person. [] where the build
-    is not known."""
+    """Lines for a person: what a server of this build does not show of its work. [] if the build is
+    unknown."""
     if build is None or build >= _SHOWS_READING:
         return []
     return [
@@ -176,8 +176,8 @@ def answers_in_batches(build: int | None) -> bool:
 
 
 def build_number(said: str) -> int | None:
-    """From what `llama-server --version` prints, or `build_info` of `/props`; None where neither
-    tells it."""
+    """The build number in the output of `llama-server --version`, or in `build_info` of `/props`;
+    None if it holds none."""
     for form in _FORMS:
         match = form.search(said)
         if match is not None and int(match[1]) >= _LEAST_NUMBER:
@@ -186,8 +186,8 @@ def build_number(said: str) -> int | None:
 
 
 def known_flaws(build: int | None, command: Sequence[str]) -> list[str]:
-    """The published vulnerabilities of a server of that build, run by that command: lines for a
-    person. [] where the build is not known."""
+    """Lines for a person: the published vulnerabilities of a server of this build, run with
+    `command`. [] if the build is unknown."""
     return [
         f"llama-server b{build} has {flaw.names}: {flaw.what}"
         f"{f' ({flaw.flag})' if flaw.flag else ''}; take a later build than b{flaw.last}"

@@ -1,10 +1,9 @@
-"""Everything that is decided about one launch while it is watched: its startup, its health, its
-silent requests.
+"""Watches one launch, and decides about its startup, its health and its silent requests.
 
-Sans-IO: `step` takes a message and the time, and returns what is to be told and done, in order;
-`deadline` is the instant of the next `Tick`. A *probe* asks the server whether it is ready; a
-*look* asks a liveness probe what the server's processes did lately, or `/slots` what its slots do.
-Instants (`*_at`, `now`) are monotonic seconds.
+Sans-IO: `step` takes a message and the time, and returns the orders and reports that follow, in
+order; `deadline` is the instant of the next `Tick`. A *probe* asks the server whether it is ready;
+a *look* asks a liveness probe what the server's processes did lately, or `/slots` what its slots
+do. Instants (`*_at`, `now`) are monotonic seconds.
 
 | in | what happens | then in |
 | --- | --- | --- |
@@ -19,10 +18,10 @@ Instants (`*_at`, `now`) are monotonic seconds.
 | ready | StandDown | over |
 
 READY, UNFIT and STRANGER are outcomes of a probe; everything else leaves the state as it is. The
-WorkerActor decides whether a server that is ill or stalls is ended.
+WorkerActor decides whether an unhealthy or stalled server is ended.
 
-While ready it wakes for the health probe, for verdicts only while a request is in flight, and for
-the slots only while one is suspected.
+While ready, the watch wakes for the health probe, for verdicts only while a request is in flight,
+and for the slots only while a request is suspected.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from llama_worker.server.traits import answers_in_batches
 from llama_worker.types.worker import StartFailReason
 
 FIRST_LOOK_S = 0.5  # after the first request began
-_RETRY_S = 1.0  # a probe that could not be made is made again
+_RETRY_S = 1.0  # until a probe that could not be made is tried again
 
 
 class ServerWatch:
-    """Launch number `epoch`'s. Not thread-safe: one actor at a time."""
+    """Watches the server of launch `epoch`. Not thread-safe: one actor at a time."""
 
     def __init__(self, profile: TimeoutProfile, *, epoch: int, probes_count: int) -> None:
         self.root_pid = 0  # 0 before there is a process
@@ -61,8 +60,8 @@ class ServerWatch:
         self._probe_at: float | None = None
         self._probes = health.ReadinessProbes()
         self._requests = RequestWatch(profile, epoch)
-        self._watched_since: float | None = None  # until the first look of this watching
-        self._activity: dict[int, str] = {}  # what each liveness probe said last
+        self._watched_since: float | None = None  # when watching began; None after its first look
+        self._activity: dict[int, str] = {}  # by liveness probe: its latest detail
 
     @property
     def deadline(self) -> float | None:
@@ -73,7 +72,7 @@ class ServerWatch:
         return min((at for at in instants if at is not None), default=None)
 
     def step(self, message: messages.WatchdogMessage, now: float) -> list[messages.WatchEffect]:
-        """What is to be done now, in order. News of another launch is dropped."""
+        """The effects to carry out now, in order. A message about another launch is dropped."""
         self._effects = []
         is_of_another = getattr(message, "epoch", self._epoch) != self._epoch
         if not self._is_over and not is_of_another:
@@ -81,8 +80,8 @@ class ServerWatch:
         return self._effects
 
     def adopt(self, now: float) -> None:
-        """Watch a server that this program did not start: it counts as ready, and several may share
-        its address."""
+        """Watch a server that this program did not start: it counts as ready, and several servers
+        may share its address."""
         assert self.state == "waiting"
         self._requests.slots_are_theirs = False
         self._stage = health.HealthCounter(since=now)
@@ -90,7 +89,7 @@ class ServerWatch:
 
     @property
     def state(self) -> Literal["waiting", "starting", "ready", "over"]:
-        """See the module's table."""
+        """The current state in the module's table."""
         if self._is_over:
             return "over"
         match self._stage:
@@ -173,7 +172,7 @@ class ServerWatch:
     def _probe(self, now: float, *, counts: bool = True) -> None:
         if not self._probes.begin(now, counts=counts):
             return
-        self._ask_for_progress(for_verdict=False)  # data that came by now outweighs a failure
+        self._ask_for_progress(for_verdict=False)  # data received by now overrides a failure
         first = isinstance(self._stage, health.StartupWatch)
         self._effects.append(messages.ProbeReadiness(epoch=self._epoch, first=first))
 
@@ -203,7 +202,7 @@ class ServerWatch:
                 self._requests.build_answers_in_batches = answers_in_batches(traits.build)
                 self._probe_at = health.next_probe_at(self._profile, now)
                 self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
-                self._look_at_slots(now)  # its silence is news only if it ever answered
+                self._look_at_slots(now)  # silence counts only if it ever answered
             case messages.ProbeOutcome.UNFIT:
                 self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
             case messages.ProbeOutcome.STRANGER:
@@ -225,7 +224,7 @@ class ServerWatch:
             self._tell_observed(now)
             self._effects.append(messages.HealthLost(epoch=self._epoch, detail=lost))
         elif self._probes.wanted is not None:
-            self._probe(now)  # the one that is done had begun before that
+            self._probe(now)  # the finished probe began too early
 
     def _fail_startup(self, reason: StartFailReason, detail: str, now: float) -> None:
         self._tell_observed(now)
@@ -248,7 +247,7 @@ class ServerWatch:
     def _watch(self, request_id: int, now: float) -> None:
         if self._requests.begin(request_id):
             self._watched_since = now
-            # Most are over by then, or have their first token, which a look would delay.
+            # By then most have ended, or have their first token, which a look would delay.
             self._look_at = now + min(FIRST_LOOK_S, self._profile.liveness_probe_interval_s / 2)
 
     def _unwatch(self, order: messages.Unwatch, now: float) -> None:
@@ -257,7 +256,7 @@ class ServerWatch:
             self._look_at = self._watched_since = None
 
     def _look_due(self, now: float) -> None:
-        """Evidence first, then the question, then the verdict: none is given on old evidence."""
+        """Collect evidence, then ask for progress, then judge: no verdict uses old evidence."""
         interval_s = self._profile.liveness_probe_interval_s
         if self._watched_since is not None:
             self._look_at = self._watched_since + interval_s
@@ -281,7 +280,7 @@ class ServerWatch:
         if not self._rounds.counts(seen.look) or self._watched_since is not None:
             return
         self._activity[seen.look.probe] = seen.detail
-        # Where nobody could see what the server did it may have worked.
+        # During a look that failed for lack of resources, the server may have worked.
         if isinstance(self._stage, health.StartupWatch) and (seen.alive or seen.blind):
             self._stage = self._stage.saw_work(seen.at)
         if self._requests.ids:
@@ -294,9 +293,9 @@ class ServerWatch:
         slots = self._requests.slots
         slots.seen(seen.look, now)
         if slots.silent_since is not None:
-            self._probe(now, counts=False)  # does it answer anything?
+            self._probe(now, counts=False)  # does HTTP still answer?
         if slots.complete:
-            # Progress that was reported before the last look says too little.
+            # Progress that was reported before the last look is outdated.
             self._requests.forget_round()
             self._ask_for_verdicts(now)
 
@@ -315,8 +314,8 @@ class ServerWatch:
             self._effects.append(stalled)
 
     def _tell_observed(self, now: float) -> None:
-        """With every look and before every verdict: the worker may also have reasons of its own for
-        a kill."""
+        """Report at every look and before every verdict: the worker may also kill for reasons of
+        its own."""
         self._effects.append(
             messages.Observed(
                 epoch=self._epoch,
