@@ -1,4 +1,4 @@
-"""How a request may end, and what decides it. Pure."""
+"""Decides how a request ends. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     loop: OutputLoop | None = None
 
     def for_host(self, secret: str | None) -> Outcome:
-        """The same without the secret, its detail of bounded length and in valid Unicode."""
+        """A copy with the secret masked, and the detail bounded in length and in valid Unicode."""
         if self.fail_detail is None:
             return self
         detail = encodable(masked(self.fail_detail, secret))
@@ -71,7 +71,7 @@ def failed(
 
 
 def after_turn(finish_reason: str | None, calls: Partition, iterations_left: int) -> Outcome | None:
-    """How a finished turn ends its request; None: its normal calls run first."""
+    """The outcome of a request whose turn finished; None if the turn's normal calls run next."""
     if finish_reason == "length":
         return TOKEN_LIMIT  # a call may be cut off: none is run
     if calls.problem is not None:
@@ -96,7 +96,7 @@ def after_loop(loop: LoopFound | TextLoopFound) -> Outcome:
             f"with {loop.sample!r}"
         )
         shown: OutputLoop = {
-            "text": encodable(loop.sample[:_MAX_LOOP_CHARS]),  # of arguments: as they came
+            "text": encodable(loop.sample[:_MAX_LOOP_CHARS]),  # arguments may hold lone surrogates
             "repeats": loop.chars // loop.period_chars,
         }
     else:
@@ -108,7 +108,7 @@ def after_loop(loop: LoopFound | TextLoopFound) -> Outcome:
 
 
 def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False) -> Outcome:
-    """The server's error, or a broken exchange that nothing else explains."""
+    """The outcome after the server's error, or a broken exchange that nothing else explains."""
     if isinstance(cause, StreamFailure):
         reason, detail, status = cause.reason, cause.detail, cause.http_status
     else:

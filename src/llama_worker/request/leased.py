@@ -1,11 +1,11 @@
-"""A request that somebody else sends to the worker's server: it holds a slot, and is watched as any
-other. Pure; not thread-safe.
+"""A client's request that the proxy sends to the worker's server: it holds a slot and is watched
+like any other. Pure; not thread-safe.
 
-Its sender reports what comes (`waits`, `pauses`, `opened`, `heard`, `closed`); the slot's actor
-asks for its progress and steps it like a `Request` of its own. The output goes to its client and is
-not kept.
+Its sender, a thread of the proxy, reports what happens (`waits`, `pauses`, `opened`, `heard`,
+`closed`); the slot's actor asks for its progress and steps it like a `Request`. The output goes to
+the client and is not kept.
 
-This is every arrow between its states; whatever else comes leaves the state as it is.
+The table lists every transition; any other event leaves the state unchanged.
 
     state         event                                                   next state
     ------------  ------------------------------------------------------  ------------
@@ -59,35 +59,35 @@ _BREAKS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECT
 
 
 class _Streaming(Struct, frozen=True):
-    """The server works on it, or has given its finish reason."""
+    """The server works on the request, or has given its finish reason."""
 
     until: None = None
 
 
 class _ReadingRest(Struct, frozen=True):
-    """The server died; what it had sent before is read."""
+    """The server died; what it sent before is still being read."""
 
     until: float
 
 
 class _Over(Struct, frozen=True):
-    """Its stream came to an end; its sender is to say that it is done with it."""
+    """The stream ended; the sender has not said yet that it is done."""
 
     outcome: Outcome
     until: float | None
 
 
 class _Disconnected(Struct, frozen=True):
-    """The connection broke. The server's death may explain it: it may be told, is asked for, or is
-    known."""
+    """The connection broke, perhaps because the server died: that may still be reported, has been
+    asked for, or is known."""
 
-    outcome: Outcome  # as far as is known
-    until: float | None = None  # None: its sender is to say that it is done with it
+    outcome: Outcome  # as far as known
+    until: float | None = None  # None: the sender has not said yet that it is done
     is_asked: bool = False
 
 
 class _Ended(Struct, frozen=True):
-    """It has its record."""
+    """Terminal: the record was made."""
 
     until: None = None
 
@@ -96,9 +96,9 @@ _State = _Streaming | _ReadingRest | _Over | _Disconnected | _Ended
 
 
 class LeasedRequest:
-    """`in_one_piece`: its reply comes at once when it is complete, not as a stream. `answers`: how
-    many are asked for, each with an end. `question`: what is asked, in short; the same where its
-    client asks again."""
+    """One client's request. `in_one_piece`: the reply comes once it is complete, not as a stream.
+    `answers`: how many are asked for; each has its own end. `question`: what is asked, in short;
+    the same if the client asks again."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class LeasedRequest:
         question: str = "",
     ) -> None:
         self.request_id = admitted.request_id
-        self.given_up: Outcome | None = None  # by the worker, and why
+        self.given_up: Outcome | None = None  # why the worker gave it up; None: it did not
         self._api_key = api_key
         self._answers_left = answers
         self._offers_tools = offers_tools
@@ -137,22 +137,22 @@ class LeasedRequest:
         self._waits = False
         self._state: _State = _Streaming()
 
-    # ------------------------------------------------------------ from who sends it
+    # ------------------------------------------------------------ called by the sender
 
     def waits(self) -> None:
-        """Nothing lies ready: from now on the server is waited for."""
+        """The sender waits for the server from now on: it has read all that came."""
         self._waits = True
 
     def pauses(self) -> None:
-        """The client takes nothing, so nothing more is read."""
+        """The client does not read, so the sender reads nothing more from the server."""
         self._waits = False
 
     def opened(self, at: float) -> None:
-        """The headers of a good reply have come."""
+        """The headers of a reply with status 200 have come."""
         self._turn.headers_at = at
 
     def heard(self, events: Iterable[StreamEvent], at: float) -> None:
-        """Something came; no events: keepalives only. No effect once the request has ended."""
+        """Bytes came; no events if only keepalives. No effect once the request has ended."""
         if self.has_ended:
             return
         self._turn.last_stream_byte_at = at
@@ -170,11 +170,11 @@ class LeasedRequest:
 
     @property
     def settled_at(self) -> float | None:
-        """When nothing more is to be waited for; None: the server has not come to an end."""
+        """When to stop waiting for the rest of the reply; None until a `LastWord` came."""
         return self._turn_end.settled_at
 
     def closed(self, failure: StreamFailure | None) -> None:
-        """The exchange with the server is over; None: in the regular way."""
+        """The exchange with the server is over; `failure` is None if it ended regularly."""
         self._waits = False
         if self._totals.in_one_piece and not failure:
             self._conclude(Finished(None))
@@ -182,7 +182,7 @@ class LeasedRequest:
             self._conclude(self._turn_end.closed(failure))
 
     def explained(self, failure: StreamFailure | None) -> StreamFailure | None:
-        """What to tell the client of a failure: the worker's own reason, where it has one."""
+        """The failure to report to the client: the worker's own reason if it has one."""
         given_up = self.given_up
         if failure is None or given_up is None or self.has_finished:
             return failure
@@ -191,10 +191,10 @@ class LeasedRequest:
         return StreamFailure(reason=reason, detail=detail)
 
     def end(self, now: float) -> RequestRecord | None:
-        """Who sent it is done with it: its record.
+        """The sender is done: end the request and return its record.
 
-        None where it had ended before, or will once it is known why its connection broke. Without
-        an end of the stream its client has left.
+        None if it has ended before, or will end once it is known why its connection broke. If the
+        stream has not ended, the client has left: the request counts as canceled.
         """
         if self.has_ended or self.is_broken:
             return None
@@ -204,7 +204,7 @@ class LeasedRequest:
             outcome = self.given_up
         return self._record(outcome, now)
 
-    # ------------------------------------------------------------ from the slot's actor
+    # ------------------------------------------------------------ called by the slot's actor
 
     def step(self, message: RequestInput, now: float) -> LeaseEffects:
         match message:
@@ -235,21 +235,21 @@ class LeasedRequest:
             case _Disconnected(outcome=outcome):
                 return self._end(outcome, now)
             case _:
-                assert self.given_up is not None  # only then there is a deadline
+                assert self.given_up is not None  # there is no deadline otherwise
                 return self._give_up(self.given_up, now)
 
     def hear_out(self, now: float) -> None:
-        """The exchange is over. If its connection broke, wait for news of the reason."""
+        """The exchange is over. If its connection broke, wait to learn the reason."""
         if isinstance(self._state, _Disconnected) and self._state.until is None:
             self._state = _Disconnected(self._state.outcome, now + DEATH_NEWS_S)
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
-        """End it whatever it waits for."""
+        """End the request, whatever its state."""
         return self._give_up(failed(reason, detail), now)
 
     @property
     def has_finished(self) -> bool:
-        """The model came to its regular end."""
+        """Whether the model finished regularly."""
         match self._state:
             case _Over(outcome=Outcome(fail_reason=None)):
                 return True
@@ -257,25 +257,25 @@ class LeasedRequest:
 
     @property
     def has_ended(self) -> bool:
-        """It has its record."""
+        """Whether the record was made."""
         return isinstance(self._state, _Ended)
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick is due; None: none is."""
+        """When the next Tick is due, or None."""
         return self._state.until
 
     @property
     def is_broken(self) -> bool:
-        """The connection broke, and perhaps nobody knows why so far."""
+        """Whether the connection broke; the reason may not be known yet."""
         return isinstance(self._state, _Disconnected)
 
     def saw_liveness(self, at: float | None) -> None:
-        """Evidence that the server works; for the status."""
+        """Note the newest evidence that the server works; for the status."""
         self._totals.liveness_at = at
 
     def progress(self) -> Progress:
-        """`concluding` while a slow client is served: nobody waits for the server then."""
+        """`concluding` also while a slow client is served: then nobody waits for the server."""
         reads = isinstance(self._state, _Streaming | _ReadingRest)
         concluding = not (self._waits and reads and self._turn_end.finish_reason is None)
         return build_progress(
@@ -290,11 +290,11 @@ class LeasedRequest:
 
     @property
     def output_chars(self) -> tuple[int, int]:
-        """What can be read of it here."""
+        """Always zero: the output is not kept."""
         return 0, 0
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
-        """Nothing: the output is the client's."""
+        """Always empty: the output goes to the client."""
         return read_output("", "", text_offset, reasoning_offset, done=self.has_ended)
 
     @property
@@ -316,12 +316,12 @@ class LeasedRequest:
                 self._state = _Over(outcome, self._state.until)
 
     def _conclude_finished(self) -> None:
-        """Nothing more follows what the model has finished."""
+        """If the model has finished, conclude: nothing more is awaited."""
         if self._turn_end.finish_reason is not None:
             self._conclude(self._turn_end.closed(None))
 
     def _give_up(self, outcome: Outcome, now: float) -> LeaseEffects:
-        """End so, unless its stream had come to an end before: its client may know that one."""
+        """End with `outcome`, unless the stream ended before: the client may have seen that end."""
         if self.has_ended:
             return []
         self._conclude_finished()
@@ -343,7 +343,7 @@ class LeasedRequest:
         return record
 
     def _as_seen(self, status: RequestStatus) -> RequestStatus:
-        """What passed by here: of a reply in one piece nothing is taken apart."""
+        """Set what was counted here; a reply in one piece is not parsed, so has no token count."""
         status["output_chars"] = self._text_chars
         status["reasoning_chars"] = self._reasoning_chars
         if self._totals.in_one_piece:

@@ -1,6 +1,6 @@
-"""Orders to a request, questions about it, what it tells; its streams, its tools, its BIOS.
+"""The messages to and from a request, its streams, its tools and its BIOS provider.
 
-A request returns orders without a mailbox: whoever carries one out adds where the answer goes.
+A request returns orders without a mailbox; the actor that carries one out adds where to answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TurnId = tuple[int, int]
 
 
 class CountTokens(Struct, frozen=True, kw_only=True):
-    """How many tokens the submission's prompt has, as the server would count it.
+    """Ask how many tokens the submission's prompt has, as the server would count it.
 
     The runtime answers, or fails the reply.
     """
@@ -42,14 +42,14 @@ class CountTokens(Struct, frozen=True, kw_only=True):
 
 
 class GetStatus(Struct, frozen=True, kw_only=True):
-    """How far the request is."""
+    """Ask for the request's status."""
 
     request_id: int
     reply: Reply[RequestStatus | NotFound]
 
 
 class ReadOutput(Struct, frozen=True, kw_only=True):
-    """`wait`: answered once something lies behind the offsets, or the request has ended."""
+    """Ask for output after the offsets. `wait`: answer once there is some, or the request ended."""
 
     request_id: int
     text_offset: int
@@ -59,7 +59,7 @@ class ReadOutput(Struct, frozen=True, kw_only=True):
 
 
 class CancelRequest(Struct, frozen=True, kw_only=True):
-    """Answered True once the running request is cancelled and its slot free, else False.
+    """Cancel the request; answered True once it is cancelled and its slot free, else False.
 
     Passed on to the RequestActor; the WorkerActor answers.
     """
@@ -69,7 +69,7 @@ class CancelRequest(Struct, frozen=True, kw_only=True):
 
 
 class RequestEnded(Struct, frozen=True, kw_only=True):
-    """A request reached its terminal state; its record is handed over, whole."""
+    """A request reached its terminal state; hands over its complete record."""
 
     record: RequestRecord
 
@@ -95,13 +95,13 @@ class ToolsRefused(Struct, frozen=True, kw_only=True):
 
 
 class ToolThreadStuck(Struct, frozen=True, kw_only=True):
-    """A tool thread runs on although nobody waits for it any more."""
+    """A tool thread still runs although nobody waits for it any more."""
 
     turn_id: TurnId
 
 
 class ToolThreadReturned(Struct, frozen=True, kw_only=True):
-    """A stuck one has ended after all."""
+    """A stuck tool thread has ended after all."""
 
     turn_id: TurnId
 
@@ -115,7 +115,7 @@ class WriteBios(Struct, frozen=True, kw_only=True):
 
 
 class PostChat(Struct, frozen=True, kw_only=True):
-    """POST `body` to the chat endpoint. `tell_s`: how long its text may wait to be told."""
+    """POST `body` to the chat endpoint. `tell_s`: how long the reply's text may be held back."""
 
     turn_id: TurnId
     body: dict[str, Any]
@@ -137,13 +137,13 @@ class AskIfServerDied(Struct, frozen=True, kw_only=True):
 
 
 class CheckServer(AskIfServerDied, frozen=True, kw_only=True):
-    """Answered with `ServerChecked`."""
+    """`AskIfServerDied` with a mailbox, which gets `ServerChecked`."""
 
     reply_to: Mailbox[ServerChecked]
 
 
 class OpenStream(PostChat, frozen=True, kw_only=True):
-    """Send what comes to `reply_to`."""
+    """`PostChat` with a mailbox, which gets the `StreamNews`."""
 
     reply_to: Mailbox[StreamNews]
 
@@ -159,21 +159,20 @@ class CloseAllStreams(Struct, frozen=True):
 
 
 class FlushStream(Struct, frozen=True, kw_only=True):
-    """Have the stream tell what has come and was not told yet; then `reply_to` gets
-    `StreamFlushed`."""
+    """Deliver what the stream has received and holds back; then `reply_to` gets `StreamFlushed`."""
 
     turn_id: TurnId
     reply_to: Mailbox[StreamFlushed]
 
 
 class HurryStream(Struct, frozen=True, kw_only=True):
-    """Somebody waits for text: what has come is told now, or else the next that comes, at once."""
+    """A reader waits for text: deliver what has come now, and what comes next at once."""
 
     turn_id: TurnId
 
 
 class StreamClosed(Struct, frozen=True, kw_only=True):
-    """The stream is over. `failure` None: the server ended the body in the regular way."""
+    """The stream is over. `failure` is None if the server ended the body regularly."""
 
     turn_id: TurnId
     failure: StreamFailure | None
@@ -191,7 +190,7 @@ class Begin(Struct, frozen=True, kw_only=True):
 
 
 class Abandon(Struct, frozen=True, kw_only=True):
-    """Fail the request with this reason, keeping what it has."""
+    """Fail the request with this reason, keeping the output that it has."""
 
     reason: RequestFailReason
     detail: str
@@ -206,7 +205,7 @@ class StreamOpened(Struct, frozen=True, kw_only=True):
 
 
 class StreamEvents(Struct, frozen=True, kw_only=True):
-    """What was parsed since the batch before; no events where only keepalives came."""
+    """What was parsed since the previous batch; no events if only keepalives came."""
 
     turn_id: TurnId
     events: tuple[StreamEvent, ...]
@@ -227,7 +226,7 @@ class CallEnded(Struct, frozen=True, kw_only=True):
     turn_id: TurnId
     call_id: str
     ok: bool
-    text: str  # what the runner returned, as JSON text, or what went wrong
+    text: str  # the result as text (see `encode_result`), or what went wrong
     at: float
 
 
@@ -241,7 +240,7 @@ class ReportProgress(Struct, frozen=True, kw_only=True):
 
 
 class StreamFlushed(Struct, frozen=True, kw_only=True):
-    """The answer to `FlushStream`, behind all that had come when that was carried out."""
+    """The answer to `FlushStream`, sent after all that had been received by then."""
 
     turn_id: TurnId
 
@@ -250,11 +249,11 @@ class ServerChecked(Struct, frozen=True, kw_only=True):
     """The answer to `CheckServer`."""
 
     request_id: int
-    is_gone: bool  # the server's process has ended; news of it may be on their way
+    is_gone: bool  # the server's process has ended; the news may still be on its way
 
 
 class RunTool(CallTool, frozen=True, kw_only=True):
-    """`reply_to` gets `CallEnded`."""
+    """`CallTool` with a mailbox, which gets `CallEnded`."""
 
     reply_to: Mailbox[CallEnded]
 
@@ -266,15 +265,15 @@ class DropTool(Struct, frozen=True, kw_only=True):
 
 
 class ProgressReported(Struct, frozen=True, kw_only=True):
-    """The answer to `ReportProgress`; none comes where the request has ended meanwhile."""
+    """The answer to `ReportProgress`; none comes if the request has ended meanwhile."""
 
     progress: Progress
     for_verdict: bool
 
 
 Question = GetStatus | ReadOutput
-"""Of one request: passed on to the RequestActor while it runs, and answered from its record once it
-has ended."""
+"""About one request: passed on to the RequestActor while it runs, and answered from its record once
+it has ended."""
 
 StreamNews = StreamOpened | StreamEvents | StreamClosed
 
@@ -287,7 +286,7 @@ TransportMessage = (
 ToolMessage = RunTool | DropTool
 
 RequestInput = StreamNews | ServerChecked | BiosWritten | CallEnded | CancelRequest | Abandon | Tick
-"""What a request itself hears; the rest is its actor's."""
+"""The messages that a request takes; its actor handles the others itself."""
 
 RequestOutput = (
     WriteBios
@@ -300,4 +299,4 @@ RequestOutput = (
     | ToolsRefused
     | RequestEnded
 )
-"""What a request orders, and tells, in answer."""
+"""The effects that a request returns."""

@@ -1,4 +1,4 @@
-"""What a request has put out so far, which only grows, and who waits for more. Sans-IO; not
+"""Keeps a request's output, which only grows, and the reads that wait for more. Sans-IO; not
 thread-safe."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SWEEP_MIN = 16
 
 
 class _Text:
-    """A text that grows by pieces and is read now and then."""
+    """A text that grows piece by piece and is read rarely."""
 
     def __init__(self, detector: LoopDetector | None) -> None:
         self.chars = 0
@@ -24,13 +24,12 @@ class _Text:
         self.begin_turn()
 
     def begin_turn(self) -> None:
-        """No loop goes on in another turn: what a model says before each of its calls may be the
-        same."""
+        """Start the search for loops anew: a model may say the same before each of its calls."""
         self._watch = LoopWatch(self._detector) if self._detector is not None else None
         self._watched_from = self.chars
 
     def add(self, piece: str) -> LoopFound | TextLoopFound | None:
-        """Append; where a loop is found, only up to its end."""
+        """Append the piece, or, if it completes a loop, its part up to the loop's end."""
         loop = self._watch.feed(piece) if self._watch is not None else None
         if loop is not None:
             piece = piece[: self._watched_from + loop.end - self.chars]
@@ -42,7 +41,7 @@ class _Text:
         self.chars += len(piece)
 
     def read(self) -> str:
-        """All of it; joined once per growth."""
+        """The whole text; the pieces are joined only if it has grown."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
@@ -73,7 +72,7 @@ class Output:
         return self._reasoning.chars
 
     def begin_turn(self) -> None:
-        """What comes now is another turn's."""
+        """A new turn begins."""
         self._text.begin_turn()
         self._reasoning.begin_turn()
 
@@ -94,7 +93,7 @@ class Output:
 def read_output(
     text: str, reasoning: str, text_offset: int, reasoning_offset: int, *, done: bool
 ) -> OutputChunk:
-    """What lies behind the offsets: a host's answer. Offsets are in characters."""
+    """The answer to a host: the output after the offsets, which are in characters."""
     return {
         "ok": True,
         "text": text[text_offset:],
@@ -112,7 +111,7 @@ def is_answered_by(question: ReadOutput, text_chars: int, reasoning_chars: int) 
 
 
 class WaitingReads:
-    """Held weakly: a host may wait with a timeout, again and again."""
+    """The reads that wait for output. Held weakly: a host may wait with a timeout many times."""
 
     def __init__(self) -> None:
         self._reads: list[tuple[weakref.ref[Reply[OutputChunk | NotFound]], int, int, int]] = []
@@ -122,7 +121,7 @@ class WaitingReads:
         return len(self._reads)
 
     def add(self, question: ReadOutput) -> None:
-        """Keep it; now and then those that nobody waits for any more are forgotten."""
+        """Keep the read; now and then, forget those that nobody waits for any more."""
         self._reads.append(
             (
                 weakref.ref(question.reply),
@@ -136,7 +135,7 @@ class WaitingReads:
             self._sweep_at = max(_SWEEP_MIN, 2 * len(self._reads))
 
     def take(self, text_chars: int | None = None, reasoning_chars: int = 0) -> list[ReadOutput]:
-        """Those that output of this length answers, or all of them; they wait no more."""
+        """Remove and return the reads that output of this length answers; None: all reads."""
         taken: list[ReadOutput] = []
         left = []
         for read in self._reads:

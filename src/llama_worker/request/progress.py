@@ -1,5 +1,5 @@
-"""How far a request is: what counts as progress of its turn, and what its watch gets to see. Not
-thread-safe; instants (`*_at`) are monotonic seconds.
+"""Measures a request's progress: which events of a turn count, and the report that its watch gets.
+Not thread-safe; instants (`*_at`) are monotonic seconds.
 
 A server that hangs may go on sending: the same report of prompt progress on every pass of its loop,
 role chunks, empty deltas, `{}`. Only what is new shows that it works on the request.
@@ -14,26 +14,26 @@ from llama_worker.stream import events
 from llama_worker.types.request import RequestPhase
 
 _BATCHES_KEPT = 16
-_MAX_FINGERPRINTS = 4096  # a cycle of more distinct records passes for something new
-_MAX_CALL_HEADS = 256  # in one turn; further ones are no progress
-# The first chunk may say nothing, and a report of progress may come twice. Repeats that come
-# together (read in one go behind a pause of this program's) are one.
+_MAX_FINGERPRINTS = 4096  # a cycle of more distinct records counts as new content
+_MAX_CALL_HEADS = 256  # in one turn; further ones do not count as progress
+# Not fewer: the first chunk may say nothing, and a report of progress may come twice. Repeats that
+# come together (read at once after a pause of this program) count as one.
 REPEATS_KEPT = 3
 REPEATS_APART_S = 0.5
 
 
 class Batch(NamedTuple):
-    """Part of a prompt that was read between two reports of progress; all of it without reports."""
+    """The part of a prompt read between two progress reports; all of it if there are none."""
 
     began_at: float
     ended_at: float
     tokens: int
-    depth: int  # the end of its last token in the context
+    depth: int  # tokens in the context at its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far one request is. All times but `dispatched_at` are of its current turn."""
+    """The progress of one request. All times except `dispatched_at` are of its current turn."""
 
     request_id: int
     phase: RequestPhase
@@ -42,57 +42,57 @@ class Progress:
     headers_at: float | None = None
     first_token_at: float | None = None  # for the status; verdicts use the phase
     prompt_progress_at: float | None = None  # the latest report of prompt progress
-    last_data_at: float | None = None  # what brought the turn forward
+    last_data_at: float | None = None  # the latest data that advanced the turn
     last_stream_byte_at: float | None = None  # any byte, keepalives too; for the status
-    batches: tuple[Batch, ...] = ()  # of the prompt, the latest few
+    batches: tuple[Batch, ...] = ()  # the latest few of the prompt
     has_media: bool = False  # images or sounds are no tokens until they are encoded
-    picks_slots: bool = False  # it may wait for its own beside an idle one
-    tokens: int = 0  # generated, as far as they were told
-    repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
-    # finished or broken off: what may still follow has a short deadline of its own
+    picks_slots: bool = False  # it may wait for its own slot while another is idle
+    tokens: int = 0  # generated, as far as reported
+    repeated_at: tuple[float, ...] = ()  # the latest repeats since the last new data
+    # finished or broken off: what may still follow has its own short deadline
     concluding: bool = False
     in_one_piece: bool = False  # no stream: nothing comes until the reply is complete
 
     def only_repeats_since(self, at: float) -> bool:
-        """The server only repeats itself since then: it hangs, or serves others first."""
+        """Whether the server only repeats itself since `at`: it hangs, or serves others first."""
         return len(self.repeated_at) == REPEATS_KEPT and self.repeated_at[0] > at
 
     @property
     def is_served(self) -> bool:
-        """It has its headers, and the server has not finished with it."""
+        """Whether it has its headers and the server has not finished with it."""
         streams = self.phase in (RequestPhase.PREFILL, RequestPhase.GENERATING)
         return streams and not self.concluding
 
     @property
     def data_at(self) -> float | None:
-        """The latest data of this turn, None where none came. Headers alone are no data."""
+        """When this turn's latest data came; None if none did. Headers do not count as data."""
         times = [at for at in (self.last_data_at, self.prompt_progress_at) if at is not None]
         return max(times, default=None)
 
 
 def newest(start: float, *others: float | None) -> float:
-    """The latest of the instants that are known."""
+    """The latest of the instants that are not None."""
     return max([start, *(at for at in others if at is not None)])
 
 
-# ---------------------------------------------------------------- of one turn
+# ---------------------------------------------------------------- one turn
 
 
 class Advance:
-    """Which events of one turn bring something new. Hand it every event, in order."""
+    """Tells which events of one turn bring something new. Pass it every event, in order."""
 
     def __init__(self) -> None:
-        self._processed = -1  # the most of the prompt that was ever reported as done
-        self._once: set[type[events.StreamEvent]] = set()  # kinds that count once, and have come
+        self._processed = -1  # the most of the prompt ever reported as done
+        self._once: set[type[events.StreamEvent]] = set()  # kinds that count once and have come
         self._call_heads: set[tuple[int, str | None, str | None]] = set()
         self._fingerprints: dict[int, bool] = {}  # of unknown content, the latest last
 
     def by(self, event: events.StreamEvent) -> bool:
-        """Whether this event is something new.
+        """Whether this event brings something new.
 
-        Text, reasoning and arguments always are: repeated ones are the loop detector's business.
-        Prompt progress is where more is done than ever before, of all that there is to do; the head
-        of a call, a finish, usage, timings and what is not understood are the first time.
+        Text, reasoning and arguments always do: repeated ones are left to the loop detector. A
+        progress report does if more of the prompt is done than ever before, up to its total. A
+        call's head, a finish, usage, timings and unknown content do the first time.
         """
         match event:
             case events.TextDelta() | events.ReasoningDelta():
@@ -140,8 +140,8 @@ class Advance:
 
 
 class TurnProgress:
-    """What one turn has brought so far: tokens, times, batches of the prompt. Hand it every event,
-    in order."""
+    """Collects what one turn brings: tokens, times, batches of the prompt. Pass it every event, in
+    order."""
 
     def __init__(self, started_at: float) -> None:
         self.started_at = started_at
@@ -151,19 +151,19 @@ class TurnProgress:
         self.last_data_at: float | None = None
         self.last_stream_byte_at: float | None = None
         self.prompt_progress: events.PromptReport | None = None
-        self.prompt_progress_at: float | None = None  # the latest report of more than before
-        self.batches: tuple[Batch, ...] = ()  # between two reports, the latest
-        self._reported_at: float | None = None  # the latest report, also one that was there before
-        self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the latest that was new
+        self.prompt_progress_at: float | None = None  # the latest report of more progress
+        self.batches: tuple[Batch, ...] = ()  # the latest few of the prompt
+        self._reported_at: float | None = None  # the latest report, repeats included
+        self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the last new data
         self.usage: events.UsageReport | None = None
         self.timings: events.TimingsReport | None = None
-        self.is_over = False  # its connection is closed, its tokens are counted
-        self.deltas = 0  # with something generated in them
+        self.is_over = False  # its connection is closed, and the totals include it
+        self.deltas = 0  # only those with generated content
         self._advance = Advance()
 
     @property
     def tokens(self) -> int:
-        """Generated so far: as the server counts, else the deltas received."""
+        """Generated so far: the server's count, else the number of deltas received."""
         if self.usage is not None:
             return self.usage.completion_tokens
         if self.timings is not None and self.timings.predicted_n is not None:
@@ -172,15 +172,15 @@ class TurnProgress:
 
     @property
     def phase(self) -> RequestPhase:
-        """What the server does, as far as can be told: waiting, prefill or generating."""
+        """What the server does, as far as is known: waiting, prefill or generating."""
         if self.headers_at is None:
             return RequestPhase.WAITING
         return RequestPhase.PREFILL if self.first_token_at is None else RequestPhase.GENERATING
 
     def tokens_per_second(self) -> float | None:
-        """As the server measured it, else over the deltas; None where neither is known."""
+        """As measured by the server, else computed from the deltas; None if neither is known."""
         if self.timings is not None and self.timings.predicted_per_second is not None:
-            # 0 is what b11434 says of a single token, which has no speed
+            # b11434 reports 0 for a single token, which has no speed
             return self.timings.predicted_per_second or None
         if (
             self.first_token_at is None
@@ -191,7 +191,7 @@ class TurnProgress:
         return (self.deltas - 1) / (self.last_token_at - self.first_token_at)
 
     def hear(self, event: events.StreamEvent, at: float) -> bool:
-        """Take note of the event. True: it brings the turn forward."""
+        """Note the event; returns whether it advances the turn."""
         advanced = self._advance.by(event)
         if advanced:
             self.last_data_at = at
@@ -218,14 +218,14 @@ class TurnProgress:
         return advanced
 
     def _count(self, tokens: int, at: float) -> None:
-        """So many deltas with something in them came."""
+        """Count deltas with generated content."""
         self.deltas += tokens
         self.last_token_at = at
         if self.first_token_at is None:
             self.first_token_at = at
 
     def _prompt_measured(self, timings: events.TimingsReport) -> None:
-        """Where no progress was reported the whole prompt counts as one batch."""
+        """If no progress was reported, the whole prompt counts as one batch."""
         ended_at, read = self.first_token_at, timings.prompt_n
         seconds = (timings.prompt_ms or 0.0) / 1000
         if ended_at is None or self.prompt_progress_at is not None or not read or seconds <= 0:
@@ -234,7 +234,7 @@ class TurnProgress:
         self.batches = (Batch(began_at, ended_at, read, depth),)
 
     def _batch_done(self, report: events.PromptReport, at: float) -> None:
-        """It began with the latest report: until then the batches were its neighbours'."""
+        """It began at the last report, new or repeated: until then other requests' batches ran."""
         before = self.prompt_progress
         if before is not None and self._reported_at is not None:
             tokens = report.processed - max(before.processed, report.cached)

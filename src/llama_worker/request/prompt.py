@@ -1,8 +1,8 @@
-"""What a turn sends: the BIOS, its messages, and the body that holds them. Pure; mutates no input.
+"""Builds what a turn sends: the BIOS, the messages and the request body. Pure; mutates no input.
 
-The server's prompt cache is a prefix cache, so a `Conversation` only grows: what was sent in a turn
-is sent to the byte the same in every later one, and what changes from turn to turn (clock, budget)
-goes to the end.
+The server's prompt cache is a prefix cache, so a `Conversation` only grows: what one turn sends,
+every later turn repeats byte for byte, and what changes from turn to turn (clock, budget) goes to
+the end.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
-    """All messages of a request. Each turn gives a new one; the old one stays as it was."""
+    """All messages of a request. Immutable: each turn makes a new one."""
 
     head: tuple[ChatMessage, ...]  # system messages: BIOS, then the caller's
     body: tuple[ChatMessage, ...]
-    prompt_at: int  # where in the body the user prompt is, or would be; before it: the caller's
+    prompt_at: int  # where the user prompt is in the body, or would be; the caller's come before
     system_prompt: str
     system_prompt_mode: SystemPromptMode
-    prompted: bool  # tools by text: the server knows of none
+    prompted: bool  # tools by text: the server is sent none
 
     @classmethod
     def begin(
         cls, bios: BiosText | str, submission: Submission, config: WorkerConfig, *, prompted: bool
     ) -> Conversation:
-        """The first turn.
+        """The conversation of the first turn.
 
-        An empty user prompt is left out where the submission's messages end in something to answer:
-        two user messages in a row fail on templates that want the roles to alternate.
+        An empty user prompt is left out if the submission's messages end in something to answer:
+        two user messages in a row fail on templates that require the roles to alternate.
         """
         system_prompt, mode = submission.system_prompt, config.system_prompt_mode
         body, user_prompt = copy.deepcopy(list(submission.messages)), submission.user_prompt
@@ -77,10 +77,10 @@ class Conversation(Struct, frozen=True, kw_only=True):
         calls: Sequence[ParsedCall],
         results: Sequence[str],
     ) -> Conversation:
-        """The next turn: what the model said, its normal calls and their results, one for each
-        call.
+        """The conversation of the next turn: adds what the model said, its normal calls and their
+        results, one for each call.
 
-        Of a BiosText the stable part is not looked at again: the head stays. A str is the new head.
+        The stable part of a BiosText is ignored: the head stays. A str is the new head.
         """
         if not calls or len(results) != len(calls):
             raise ValueError(f"one result per call is needed, not {len(results)} for {len(calls)}")
@@ -91,15 +91,15 @@ class Conversation(Struct, frozen=True, kw_only=True):
         return replace(self, head=head, body=(*self.body, *_with_volatile(added, _volatile(bios))))
 
     def since_prompt(self, *, text: str, reasoning: str, has_answered: bool) -> list[ChatMessage]:
-        """From the user prompt on, with the model's last answer: what a follow-up continues.
+        """The messages from the user prompt on, with the model's last answer, for a follow-up.
 
-        An answer may be empty, as where exit tools were all that the model called.
+        The answer may be empty, for instance if the model called only exit tools.
         """
         answer = [_assistant(text, reasoning)] if has_answered or text or reasoning else []
         return [*self.body[self.prompt_at :], *answer]
 
     def messages(self) -> list[ChatMessage]:
-        """For the request's body; the messages are shared with this conversation, not copied."""
+        """All messages, for the request's body; shared with this conversation, not copied."""
         return [*self.head, *self.body]
 
 
@@ -121,7 +121,7 @@ def _system_messages(
 
 
 def _with_volatile(messages: list[ChatMessage], volatile: str) -> tuple[ChatMessage, ...]:
-    """The messages, `volatile` delimited at the end of the last one, which is replaced."""
+    """The messages with `volatile`, delimited, at the end of a copy of the last one."""
     if not volatile:
         return tuple(messages)
     status = f"{STATUS_OPEN}\n{volatile}\n{STATUS_CLOSE}"
@@ -156,7 +156,7 @@ def _native_turn(
 def _prompted_turn(
     text: str, reasoning: str, calls: Sequence[ParsedCall], results: Sequence[str]
 ) -> list[ChatMessage]:
-    """Two messages: templates without tools know no role but system, user and assistant."""
+    """Two messages: templates without tools know only the roles system, user and assistant."""
     written = "\n".join(
         call.tagged or tagged_call(call.name, call.arguments_json) for call in calls
     )
@@ -172,9 +172,9 @@ def _tool_response(call_id: str, name: str, result: str) -> str:
 
 
 def _as_prompted(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Tool turns of a native conversation, such as another model's, as `_prompted_turn` has them.
-    What is no text stays as it is."""
-    names: dict[str, str] = {}  # of the calls so far: other programs use an id again
+    """Rewrite the tool turns of a native conversation, such as another model's, in the form of
+    `_prompted_turn`. Messages that are not only text stay as they are."""
+    names: dict[str, str] = {}  # by id, of the calls so far: other programs reuse ids
     body: list[ChatMessage] = []
     for is_answer, group in itertools.groupby(
         messages, lambda message: message.get("role") == "tool" and _text_of(message) is not None
@@ -200,7 +200,7 @@ def _as_prompted(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _calls_of(message: ChatMessage) -> list[tuple[str, str, str]]:
-    """Id, name and arguments of each; the host's messages may hold anything."""
+    """Id, name and arguments of each call; the host's messages may hold anything."""
     calls: Any = message.get("tool_calls")
     found = []
     for call in calls if isinstance(calls, list) else ():
@@ -214,7 +214,7 @@ def _calls_of(message: ChatMessage) -> list[tuple[str, str, str]]:
 
 
 def _text_of(message: ChatMessage) -> str | None:
-    """The content, if it is text alone."""
+    """The content if it is only text, else None."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -224,7 +224,7 @@ def _text_of(message: ChatMessage) -> str | None:
 
 
 def _assistant(text: str, reasoning: str) -> ChatMessage:
-    """Reasoning in its own field, content never null: what every template takes."""
+    """Reasoning in its own field, content never null: every template accepts that."""
     message: ChatMessage = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -233,9 +233,9 @@ def _assistant(text: str, reasoning: str) -> ChatMessage:
 
 # ---------------------------------------------------------------- the body
 
-OWNED_PARAMS = ("messages", "tools", "stream")  # the worker's: a caller's are dropped
+OWNED_PARAMS = ("messages", "tools", "stream")  # the worker sets them: a caller's are dropped
 
-# With one of these the prompt may end otherwise than the one that the server was asked about.
+# With one of these the prompt may end differently from the one that the server was asked about.
 _TEMPLATE_PARAMS = frozenset(
     {
         "add_generation_prompt",
@@ -257,8 +257,8 @@ _MORE_TOKENS = 64
 def request_body(
     config: WorkerConfig, params: Mapping[str, Any], conversation: Conversation
 ) -> dict[str, Any]:
-    """The chat request. The caller's parameters win over the worker's defaults, but not over what
-    the worker owns. In prompted mode the model learns of the tools from its prompt alone."""
+    """The body of the chat request. The caller's parameters override the worker's defaults, but not
+    `OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools."""
     body: dict[str, Any] = {
         "return_progress": True,
         "stream_options": {"include_usage": True},
@@ -268,7 +268,7 @@ def request_body(
     if config.max_tokens is not None:
         body["max_tokens"] = config.max_tokens
     for given in (config.default_params, params):
-        if not given.keys().isdisjoint(_TOKEN_LIMITS):  # one limit, by any of its names
+        if not given.keys().isdisjoint(_TOKEN_LIMITS):  # one limit, under any of its names
             body = {name: value for name, value in body.items() if name not in _TOKEN_LIMITS}
         body.update(given)
     for owned in OWNED_PARAMS:
@@ -282,7 +282,7 @@ def request_body(
 
 
 def runaway_tokens(body: Mapping[str, Any]) -> int | None:
-    """More tokens than that in a turn, and its server ignores the limit. None: unlimited.
+    """If a turn has more tokens than this, its server ignores the limit. None: unlimited.
 
     Deltas are counted, and a token may come in several: hence a quarter and some above the limit.
     """
@@ -300,18 +300,18 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
 
 
 def answers_asked(body: Mapping[str, Any]) -> int:
-    """How many answers it asks for, by either of the server's names for that (b11434)."""
+    """How many answers the body asks for, under either of the server's names (b11434)."""
     return max(_count(body.get(key)) or 1 for key in ("n", "n_cmpl"))
 
 
 def picks_slots(body: Mapping[str, Any]) -> bool:
-    """Whether it asks for one slot by its number, or for several, of several answers: it waits
-    for those, also beside an idle one (b11434)."""
+    """Whether the body asks for one slot by its number, or for several answers, so several slots:
+    the request waits for those even if another slot is idle (b11434)."""
     return _count(body.get("id_slot")) is not None or answers_asked(body) > 1
 
 
 def _count(value: object) -> int | None:
-    """As the server reads it: a count may be written as 2.0 (b11434)."""
+    """A count as the server reads it: it may be written as 2.0 (b11434)."""
     return as_count(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
@@ -326,7 +326,7 @@ class Prompts:
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """What the host sets."""
+        """The parameters that the host sets."""
         return {**self._config.default_params, **self._submission.params}
 
     @property
@@ -336,13 +336,13 @@ class Prompts:
 
     @property
     def tell_s(self) -> float:
-        """How long a reply's text may wait to be told: in prompted mode it may hold a signal."""
+        """How long text may be held back: less in prompted mode, as it may hold a signal."""
         return LOOK_S if self.prompted and self._config.exit_tools else TELL_S
 
     def next_body(
         self, bios: BiosText | str, turn: Turn | None = None, batch: ToolBatch | None = None
     ) -> dict[str, Any]:
-        """What the turn sends that begins now; it continues `turn` with the results of `batch`."""
+        """The body of the turn that begins now; it continues `turn` with the results of `batch`."""
         if turn is None or batch is None or self._conversation is None:
             self._conversation = Conversation.begin(
                 bios, self._submission, self._config, prompted=self.prompted
@@ -382,9 +382,9 @@ def write_bios(order: WriteBios, config: WorkerConfig, unix_now: float) -> BiosW
 def bios_text(
     config: WorkerConfig, unix_now: float, *, iterations_left: int, prompted: bool
 ) -> BiosText | str:
-    """What the provider writes, on the calling thread; raises PromptError.
+    """Call the provider, on the calling thread; raises PromptError.
 
-    `unix_now` is the real time, which a suspended machine has caught up.
+    `unix_now` is the wall clock's time, correct also after the machine was suspended.
     """
     context = BiosContext(
         now=datetime.fromtimestamp(unix_now, config.timezone),

@@ -1,4 +1,4 @@
-"""What is known of a request, and the reports made of it: progress, status, record. Pure.
+"""Builds the reports on a request: progress, status and record. Pure.
 
 Instants (`*_at`, `now`) are monotonic seconds.
 """
@@ -30,24 +30,24 @@ _TAIL_CHARS = 200
 
 
 class RequestTotals(Struct, kw_only=True):
-    """Who a request is, and what its turns have brought so far. Not thread-safe."""
+    """A request's identity, and what its turns have brought so far. Not thread-safe."""
 
     request_id: int
     job_name: str
     created_at: float
-    unix_offset: float  # what makes Unix seconds of an instant
+    unix_offset: float  # Unix seconds minus monotonic seconds
     output: Output
     iterations_left: int
     question: str = ""
     has_media: bool = False
     picks_slots: bool = False
     is_leased: bool = False
-    in_one_piece: bool = False  # its reply is no stream
+    in_one_piece: bool = False  # its reply is not a stream
     calls_count: int = 0
     signals: list[ExitSignal] = field(default_factory=list)
     trace: list[ToolTraceEntry] = field(default_factory=list)
     liveness_at: float | None = None
-    # Of turns that are over, the one under way not counted:
+    # Totals of the turns that are over, without the one under way:
     tokens: int = 0
     usage: UsageReport | None = None
     first_token_at: float | None = None
@@ -55,7 +55,7 @@ class RequestTotals(Struct, kw_only=True):
     stream_byte_at: float | None = None
 
     def add_turn(self, turn: TurnProgress) -> None:
-        """A turn is over."""
+        """Add a turn that is over to the totals."""
         turn.is_over = True
         if self.first_token_at is None:
             self.first_token_at = turn.first_token_at
@@ -163,7 +163,7 @@ def build_record(
     conversation: list[ChatMessage],
     now: float,
 ) -> RequestRecord:
-    """All that stays of a request that ends now; `progress` is its last."""
+    """The record of a request that ends now; `progress` is its last."""
     status = build_status(totals, turn, progress)
     status["state"], status["phase"] = outcome.state, RequestPhase.DONE
     status["completed_at"] = totals.unix(now)
@@ -216,7 +216,7 @@ def build_record(
 def lost_record(
     admitted: Admitted, detail: str, now: float, *, unix_offset: float, secret: str | None
 ) -> RequestRecord:
-    """For a request whose actor died: it failed, and nothing else is known of it."""
+    """The record of a request whose actor died: failed, and nothing else is known."""
     totals = RequestTotals(
         request_id=admitted.request_id,
         job_name=admitted.job_name,

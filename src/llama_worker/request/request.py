@@ -1,18 +1,18 @@
-"""One request from prompt to record: what follows from what it hears. Sans-IO.
+"""Runs one request from prompt to record: takes messages, returns effects. Sans-IO.
 
 A `Request` is driven by one actor, which carries out the effects that `begin` and `step` return, in
-order, and calls `step` with a Tick at `deadline`. The states and the arrows between them are in
-`states`.
+order, and calls `step` with a Tick at `deadline`. The states and the transitions between them are
+in `states`.
 
-The words for how things end, each for one thing:
+How things end, one verb for each:
 
     finish   the model is done with its turn; the server gives the reason
-    cancel   the host wants no answer any more
-    abandon  the worker gives the request up, for a reason
-    fail     the code here raised: the request ends without it
+    cancel   the host does not want the answer any more
+    abandon  the worker gives up the request, for a reason
+    fail     `step` raised or is stuck: the request ends without it
     drop     nobody waits for a tool call any more
-    close    of a connection
-    end      the request is terminal: RequestEnded, the last effect, hands its record over
+    close    a connection is closed
+    end      the request is terminal: RequestEnded, the last effect, hands over its record
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ Effects = list[messages.RequestOutput]
 
 
 class Request:
-    """Not thread-safe: one actor at a time."""
+    """One request's state machine. Not thread-safe: one actor at a time."""
 
     def __init__(
         self, order: messages.Begin, *, config: WorkerConfig, unix_offset: float, now: float
     ) -> None:
         self.request_id = order.request_id
-        self.state: states.State  # from `begin` on
+        self.state: states.State  # set by `begin`
         self._config = config
         self._prompts = Prompts(config, order.submission, prompted=order.prompted)
         self._opens_thinking = order.opens_thinking and self._prompts.keep_template_end
@@ -85,7 +85,7 @@ class Request:
         return self._write_bios(None, now)
 
     def step(self, message: messages.RequestInput, now: float) -> Effects:
-        """What follows from a message; nothing, if it is for an earlier turn or another request."""
+        """The effects of a message; none if it is for an earlier turn or another request."""
         effects = self._step(message, now)
         signals = self._tools.take_new_signals()
         return [*signals, *effects] if signals else effects
@@ -103,7 +103,7 @@ class Request:
             ):
                 self._turn.headers_at = message.at
             case states.Streaming() | states.Settling(), messages.StreamClosed(is_aborted=True):
-                pass  # not by this request: the WorkerActor is about to say why
+                pass  # not by this request: the WorkerActor will send the reason
             case states.Streaming() | states.Settling(), messages.StreamClosed(
                 turn_id=self._turn_id
             ):
@@ -165,16 +165,16 @@ class Request:
 
     @property
     def deadline(self) -> float | None:
-        """When a Tick is due; None: none is."""
+        """When the next Tick is due, or None."""
         return states.deadline(self.state)
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
-        """End after `step` itself raised: keeps what was shown, and loses what was held back."""
+        """End although `step` raised or is stuck: keep what was shown, lose what was held back."""
         ended = self._hand_over(failed(reason, detail), now)
         return [*self._tools.take_new_signals(), *ended]
 
     def saw_liveness(self, at: float | None) -> None:
-        """Evidence that the server works; for the status."""
+        """Note the newest evidence that the server works; for the status."""
         self._totals.liveness_at = at
 
     # ------------------------------------------------------------ questions
@@ -197,11 +197,11 @@ class Request:
 
     @property
     def output_chars(self) -> tuple[int, int]:
-        """How much text and reasoning there is."""
+        """Characters of text and of reasoning so far."""
         return self._totals.output.text_chars, self._totals.output.reasoning_chars
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
-        """What was added since the offsets."""
+        """The output after the offsets."""
         output, done = self._totals.output, isinstance(self.state, states.Ended)
         return read_output(output.text, output.reasoning, text_offset, reasoning_offset, done=done)
 
@@ -216,7 +216,7 @@ class Request:
         return self.request_id, self._turns_count + 1
 
     def _write_bios(self, batch: ToolBatch | None, now: float) -> Effects:
-        """The next turn begins with its BIOS; it continues after `batch`."""
+        """Begin the next turn, which continues after `batch`, with its BIOS."""
         limit_s = self._config.timeouts.bios_timeout_s
         self.state = states.Prompting(since=now, limit_s=limit_s, batch=batch)
         return [
@@ -293,18 +293,18 @@ class Request:
 
     @property
     def _may_ask_without_tools(self) -> bool:
-        """Ask once more, with the tools described in the prompt."""
+        """Whether to ask once more, with the tools described in the prompt."""
         is_first = self._turns_count == 1 and not self._prompts.prompted
         return is_first and self._config.tool_call_mode == "auto" and self._tools.offered
 
     def _give_up(self, outcome: Outcome, now: float) -> Effects:
-        """End so, unless the model had finished a turn without calls before."""
+        """End with `outcome`, unless the model has finished a turn without calls to run."""
         if self._turn.is_over or self._turn.end.finish_reason is None:
             return self._end(outcome, now)
         return self._turn_finished(now, otherwise=outcome)
 
     def _turn_finished(self, now: float, otherwise: Outcome | None = None) -> Effects:
-        """The request ends, or the turn's calls run; `otherwise`: its end in place of these."""
+        """End the request or run the turn's calls; `otherwise`: the outcome in place of calls."""
         following = self._judge_turn(now)
         if isinstance(following, Outcome):
             return self._end(following, now)
@@ -313,7 +313,7 @@ class Request:
         return [self._close_turn(), *self._run_call(self._tools.begin(following, now))]
 
     def _judge_turn(self, now: float) -> Outcome | tuple[ParsedCall, ...]:
-        """What a turn that the model finished leads to: the request's end, or calls to run."""
+        """What follows a turn that the model finished: the request's outcome, or calls to run."""
         turn, output, reason = self._turn, self._totals.output, self._turn.end.finish_reason
         output.add(*turn.finish(cut_off=reason == "length"))
         if output.loop is not None:
@@ -322,14 +322,14 @@ class Request:
         return after_turn(reason, calls, self._totals.iterations_left) or calls.normal
 
     def _close_turn(self) -> messages.CloseStream:
-        """The exchange is over: add up what is kept of it."""
+        """Close the turn's stream, and add the turn to the totals."""
         self._totals.add_turn(self._turn)
         return messages.CloseStream(turn_id=self._turn_id)
 
     # ------------------------------------------------------------ tools
 
     def _run_call(self, batch: ToolBatch) -> Effects:
-        """Order the batch's next call, only now: none may begin once the request has ended."""
+        """Order the batch's next call, not earlier: none may begin once the request has ended."""
         timeout_s = self._config.tool_timeout_s
         self.state = states.RunningTools(since=batch.started_at, limit_s=timeout_s, batch=batch)
         job_name = self._totals.job_name
@@ -343,7 +343,7 @@ class Request:
     def _call_failed(
         self, batch: ToolBatch, error: str, at: float, *, drop: bool = False
     ) -> Effects:
-        """It fails the request, or the model is told."""
+        """Fail the request, or tell the model, as `tool_errors` says."""
         error = encodable(masked(error, self._config.api_key))[:MAX_DETAIL_CHARS]
         if self._config.tool_errors == "fail":
             return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, error), at)
@@ -356,7 +356,7 @@ class Request:
     # ------------------------------------------------------------ the end
 
     def _end(self, outcome: Outcome, now: float) -> Effects:
-        """End, with all that the turn under way has brought."""
+        """End, and keep all that the turn under way has brought."""
         if not isinstance(self.state, states.Ended):
             self._totals.output.add_rest(*self._turn.finish())  # what was held back is output, too
             if not self._turn.calls_taken:
@@ -364,7 +364,7 @@ class Request:
         return self._hand_over(outcome, now)
 
     def _hand_over(self, outcome: Outcome, now: float) -> Effects:
-        """End with the record as it is, or, where that was never told, as it was."""
+        """End as recorded so far. If it has ended, hand the record over again: it may be unsent."""
         effects: Effects = []
         match self.state:
             case states.Ended(record=record):

@@ -1,6 +1,6 @@
-"""What a request waits for: its states, and the arrows between them. Data.
+"""The states of a request, and the transitions between them. Data.
 
-This is every arrow; whatever else comes leaves the state as it is. A request starts in Prompting.
+The table lists every transition; other events keep the state. A request starts in Prompting.
 
     state                   event                                            next state
     ----------------------  -----------------------------------------------  ------------
@@ -40,15 +40,15 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import SETTLE_S
 from llama_worker.types.request import RequestPhase
 
-DEATH_NEWS_S = 0.2  # a process's death is told 0.03 s after its connection broke (idle machine)
-LATE_NEWS_S = 10.0  # the process is gone, so its end will be told: the machine is busy
+DEATH_NEWS_S = 0.2  # a process's death is reported 0.03 s after its connection broke (idle machine)
+LATE_NEWS_S = 10.0  # the process is gone and its end will be reported, but the machine is busy
 LAST_WORDS_S = 2.0  # what a dead process had sent may still be on its way through the reader
 
 # ---------------------------------------------------------------- states
 
 
 class _Timed(Struct, frozen=True, kw_only=True):
-    """Until the deadline, in monotonic seconds."""
+    """A state with a deadline, in monotonic seconds."""
 
     since: float
     limit_s: float
@@ -65,7 +65,7 @@ class Prompting(_Timed, frozen=True, kw_only=True):
 
 
 class Streaming(Struct, frozen=True):
-    """The server works on the turn; its watch decides how long that may take."""
+    """The server works on the turn; the watchdog decides how long that may take."""
 
 
 class Settling(_Timed, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class Settling(_Timed, frozen=True, kw_only=True):
 
 
 class Disconnected(_Timed, frozen=True, kw_only=True):
-    """The connection broke. The server's death may explain it: it may be told, or is asked for."""
+    """The connection broke, perhaps as the server died: that may be reported, or is asked for."""
 
     failure: StreamFailure
     limit_s: float = DEATH_NEWS_S
@@ -83,12 +83,12 @@ class Disconnected(_Timed, frozen=True, kw_only=True):
 
     @classmethod
     def asked(cls, failure: StreamFailure, now: float) -> Disconnected:
-        """Somebody looks whether the server's process is gone, or has seen that it is."""
+        """The server's process is being checked, or was found to be gone."""
         return cls(since=now, limit_s=LATE_NEWS_S, failure=failure, is_asked=True)
 
 
 class ReadingRest(_Timed, frozen=True, kw_only=True):
-    """The server died; what it had sent before is read."""
+    """The server died; what it sent before is still being read."""
 
     outcome: Outcome
     limit_s: float = LAST_WORDS_S
@@ -108,7 +108,7 @@ class Ended(Struct, frozen=True):
 
 State = Prompting | Streaming | Settling | Disconnected | ReadingRest | RunningTools | Ended
 
-PHASES: Mapping[type[State], RequestPhase] = {  # of the other states: the turn's
+PHASES: Mapping[type[State], RequestPhase] = {  # the other states have the turn's phase
     Prompting: RequestPhase.WAITING,
     RunningTools: RequestPhase.TOOL,
     Ended: RequestPhase.DONE,
@@ -116,5 +116,5 @@ PHASES: Mapping[type[State], RequestPhase] = {  # of the other states: the turn'
 
 
 def deadline(state: State) -> float | None:
-    """When a Tick is due; None: none is."""
+    """When the next Tick is due, or None."""
     return state.until if isinstance(state, _Timed) else None

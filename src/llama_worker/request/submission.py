@@ -1,4 +1,4 @@
-"""What a host gives with its calls, checked. Pure."""
+"""Checks the arguments of a host's calls. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llama_worker.config.validation import (
 from llama_worker.errors import ConfigError
 from llama_worker.types.chat import ChatMessage, ContentPart
 
-# What stands in the object that is named as its part's type; of text, the text stands there itself.
+# The str fields of the object under the key named like the part's type; `text` holds the text.
 _PARTS: dict[str, tuple[str, ...]] = {
     "text": (),
     "image_url": ("url",),
@@ -33,12 +33,12 @@ class Submission(Struct, frozen=True, kw_only=True):
     user_prompt: str | list[ContentPart]
     params: dict[str, Any]
     messages: tuple[ChatMessage, ...]
-    part_kinds: frozenset[str] = frozenset()  # of the content parts
-    question: str = ""  # what is asked, in short, where the host named no job
+    part_kinds: frozenset[str] = frozenset()  # types of the content parts
+    question: str = ""  # what is asked, in short, if the host named no job
 
 
 def valid_id(request_id: int) -> int:
-    """The id. Raises TypeError or ConfigError if no request can have it."""
+    """Return the id. Raises TypeError or ConfigError if no request can have it."""
     checked_int("request_id", request_id, at_least=0)
     return request_id
 
@@ -50,7 +50,7 @@ def validate_submit(
     params: Mapping[str, Any] | None,
     messages: Iterable[ChatMessage] | None,
 ) -> Submission:
-    """Raises TypeError or ConfigError for what could not be sent to a server."""
+    """Check and copy. Raises TypeError or ConfigError for what could not be sent to a server."""
     checked_str("job_name", job_name)
     checked_str("system_prompt", system_prompt)
     if messages is None:
@@ -89,7 +89,7 @@ def _part_kinds(*contents: str | Sequence[ContentPart] | None) -> Iterator[str]:
 
 
 def _checked_content(name: str, value: object) -> str | list[ContentPart]:
-    """Text, or a copy of a list of parts; the server judges parts of unknown kinds."""
+    """Text, or a copy of a list of parts; the server checks parts of unknown types."""
     if isinstance(value, str):
         checked_str(name, value)
         return plain_str(value)

@@ -1,5 +1,5 @@
-"""Which requests there are, and what stays of those that ended. Pure; not thread-safe; instants are
-monotonic."""
+"""Keeps the requests in flight and the records of those that ended. Pure; not thread-safe; instants
+are monotonic."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     http_status: int | None = None  # of an `http_error` or a `server_error`
     ended_in: RequestPhase = RequestPhase.DONE  # DONE: the server had no work left for it
     has_media: bool = False  # images or sounds in its prompt
-    is_leased: bool = False  # its output is its client's: it is not kept here
-    question: str = ""  # what is asked, in short, where nobody named the job
+    is_leased: bool = False  # its output went to its client and is not kept here
+    question: str = ""  # what is asked, in short, if nobody named the job
 
     @property
     def is_broken_off(self) -> bool:
@@ -49,16 +49,16 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def job(self) -> str:
-        """Who asks the same again after a failure is one job: leases have a name each, and what a
-        host does not name has all the same one."""
+        """The same for a request and its retries: each lease has its own job name, and all requests
+        that a host does not name share one, so `question` is preferred."""
         return self.question or self.job_name
 
     def copy_of_status(self) -> RequestStatus:
-        """For one host to keep: no two get the same dicts."""
+        """A copy for one host to keep: no two get the same dicts."""
         return copy.deepcopy(self.status)
 
     def copy_of_result(self) -> RequestResult:
-        """For one host to keep; the strings are shared."""
+        """A copy for one host to keep; the strings are shared."""
         return copy.deepcopy(self.result)
 
 
@@ -78,20 +78,20 @@ class Admitted(Struct, frozen=True):
 
 
 class RequestTable:
-    """Admission, and the records that hosts have not taken yet; each is kept for `ttl_s` seconds at
-    most (None: for ever)."""
+    """Admits requests, and keeps the records that hosts have not taken, each for at most `ttl_s`
+    seconds (None: for ever)."""
 
     def __init__(self, slots: int, ttl_s: float | None = None) -> None:
         self._ttl_s = ttl_s
         self._slots = range(slots)
         self._free = list(self._slots)
         self._active: dict[int, Admitted] = {}
-        # Oldest first. An OrderedDict: a dict that loses its oldest items walks over their places.
+        # Oldest first. An OrderedDict: a dict searches the places of removed items for its oldest.
         self._records: OrderedDict[int, _Kept] = OrderedDict()
         self.newest_id = 0
 
     def broken(self) -> Iterator[str]:
-        """Which invariants do not hold; for a person."""
+        """Describes each invariant that does not hold; for a person."""
         used = [admitted.slot for admitted in self._active.values()]
         if sorted([*used, *self._free]) != list(self._slots):
             yield f"slots {used} are in use and {self._free} free, of {len(self._slots)}"
@@ -106,7 +106,7 @@ class RequestTable:
         return tuple(self._active.values())
 
     def admit(self, job_name: str, now: float, *, is_leased: bool = False) -> Admitted | None:
-        """Take the free slot with the lowest number; None where all are used."""
+        """Take the free slot with the lowest number; None if all are used."""
         if not self._free:
             return None
         self.newest_id += 1
@@ -120,7 +120,7 @@ class RequestTable:
 
     @property
     def finished_ids(self) -> list[int]:
-        """The requests whose records are kept, in the order of their ends."""
+        """Ids of the requests whose records are kept, in the order in which they ended."""
         return list(self._records)
 
     def find(self, request_id: int) -> Admitted | None:
@@ -131,10 +131,10 @@ class RequestTable:
         return next((admitted for admitted in self._active.values() if admitted.slot == slot), None)
 
     def end(self, record: RequestRecord, now: float) -> bool:
-        """The request is terminal: free its slot, keep its record from now on.
+        """The request is terminal: free its slot, keep its record from `now` on.
 
-        False where it was so already. Its last event may be much older, where the host was halted
-        before it was told.
+        False if it was terminal already. Its last event may be much older than `now`, if the host
+        was halted before the end was told.
         """
         admitted = self._active.pop(record.request_id, None)
         if admitted is None:
@@ -154,7 +154,7 @@ class RequestTable:
         return self._records.pop(request_id, None) is not None
 
     def expire(self, now: float) -> tuple[RequestRecord, ...]:
-        """Forget the records whose time is over; returns them."""
+        """Forget the records that have expired; returns them."""
         expired = []
         while (at := self.expires_at) is not None and now >= at:
             expired.append(self._records.popitem(last=False)[1].record)

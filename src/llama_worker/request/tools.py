@@ -1,5 +1,5 @@
-"""The tools of one request: the calls that its model made, what came of each, and the text that a
-result becomes. Pure; not thread-safe."""
+"""Records the tool calls of one request and what came of each, and encodes results as text. Pure;
+not thread-safe."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ToolBatch(Struct, frozen=True, kw_only=True):
 
     @property
     def call(self) -> ParsedCall:
-        """The one that runs."""
+        """The call that runs."""
         return self.calls[len(self.results)]
 
 
@@ -52,14 +52,14 @@ class ToolUse:
     def __init__(
         self, config: WorkerConfig, totals: RequestTotals, earlier: Iterable[ChatMessage]
     ) -> None:
-        """`earlier`: the messages that the request goes on from."""
+        """`earlier`: the messages that the request continues."""
         self._normal_names = [tool["function"]["name"] for tool in config.normal_tools]
         self.exit_names = [tool["function"]["name"] for tool in config.exit_tools]
         self._max_iterations = config.max_tool_iterations
         self._totals = totals
         self._earlier_calls = latest_call_number(earlier)
-        self._announced_count = 0  # of the signals
-        self._iteration = 0  # that the latest calls belong to, from 1
+        self._announced_count = 0  # signals that `take_new_signals` has returned
+        self._iteration = 0  # of the latest calls, from 1
         self._not_run: tuple[RawCall | MalformedCall, ...] = ()  # of the latest calls, so far
 
     @property
@@ -67,7 +67,7 @@ class ToolUse:
         return bool(self._normal_names or self.exit_names)
 
     def take_new_signals(self) -> list[SignalEmitted]:
-        """Those recorded since the last time."""
+        """The signals recorded since the last time."""
         totals, count = self._totals, self._announced_count
         if len(totals.signals) == count:  # nearly always
             return []
@@ -99,16 +99,16 @@ class ToolUse:
     def record_result(
         self, batch: ToolBatch, result: str, at: float, *, error: str | None = None
     ) -> ToolBatch:
-        """The running call returned; or it failed, and `result` tells the model so."""
+        """Record that the running call returned, or failed: then `result` tells the model so."""
         self._add_run({**self._entry(batch, at, error), "result": result})
         return replace(batch, results=(*batch.results, result), started_at=at)
 
     def record_failure(self, batch: ToolBatch, error: str, at: float) -> None:
-        """The running call failed or was dropped; those behind it do not run."""
+        """Record that the running call failed or was dropped; the calls after it do not run."""
         self._add_run(self._entry(batch, at, error))
 
     def record_not_run(self, why: str, now: float) -> None:
-        """Trace the calls that never ran: what they hold is output, too."""
+        """Add the calls that never ran to the trace: what they hold is output, too."""
         for call in self._not_run:
             raw = call if isinstance(call, RawCall) else RawCall(None, "", call.text)
             self._totals.trace.append(
@@ -125,7 +125,7 @@ class ToolUse:
             )
 
     def _add_run(self, entry: ToolTraceEntry) -> None:
-        """Trace the first of the latest calls that was not run so far."""
+        """Add `entry` to the trace: the first of the latest calls that has not run so far."""
         self._not_run = self._not_run[1:]
         self._totals.trace.append(entry)
 
@@ -159,17 +159,17 @@ class ToolUse:
 
 
 class ToolResultError(Exception):
-    """A tool returned what JSON cannot hold. The text says what it was, and why JSON cannot."""
+    """A tool returned what JSON cannot hold. The text gives its type and the reason."""
 
 
 def call_result(name: str, call: Callable[[], Any]) -> tuple[bool, str]:
-    """Make the call of this tool: whether it worked, and what the model is told. Raises nothing."""
+    """Call the tool; returns whether it worked, and the text for the model. Never raises."""
     try:
         return True, encode_result(call())
     except ToolResultError as unfit:
         return False, f"tool {name!r} returned what JSON cannot hold: {unfit}"
     except BaseException as raised:
-        # SystemExit and KeyboardInterrupt in a tool are its failures, no more.
+        # SystemExit and KeyboardInterrupt in a tool only fail its call.
         return False, f"tool {name!r} raised {described_error(raised)}"
 
 
@@ -181,7 +181,7 @@ def encode_result(value: Any) -> str:
     """
     try:
         if isinstance(value, str):
-            text = str.__str__(value)  # of a string enum the value, not its name
+            text = str.__str__(value)  # the value of a string enum, not its name
         else:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
             _check_keys(value)
@@ -192,7 +192,7 @@ def encode_result(value: Any) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """Refuse keys that are no strings: `json.dumps` would turn them into strings."""
+    """Raise TypeError for a key that is not a str: `json.dumps` would make a str of it."""
     unchecked = [value]
     while unchecked:
         item = unchecked.pop()

@@ -1,5 +1,5 @@
-"""One turn of a request, which is one HTTP request: what the model says in it, taken apart. Not
-thread-safe."""
+"""Splits what the model says in one turn, which is one HTTP request, into reasoning, text and tool
+calls. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from llama_worker.stream.turn_end import TurnEnd
 
 _Other = ToolCallDelta | PromptReport | UsageReport | TimingsReport | EmptyRecord | UnknownContent
 Said = TextDelta | ReasoningDelta | _Other
-"""What comes while a turn goes on; its last words are the request's."""
+"""The events that a turn takes; the others (`LastWord`) are handled by the request."""
 
 
 class Turn(TurnProgress):
-    """Takes events; returns the (reasoning, text) that may be shown, reasoning first."""
+    """One turn. Takes events; returns the (reasoning, text) that may be shown, reasoning first."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Turn(TurnProgress):
         super().__init__(started_at)
         self.end = TurnEnd()
         self.had_reasoning_deltas = False  # the server takes reasoning out of the content itself
-        self.calls_taken = False  # sorted, exit calls recorded
+        self.calls_taken = False  # they were sorted, and exit calls recorded
         self._runaway_tokens = runaway_tokens
         self._prompted = prompted
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
@@ -58,13 +58,13 @@ class Turn(TurnProgress):
         self.hidden_loop: TextLoopFound | None = None
         self._loop_detector = loop_detector
         self._arguments = TextLoopWatch(loop_detector) if loop_detector is not None else None
-        self._held: TextLoopWatch | None = None  # over what came since the last that was shown
+        self._held: TextLoopWatch | None = None  # over what came since something was last shown
         self._said: tuple[list[str], list[str]] = ([], [])
         self._finished = False
 
     @property
     def is_runaway(self) -> bool:
-        """Whether its server ignores the token limit and goes on; its own count may stand still."""
+        """Whether the server ignores the token limit; its own count may stand still."""
         limit = self._runaway_tokens
         if limit is None or self.end.finish_reason is not None:
             return False
@@ -72,7 +72,7 @@ class Turn(TurnProgress):
 
     @property
     def said_reasoning(self) -> str:
-        """The turn's reasoning, as the history of the next turn has it."""
+        """The turn's reasoning, for the history of the next turn."""
         return "".join(self._said[0])
 
     @property
@@ -81,7 +81,7 @@ class Turn(TurnProgress):
         return "".join(self._said[1])
 
     def take(self, event: Said, at: float) -> tuple[str, str]:
-        """What the event adds to what may be shown."""
+        """The (reasoning, text) that may be shown after this event."""
         match event:
             case TextDelta(text=text):
                 self.hear(event, at)
@@ -97,15 +97,14 @@ class Turn(TurnProgress):
         return visible
 
     def finish(self, *, cut_off: bool = True) -> tuple[str, str]:
-        """The turn is over, cut off or not: what was held back. A second call returns nothing."""
+        """End the turn, cut off or not; returns what was held back. A second call returns none."""
         if self._finished:
             return "", ""
         self._finished = True
         piece = self._splitter.finish()
         reasoning, text = self._show(piece.reasoning, piece.text)
         if self._splitter.only_assumed and not cut_off:
-            # A server that parses reasoning itself, and a model that did not think: it was the
-            # answer.
+            # The server parses reasoning itself and the model did not think: this is the answer.
             answer = self.said_reasoning
             self._said[0].clear()
             text += self._show("", answer)[1]
@@ -116,22 +115,22 @@ class Turn(TurnProgress):
         return reasoning, text
 
     def take_exits(self, names: Collection[str]) -> list[RawCall]:
-        """Calls of these tools that are complete by now, before the turn ends; `calls` leaves them
-        out.
+        """The calls of these tools that are complete by now, before the turn ends; `calls` leaves
+        them out.
 
-        In native mode those in the text count at the end only: a structured call would make text of
-        them.
+        In native mode calls in the text count only at the end: a structured call would turn them
+        into text.
         """
         tagged = self._filter.take(names) if self._filter is not None and self._prompted else []
         return [*self._assembler.take_complete(names), *tagged]
 
     def calls(self) -> list[RawCall | MalformedCall]:
-        """The turn's calls, structured and tagged ones. Call `finish` before."""
+        """The turn's calls, structured and tagged ones. Call `finish` first."""
         tagged = self._filter.calls if self._filter is not None else []
         return [*self._assembler.calls(), *tagged]
 
     def _take_other(self, event: _Other, at: float) -> str:
-        """What is no text; returns text that was held back and may be shown now."""
+        """Take an event that is not text; returns held-back text that may be shown now."""
         self.hear(event, at)
         match event:
             case ToolCallDelta():
@@ -151,8 +150,8 @@ class Turn(TurnProgress):
             self.hidden_loop = self._arguments.feed(arguments)
 
     def _watch_held(self, text: str) -> None:
-        """Whitespace that may be the end of a thought, or a call that goes on and on: nobody sees
-        it. "": something was shown."""
+        """Search held-back text for loops: whitespace that may end a thought, or an endless call.
+        "": something was shown."""
         if not text:
             self._held = None
         elif self._loop_detector is not None and self.hidden_loop is None:
@@ -160,7 +159,7 @@ class Turn(TurnProgress):
             self.hidden_loop = self._held.feed(text)
 
     def _put_back_tagged_calls(self) -> str:
-        """In native mode, beside a structured call, tagged calls are text from now on."""
+        """In native mode, after a structured call, all tagged calls are text."""
         if self._prompted or self._filter is None:
             return ""
         text = self._filter.put_back()
@@ -173,7 +172,7 @@ class Turn(TurnProgress):
             calls = self._filter.calls
             known_count = len(calls)
             text = self._filter.feed(text)
-            if self._prompted:  # else what was held back may yet be text
+            if self._prompted:  # in native mode a held-back call may still become text
                 for call in calls[known_count:]:
                     if isinstance(call, RawCall):
                         self._watch_arguments(call.arguments)

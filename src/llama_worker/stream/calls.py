@@ -1,7 +1,7 @@
-"""The tool calls of a model's turn: put together, parsed, told apart. Pure.
+"""Assembles, parses and classifies the tool calls of a model's turn. Pure.
 
 A turn's calls arrive as fragments (`ToolCallAssembler`) or inside the text (see `tagged_calls`),
-become `RawCall`s, and `partition` decides what each of them is.
+become `RawCall`s, and `partition` classifies them.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from msgspec import Struct
 from llama_worker.stream.events import ToolCallDelta, encodable
 from llama_worker.types.request import ExitSignal
 
-# of a call's arguments: far below where Python's parser, or a copy of them, gives up
+# limit for a call's arguments: far below where Python's parser, or a copy of them, fails
 MAX_JSON_DEPTH = 128
 
-_OWN_ID = re.compile("c(0[0-9]{7})")  # no request gets as far as those that begin otherwise
+_OWN_ID = re.compile("c(0[0-9]{7})")  # no request makes 10**7 calls
 _EXCERPT_CHARS = 200
-# of arguments that are parsed again and again while they grow; longer ones: once, at the end
+# arguments up to this length are parsed again whenever they grow; longer ones once, at the end
 _EARLY_CHARS = 1 << 14
 
 
 class RawCall(Struct, frozen=True):
-    """One call as the model made it, not judged yet."""
+    """One call as the model made it, not checked yet."""
 
-    # the server's; a worker sends ids of its own, the Responses proxy passes it on
+    # the server's; a worker replaces it by its own id, the Responses proxy passes it on
     call_id: str | None
     name: str
-    arguments: str  # JSON text, if the model did well
-    # the whole `<tool_call>...</tool_call>`, where it was found in the text
+    arguments: str  # JSON text, unless the model erred
+    # the whole `<tool_call>...</tool_call>`, if it was found in the text
     tagged: str | None = None
 
 
@@ -49,30 +49,30 @@ class ParsedCall(Struct, frozen=True):
     id: str  # the worker's own, see `tool_call_id`
     name: str
     arguments: dict[str, Any]
-    arguments_json: str  # as the model wrote it: sent back so, the prompt cache still fits
+    arguments_json: str  # as the model wrote it: sent back unchanged, for the prompt cache
     tagged: str | None = None
 
 
 class Partition(Struct, frozen=True):
-    """The calls of one turn, told apart. `exits` are to be recorded whatever `problem` says."""
+    """The calls of one turn by kind. Record `exits` even if there is a `problem`."""
 
     normal: tuple[ParsedCall, ...]
     exits: tuple[ExitSignal, ...]
-    # the first one, for a person: why the request fails, with `tool_parse_error`
+    # the first one, for a person: the request fails with it as `tool_parse_error`
     problem: str | None
-    unrun: tuple[RawCall | MalformedCall, ...]  # all but the exits, as they came
+    unrun: tuple[RawCall | MalformedCall, ...]  # all but the exits, as received
 
 
 def tool_call_id(number: int) -> str:
-    """The id of a request's `number`-th call: 9 alphanumerics, which every template takes."""
+    """The id of a request's `number`-th call: 9 alphanumerics, which every template accepts."""
     if not 0 <= number < 10**8:
         raise ValueError(f"number must be from 0 to {10**8 - 1}, not {number}")
     return f"c{number:08d}"
 
 
 def latest_call_number(messages: Iterable[Mapping[str, Any]]) -> int:
-    """The highest of our ids in a conversation: one that comes twice is one call to some templates,
-    whose second result is lost. 0: there is none."""
+    """The highest number among our ids in a conversation, or 0. Ids must not repeat: some templates
+    take two calls with one id for the same call, and lose the second result."""
     calls = (message.get("tool_calls") for message in messages)
     ids = (
         str(call.get("id"))
@@ -96,7 +96,7 @@ class _Fragments(Struct):
 
     @property
     def may_be_complete(self) -> bool:
-        """The arguments may be a whole object by now, and are not too long to be parsed again."""
+        """Whether the arguments may be a whole object by now, and short enough to parse again."""
         return self.chars <= _EARLY_CHARS and self.arguments[-1].rstrip().endswith("}")
 
     def raw(self) -> RawCall:
@@ -105,11 +105,11 @@ class _Fragments(Struct):
 
 
 class ToolCallAssembler:
-    """Puts one turn's structured calls together. Not thread-safe: it belongs to one stream."""
+    """Assembles one turn's structured calls. Not thread-safe: it belongs to one stream."""
 
     def __init__(self) -> None:
         self._by_index: dict[int, _Fragments] = {}
-        self._grown: dict[int, _Fragments] = {}  # those of them that were not looked at since
+        self._grown: dict[int, _Fragments] = {}  # those that `take_complete` has not seen since
 
     def feed(self, delta: ToolCallDelta) -> None:
         """Add a fragment: id and name are replaced, arguments appended."""
@@ -122,8 +122,8 @@ class ToolCallAssembler:
             self._grown[delta.index] = call
 
     def take_complete(self, names: Collection[str]) -> list[RawCall]:
-        """Calls of these tools whose arguments are a complete JSON object by now; looks at what
-        grew since the last time."""
+        """Calls of these tools whose arguments are a complete JSON object by now; checks only calls
+        that grew since the last time."""
         complete = []
         grown, self._grown = self._grown, {}
         for call in grown.values():
@@ -140,11 +140,11 @@ class ToolCallAssembler:
         return complete
 
     def calls(self) -> tuple[RawCall, ...]:
-        """The other calls so far, by index (gaps do not matter); the last may be half a call."""
+        """The calls not taken so far, by index (gaps do not matter); the last may be incomplete."""
         return tuple(call.raw() for _, call in sorted(self._by_index.items()) if not call.taken)
 
 
-# --- judging --------------------------------------------------------------------------------------
+# --- classifying ----------------------------------------------------------------------------------
 
 
 def partition(
@@ -155,11 +155,11 @@ def partition(
     emitted_at: float,
     first_number: int,
 ) -> Partition:
-    """Tells a turn's calls apart; normal ones get the ids from `first_number` on.
+    """Classify a turn's calls; normal ones get the ids from `first_number` on.
 
-    A normal call needs a known name and a JSON object (nothing at all counts as `{}`: so do servers
-    write a call without arguments); else there is a `problem`. An exit call is recorded however it
-    looks.
+    A normal call needs a known name and a JSON object (empty text counts as `{}`: servers write a
+    call without arguments that way); else there is a `problem`. An exit call is recorded even if
+    it is malformed.
     """
     normal: list[ParsedCall] = []
     exits: list[ExitSignal] = []
@@ -205,12 +205,10 @@ def partition(
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """The JSON object in `text`, `{}` for nothing or whitespace; raises ValueError, whatever the
-    text.
+    """The JSON object in `text`, `{}` if it is blank; raises ValueError for any other text.
 
-    Stricter than `json.loads`: what llama-server would refuse when it is sent back (numbers beyond
-    a double, NaN, lone surrogates) is refused here, and what is nested deeper than
-    `MAX_JSON_DEPTH`.
+    Stricter than `json.loads`: also refuses what llama-server would refuse when it is sent back
+    (numbers beyond a double, NaN, lone surrogates), and nesting deeper than `MAX_JSON_DEPTH`.
     """
     if not text.strip():
         return {}
@@ -231,7 +229,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether more than `depth` containers of JSON are nested in each other."""
+    """Whether more than `depth` JSON containers are nested in each other."""
     level = [value]
     for _ in range(depth + 1):
         level = [container for container in level if isinstance(container, (dict, list))]
@@ -269,7 +267,7 @@ _NAME_KEY = re.compile(r'"name"\s*:\s*"([^"]*)"')
 
 
 def _aimed_at(text: str, normal_names: Collection[str], exit_names: Collection[str]) -> str:
-    """The tool that a malformed call most likely means; "" if it cannot be told."""
+    """The tool that a malformed call most likely means; "" if that is unclear."""
     if named := _NAME_KEY.search(text):
         return named[1]
     known = "|".join(re.escape(name) for name in (*normal_names, *exit_names))

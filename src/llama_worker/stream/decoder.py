@@ -1,9 +1,8 @@
-"""Chat-completion chunks to stream events. Pure; one StreamDecoder per response body, one thread at
-a time.
+"""Decodes chat-completion chunks to stream events. Pure; one StreamDecoder per response body, one
+thread at a time.
 
-Decoding is strict about one thing, that a record is a JSON object, and takes everything inside it
-as optional: llama-server's chunks differ between builds, and a field that is absent, null or of an
-odd type just gives no event.
+A record must be a JSON object, but everything in it is optional: llama-server's chunks differ
+between builds, and a field that is absent, null or of an unexpected type gives no event.
 """
 
 import json
@@ -30,7 +29,7 @@ from llama_worker.stream.events import (
 from llama_worker.stream.failure import context_use
 from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
 
-# What is read here, and what is the same in every record, or a clock.
+# The fields that are read here, and those that are the same in every record, or a clock.
 _READ_IN_CHUNK = ("choices", "prompt_progress", "usage", "timings", "error", "message")
 _IN_CHUNK = frozenset((*_READ_IN_CHUNK, "id", "object", "created", "model", "system_fingerprint"))
 _IN_CHOICE = frozenset(["index", "delta", "message", "text", "finish_reason"])
@@ -40,26 +39,26 @@ _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an er
 
 
 class StreamDecoder:
-    """From a response body's bytes, split anywhere, to its events. `every_choice`: also of the
-    answers behind the first, where several were asked for."""
+    """Decodes a response body's bytes, split anywhere, to its events. `every_choice`: also those of
+    the answers after the first, if several were asked for."""
 
     def __init__(self, *, every_choice: bool = False) -> None:
         self._every_choice = every_choice
-        # records with data so far, those that gave no event and those after an error included
+        # records with data so far, including those that gave no event and those after an error
         self.data_records = 0
         self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
-        self.lacks_memory = False  # that is why: no fault of the stream's
+        self.lacks_memory = False  # the cause of `error`: no fault of the stream
         self._sse = SseDecoder()
         self._events: list[StreamEvent] = []  # of the bytes fed just now
         self._run_kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
-        self._run: list[str] = []  # deltas of that kind in a row, on their way to one event
+        self._run: list[str] = []  # consecutive deltas of that kind, to become one event
         self._delta_kinds: set[type[StreamEvent]] = set()
 
     def feed(self, data: bytes) -> list[StreamEvent]:
-        """The events that these bytes complete, in order; text that comes in a row is one event.
+        """The events that these bytes complete, in order; consecutive text is one event.
 
         Bytes that are not SSE, or a record that is not a JSON object, end the stream: `error` says
-        so, and what came before is returned.
+        so, and the events before are returned.
         """
         if self.error is not None:
             return []
@@ -81,9 +80,9 @@ class StreamDecoder:
                     self._events += decoded
         except ProtocolError as error:
             self.error = str(error)
-        except RecursionError:  # parsed at the limit of depth, and then written as JSON again
+        except RecursionError:  # it parsed at the depth limit, but could not be dumped
             self.error = "a record of the stream is nested too deeply"
-        except MemoryError:  # for a large record; what came before it is not lost
+        except MemoryError:  # for a large record; the events before it are not lost
             self.error, self.lacks_memory = "there is no memory to read the stream", True
         self._end_run()
         self.error = self.error or self._sse.error
@@ -98,15 +97,15 @@ class StreamDecoder:
 
     @property
     def partial(self) -> bool:
-        """A record has begun and not ended: when the body ends, a truncated one."""
+        """Whether a record has begun and not ended; if the body ends here, it is truncated."""
         return self._sse.has_partial()
 
 
 class ProtocolError(Exception):
-    """A record cannot be read as a part of a chat completion; the text is for a person."""
+    """A record cannot be read as part of a chat completion; the text is for a person."""
 
 
-# ------------------------------------------- the short way: nearly all records are just a delta
+# ------------------------------------------- fast path: nearly all records are just a delta
 
 
 class _Delta(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,7 +120,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """A chunk that is just one delta; any other does not fit."""
+    """A chunk that is just one delta; decoding any other fails."""
 
     choices: tuple[_Choice]
     prompt_progress: None = None
@@ -134,7 +133,7 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 def _plain_delta(record: SseRecord) -> _Delta | None:
-    """What a record says that is just one delta, of text or of reasoning; None for any other."""
+    """The delta, if the record is just one delta, of text or of reasoning; else None."""
     if isinstance(record, ErrorField):
         return None
     try:
@@ -150,11 +149,11 @@ def _plain_delta(record: SseRecord) -> _Delta | None:
 def decode_record(
     record: SseRecord, delta_kinds: Container[type] = (), every_choice: bool = False
 ) -> tuple[StreamEvent, ...]:
-    """One record: progress, reasoning, text, tool calls, finish, usage, timings, error, in this
-    order.
+    """The events of one record: progress, reasoning, text, tool calls, finish, usage, timings,
+    error, in this order.
 
     `delta_kinds`: the kinds of event that the stream gave so far. A final whole message repeats
-    those, so of it only other kinds count. Raises ProtocolError where a `data:` record is no JSON
+    those, so only its other kinds count. Raises ProtocolError if a `data:` record is not a JSON
     object.
     """
     if isinstance(record, ErrorField):
@@ -196,7 +195,7 @@ def _events(
 
 
 def _unknown_content(chunk: dict[str, Any]) -> Iterator[UnknownContent]:
-    """What is neither read here nor the same, or a clock, in every record."""
+    """An event for fields that are neither read here nor the same, or a clock, in every record."""
     choice = next(iter(_choices(chunk)), {})
     delta = choice.get("delta")
     unknown = [
@@ -209,7 +208,7 @@ def _unknown_content(chunk: dict[str, Any]) -> Iterator[UnknownContent]:
 
 
 def _choices(chunk: dict[str, Any], *, every_choice: bool = False) -> list[dict[str, Any]]:
-    """The first answer's, or each one's."""
+    """The choice of the first answer, or those of all."""
     found, choices = [], chunk.get("choices")
     for choice in choices if isinstance(choices, list) else ():
         if isinstance(choice, dict) and (every_choice or choice.get("index") in (0, None)):
@@ -237,7 +236,7 @@ def _delta_events(delta: dict[str, Any]) -> Iterator[StreamEvent]:
     if reasoning:
         yield ReasoningDelta(reasoning)
     text = _text(delta.get("content"))
-    if text:  # the same token's, where it has both (the legacy form)
+    if text:  # if it has both, they are of the same token (the legacy form)
         yield TextDelta(text, 0 if reasoning else 1)
     calls = delta.get("tool_calls")
     for position, call in enumerate(calls if isinstance(calls, list) else ()):
@@ -252,7 +251,7 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
     index = as_count(call.get("index"))
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
-        # old builds give a final call's as an object
+        # old builds give a final call's arguments as an object
         arguments = json.dumps(arguments, ensure_ascii=False)
     return ToolCallDelta(
         index=position if index is None else index,
@@ -265,7 +264,7 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
 def _usage(usage: dict[str, Any], timings: TimingsReport | None) -> UsageReport:
     details = usage.get("prompt_tokens_details")
     cached = as_count(details.get("cached_tokens")) if isinstance(details, dict) else None
-    if cached is None and timings is not None:  # builds before February 2026 say it there alone
+    if cached is None and timings is not None:  # builds before February 2026 report it only there
         cached = timings.cache_n
     return UsageReport(
         prompt_tokens=as_count(usage.get("prompt_tokens")) or 0,
@@ -287,7 +286,7 @@ def _timings(timings: object) -> TimingsReport | None:
 
 
 def _error_of_field(data: str) -> ServerError:
-    """An `error:` field: an error object, wrapped or not, or just a text."""
+    """The error in an `error:` field: an error object, wrapped or not, or just a text."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a chat-completion stream says, as events: what travels upward from it. Pure."""
+"""The events of a chat-completion stream. Pure."""
 
 import re
 
@@ -26,7 +26,7 @@ class ReasoningDelta(Struct, frozen=True):
 class ToolCallDelta(Struct, frozen=True):
     """A piece of the turn's call number `index`.
 
-    `call_id` and `name` come whole, and may come again: assign them. `arguments` is to be appended.
+    `call_id` and `name` come whole and may be repeated: assign them. Append `arguments`.
     """
 
     index: int
@@ -40,13 +40,13 @@ class EmptyRecord(Struct, frozen=True):
 
 
 class UnknownContent(Struct, frozen=True):
-    """Something in a record that has no name here; the same content has the same fingerprint."""
+    """Fields of a record that are unknown here; the same content has the same fingerprint."""
 
     fingerprint: int
 
 
 class PromptReport(Struct, frozen=True):
-    """Tokens of the prompt: read so far (cached ones included), in all, and cached."""
+    """Tokens of the prompt: read so far (including cached ones), in total, and cached."""
 
     processed: int
     total: int
@@ -66,7 +66,7 @@ class TimingsReport(Struct, frozen=True):
     prompt_n: int | None
     predicted_n: int | None
     predicted_per_second: float | None
-    prompt_ms: float | None = None  # the reading of `prompt_n` tokens
+    prompt_ms: float | None = None  # to read `prompt_n` tokens
 
 
 class ServerError(Struct, frozen=True):
@@ -75,11 +75,11 @@ class ServerError(Struct, frozen=True):
     message: str
     code: int | None
     type: str | None
-    context: ContextUse | None = None  # of a prompt that does not fit
+    context: ContextUse | None = None  # if the prompt does not fit
 
 
 class Finish(Struct, frozen=True):
-    """The model is done: "stop", "length", "tool_calls", or what else the server said."""
+    """The model is done: "stop", "length", "tool_calls", or another reason of the server."""
 
     reason: str
 
@@ -104,7 +104,7 @@ StreamEvent = (
 
 
 def encodable(text: str) -> str:
-    """The text with lone surrogates, which JSON may hold and UTF-8 may not, replaced."""
+    """The text with lone surrogates replaced: JSON may hold them, UTF-8 may not."""
     if text.isascii() or _SURROGATE.search(text) is None:
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

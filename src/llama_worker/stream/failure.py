@@ -1,4 +1,4 @@
-"""Why a stream broke, and what a reply that is no stream says went wrong. Pure."""
+"""Describes why a stream broke, and the errors in replies that are not streams. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llama_worker.stream.events import encodable
 from llama_worker.types.request import ContextUse, RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000
-# b11434 says so with a 500, as if it had failed
+# b11434 says this with status 500, as if it had failed itself
 _REFUSES_MEDIA = re.compile("(image|audio|video) input is not supported")
 
 
@@ -23,7 +23,7 @@ class StreamFailure(Struct, frozen=True, kw_only=True):
     reason: RequestFailReason
     detail: str
     http_status: int | None = None
-    context: ContextUse | None = None  # of a prompt that does not fit
+    context: ContextUse | None = None  # if the prompt does not fit
 
 
 def exceeds_context(message: str, kind: str | None) -> bool:
@@ -32,7 +32,7 @@ def exceeds_context(message: str, kind: str | None) -> bool:
 
 
 def context_use(error: Mapping[str, Any]) -> ContextUse | None:
-    """The numbers of such an error, where it has them."""
+    """The token counts of an error that says that the prompt does not fit; None if it has none."""
     prompt, context = as_count(error.get("n_prompt_tokens")), as_count(error.get("n_ctx"))
     if prompt is None or context is None:
         return None
@@ -40,8 +40,8 @@ def context_use(error: Mapping[str, Any]) -> ContextUse | None:
 
 
 def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
-    """The failure, with the server's own message and the status; 400 is meant by a 500 that refuses
-    media."""
+    """The failure, with the server's own message and the status; a 500 that refuses media becomes
+    400."""
     text = body.decode(errors="replace").strip()
     reply = json_of(text)
     error = reply.get("error") if isinstance(reply, Mapping) else None
@@ -63,20 +63,20 @@ def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
 
 
 def disconnected(where: str, cause: str | None = None) -> StreamFailure:
-    """The connection ended."""
+    """The failure of a connection that ended; `where`: at which point of the exchange."""
     detail = f"the connection ended {where}" + (f": {cause}" if cause else "")
     return StreamFailure(reason=RequestFailReason.STREAM_DISCONNECTED, detail=detail)
 
 
 def refuses_tools(failure: StreamFailure) -> bool:
-    """Whether a server takes no tools at all (and does not just refuse one of them)."""
+    """Whether a server accepts no tools at all (and does not just refuse one of them)."""
     detail = failure.detail.lower()
     return failure.http_status is not None and any(
         words in detail
         for words in (
-            "tools param requires --jinja",  # b11434 started with --no-jinja, as a 500
-            "cannot use tools with stream",  # streams had none before May 2025
-            "unsupported param: tools",  # nothing had any before January 2025
+            "tools param requires --jinja",  # b11434 started with --no-jinja, status 500
+            "cannot use tools with stream",  # builds before May 2025: none in streams
+            "unsupported param: tools",  # builds before January 2025: none at all
             "tools are not supported",
             "does not support tool",
             "doesn't support tool",

@@ -1,14 +1,14 @@
-"""When a stream's reader wakes, and when it tells what it has read. Sans-IO; one per stream, one
-thread at a time.
+"""Decides when a stream's reader wakes, and when it delivers what it has read. Sans-IO; one per
+stream, one thread at a time.
 
-A reader sleeps while text comes fast, since each time a thread wakes costs more than a token does:
+A reader sleeps while text comes fast, since each wake-up of a thread costs more than a token does:
 
-    eager  every byte wakes it: before the first text, and where text comes slowly
-    lazy   text comes fast: it wakes every `LOOK_S`, or where `MUCH_BYTES` lie ready
+    eager  every byte wakes it: before the first text, and while text comes slowly
+    lazy   text comes fast: it wakes every `LOOK_S`, or when `MUCH_BYTES` are in the socket
 
-Told at once: the first text, whatever is not text, the end, `MUCH_BYTES`, text after a pause of
-`LOOK_S`, and what somebody waits for. Other text is told `tell_s` after what was told before, or
-when the next look finds no more of it.
+Delivered at once: the first text, anything that is not text, the end, `MUCH_BYTES`, text after a
+pause of `LOOK_S`, and text that somebody waits for (`hurry`). Other text is delivered `tell_s`
+after the last delivery, or when the next look finds no more of it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from msgspec import Struct
 
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 
-LOOK_S = 0.28  # so late a call, an error or the end behind fast text is seen: within 0.3 s
-TELL_S = 0.84  # three looks, and below the second in which a neighbour's data counts as recent
+LOOK_S = 0.28  # a call, an error or the end behind fast text is seen this late: within 0.3 s
+TELL_S = 0.84  # three looks, and below the 1 s in which another request's data counts as recent
 MUCH_BYTES = 32 * 1024
 HURRY_LASTS_S = 0.25
 _TEXT = frozenset({TextDelta, ReasoningDelta})
 
 
 class Portion(Struct, frozen=True):
-    """What came since the portion before; no events where it was keepalives or parts of a record.
+    """What came since the previous portion; no events if only keepalives or parts of a record.
 
     `at`: when the last of it was read, in monotonic seconds.
     """
@@ -38,36 +38,36 @@ class Portion(Struct, frozen=True):
 
 
 class LazyReading:
-    """Hand it what was read (`took`), and tell what `due`, `hurry` or `all` returns.
+    """One stream's timing: pass what was read (`took`); deliver what `due`, `hurry`, `all` return.
 
-    `tell_s`: how long text may wait, `LOOK_S` at least.
+    `tell_s`: how long text may be held back, at least `LOOK_S`.
     """
 
     def __init__(self, now: float, *, tell_s: float = TELL_S) -> None:
         self.is_lazy = False
         self._tell_s = tell_s
-        self._events: list[StreamEvent] = []  # not told yet
-        self._bytes_count = 0  # not told yet
-        self._took_at = now  # the latest bytes
+        self._events: list[StreamEvent] = []  # not delivered yet
+        self._bytes_count = 0  # not delivered yet
+        self._took_at = now  # when the latest bytes came
         self._told_at = -math.inf
         self._hurried_at = -math.inf
-        self._is_hurried = True  # the first text is waited for
+        self._is_hurried = True  # the first text is delivered at once
         self._after_pause = False
 
     @property
     def low_water_bytes(self) -> int:
-        """So many are to lie ready before the reader wakes."""
+        """How many bytes must be in the socket before the reader wakes."""
         return MUCH_BYTES if self.is_lazy else 1
 
     def took(self, events: Sequence[StreamEvent], size_bytes: int, now: float) -> None:
-        """So many bytes were read just now, which completed these events."""
+        """`size_bytes` bytes were read just now, which completed these events."""
         self._after_pause |= not self.is_lazy and now >= self._took_at + LOOK_S
         self._events += events
         self._bytes_count += size_bytes
         self._took_at = now
 
     def due(self, now: float, *, over: bool) -> Portion | None:
-        """What is to be told now that all was taken that lies ready. `over`: no more will come."""
+        """What to deliver once all bytes in the socket were taken. `over`: no more will come."""
         is_text = all(type(event) in _TEXT for event in self._events)
         has_paused = now >= self._took_at + LOOK_S
         if not is_text or has_paused:
@@ -88,7 +88,7 @@ class LazyReading:
         return None
 
     def all(self, now: float) -> Portion | None:
-        """All that was not told yet; None: nothing."""
+        """All that was not delivered yet; None if nothing."""
         if not self._bytes_count:
             return None
         portion = Portion(tuple(self._events), self._took_at)
@@ -98,13 +98,13 @@ class LazyReading:
         return portion
 
     def hurry(self, now: float) -> Portion | None:
-        """Somebody waits: what is told at once, beside what comes within `HURRY_LASTS_S` and the
-        first text after that. From now on every byte wakes the reader."""
+        """A reader waits: returns what to deliver now. What comes within `HURRY_LASTS_S`, and the
+        first text after that, is due at once. From now on every byte wakes the thread."""
         self._is_hurried, self._hurried_at, self.is_lazy = True, now, False
         return self.all(now)
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds until `due` is to be asked anew; None: not before something comes."""
+        """Seconds until `due` must be called again; None: not before bytes come."""
         if not self.is_lazy:
             return None
         left_s = self._told_at + self._tell_s - now if self._bytes_count else LOOK_S

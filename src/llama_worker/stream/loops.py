@@ -1,5 +1,5 @@
-"""Output that repeats itself without end, by lines or without line ends. Sans-IO; one watch per
-text, one thread.
+"""Finds output that repeats itself without end, by lines or without line ends. Sans-IO; one watch
+per text, one thread.
 
 The thresholds are the `LoopDetector`'s, in `config.profiles`.
 """
@@ -20,8 +20,8 @@ _SAMPLE_CHARS = 80
 class LoopFound(Struct, frozen=True):
     """A block of `period` lines came `count` times in a row.
 
-    `line`: the one that decided, whitespace collapsed, in full. `end`: where it ends in all the
-    text that was fed, its line end included.
+    `line`: the line that completed the loop, whitespace collapsed, in full. `end`: where it ends in
+    all the text that was fed, including its line end.
     """
 
     line: str
@@ -31,8 +31,7 @@ class LoopFound(Struct, frozen=True):
 
 
 class TextLoopFound(Struct, frozen=True):
-    """The last `chars` characters are repeats of one of `period_chars`, which is `sample` or begins
-    so.
+    """The last `chars` characters repeat a piece of `period_chars`, which starts with `sample`.
 
     `end`: where it was found, in all the text that was fed.
     """
@@ -44,14 +43,14 @@ class TextLoopFound(Struct, frozen=True):
 
 
 class LoopWatch:
-    """Feed it the text as it grows, split anywhere. After it has found a loop it is of no use."""
+    """Finds either kind of loop. Feed it growing text, split anywhere, until it has found one."""
 
     def __init__(self, config: LoopDetector) -> None:
         self._lines = LineLoopWatch(config)
         self._text = TextLoopWatch(config)
 
     def feed(self, text: str) -> LoopFound | TextLoopFound | None:
-        """The loop that this text completes, if it does: the first."""
+        """The first loop that this text completes, if any."""
         by_line, by_text = self._lines.feed(text), self._text.feed(text)
         if by_line is None or (by_text is not None and by_text.end < by_line.end):
             return by_text
@@ -59,10 +58,10 @@ class LoopWatch:
 
 
 class TextLoopWatch:
-    """Finds a loop that needs no line ends, and any period up to `max_period_chars`.
+    """Finds a loop without line ends, of any period up to `max_period_chars`.
 
-    Looked for at fixed positions of the text, whatever its pieces were. Most text costs one search
-    for its last few characters then.
+    It looks at fixed positions of the text, however that was split. For most text a look costs one
+    search for its last few characters.
     """
 
     def __init__(self, config: LoopDetector) -> None:
@@ -71,14 +70,14 @@ class TextLoopWatch:
             config.min_repeated_chars, config.min_text_repeats * config.max_period_chars
         )
         self._step_chars = max(1, min(_STEP_CHARS, config.min_repeated_chars // 8))
-        # The least that is a loop holds its end twice: it is two repeats or more.
+        # The shortest loop contains its end twice: it is two repeats or more.
         self._end_chars = max(1, min(_END_CHARS, config.min_repeated_chars // 2))
-        self._next = config.min_repeated_chars  # where to look
+        self._next = config.min_repeated_chars  # the position of the next look
         self._chars = 0  # fed so far
         self._pieces: list[str] = []  # the end of what was fed, a window and a step at most
 
     def feed(self, text: str) -> TextLoopFound | None:
-        """The loop that this text completes, if it does."""
+        """The loop that this text completes, if any."""
         if self._chars + len(text) < self._next:
             self._pieces.append(text)
             self._chars += len(text)
@@ -114,21 +113,20 @@ class TextLoopWatch:
 
 
 def _periods(window: str, longest: int, end_chars: int) -> Iterator[int]:
-    """What the period of the window's end may be: how far back its last characters were there
-    before.
+    """Possible periods of the window's end: how far back its last characters occur, nearest first.
 
-    Nearest first. Where they come too often to try each, the one that a longer piece allows: a
-    piece at least as long as the period comes again after one period, and not earlier.
+    If they occur too often to try each, the last one is that of a longer piece: a piece at least as
+    long as the period recurs after exactly one period, not earlier.
     """
     size = len(window)
     end = window[-end_chars:]
-    before = size - len(end)  # where it is now
+    before = size - len(end)  # where the end itself is
     for _ in range(_CANDIDATES):
         before = window.rfind(end, max(0, size - len(end) - longest), before + len(end) - 1)
         if before < 0:
             return
         yield size - len(end) - before
-    backwards = window[::-1]  # searching forwards takes linear time, whatever the text is
+    backwards = window[::-1]  # a forward search takes linear time for any text
     piece = backwards[: min(longest, size // 2)]
     again = backwards.find(piece, 1, longest + len(piece))
     if again > 0:
@@ -136,7 +134,7 @@ def _periods(window: str, longest: int, end_chars: int) -> Iterator[int]:
 
 
 class LineLoopWatch:
-    """Finds a line, or a block of lines, that repeats; completed lines alone decide."""
+    """Finds a line, or a block of lines, that repeats; only completed lines count."""
 
     def __init__(self, config: LoopDetector) -> None:
         self._config = config
@@ -144,10 +142,10 @@ class LineLoopWatch:
         self._unfinished: list[str] = []  # pieces of the line that has not ended yet
         self._chars = 0  # fed so far
         self._recent: deque[str] = deque(maxlen=config.max_period)  # lines of the run, newest first
-        self._same = [0] * (config.max_period + 1)  # [p]: lines in a row that equal the p-th before
+        self._same = [0] * (config.max_period + 1)  # [p]: lines in a row equal to the p-th before
 
     def feed(self, text: str) -> LoopFound | None:
-        """The loop that this text completes, if it does; decided by completed lines alone."""
+        """The loop that this text completes, if any; only completed lines count."""
         start = 0
         while (newline := text.find("\n", start)) >= 0:
             self._unfinished.append(text[start:newline])

@@ -1,7 +1,7 @@
-"""Reasoning and text of one turn, told apart whichever way the server sends them. Pure.
+"""Separates the reasoning and text of one turn, in whichever form the server sends them. Pure.
 
 A server sends reasoning as `reasoning_content`, or tagged at the head of `content`, or (its legacy
-form) as both. Which of them a stream does is seen from the stream itself.
+form) as both. Which form a stream has is found out from the stream itself.
 """
 
 import io
@@ -37,30 +37,30 @@ class _At(Enum):
 
 
 class ReasoningSplitter:
-    """One turn's deltas, split anywhere, to reasoning and text. One thread at a time.
+    """Separates one turn's deltas, split anywhere, into reasoning and text. One thread at a time.
 
     `opened_by_template`: the prompt ended in an opening tag and the server does not parse what
     follows, so content that comes without `reasoning_content` is reasoning up to the closing tag.
 
-    The reasoning comes without the whitespace around it, and text that follows a thought without
-    the whitespace before it, in every form alike. Tags stand on lines of their own, and a server
-    that takes them out leaves some of that (b11434: the newline before the closing tag, and what
-    follows that tag but for two newlines).
+    In every form, reasoning is returned without the whitespace around it, and text after a thought
+    without the whitespace before it. Tags stand on lines of their own, and a server that removes
+    them leaves some of that whitespace (b11434: the newline before the closing tag, and what
+    follows that tag except two newlines).
 
-    Held back is no more than the start of a tag, whitespace that may turn out to be such an end or
-    beginning (it is dropped then; the end of the turn is one too, however it came), and content
-    that so far repeats the `reasoning_content` inside a leading tag.
+    It holds back only the start of a tag, whitespace that may turn out to be around reasoning (it
+    is dropped then, and at the end of the turn, however that came), and content that so far repeats
+    the `reasoning_content` inside a leading tag.
     """
 
     def __init__(self, *, opened_by_template: bool = False) -> None:
-        # content was taken for reasoning on `opened_by_template` alone, no tag was seen
+        # content was taken for reasoning only due to `opened_by_template`: no tag was seen
         self.only_assumed = False
         self._opened_by_template = opened_by_template
         self._at = _At.HEAD
         self._undelivered: list[str] = []  # content since the last delivery, as it came
-        self._tag_start = ""  # the content's end, where that may be the start of a tag
+        self._tag_start = ""  # the content's end, if that may be the start of a tag
         self._closing_tags: Collection[str] = ()
-        self._reasoning = _Trimmer()  # whatever way it came
+        self._reasoning = _Trimmer()  # in whichever form it came
         # `reasoning_content` that came first: a tag may repeat it
         self._original: _Original | None = None
 
@@ -85,7 +85,7 @@ class ReasoningSplitter:
         return self._head(text) if self._at is _At.HEAD else self._thought(text)
 
     def finish(self) -> SplitText:
-        """The turn is over: what was held back. Nothing may be fed after it."""
+        """End the turn; returns what was held back. Nothing may be fed after it."""
         at, self._at = self._at, _At.TEXT
         if at is _At.HEAD and self._opened_by_template and self._original is None:
             self.only_assumed = bool(self._tag_start)
@@ -99,7 +99,7 @@ class ReasoningSplitter:
         return SplitText(self._reasoning.feed(self._tag_start), "")
 
     def _may_be_repeated(self) -> bool:
-        """Whether content may still repeat `reasoning_content`: it has begun nothing of its own."""
+        """Whether content may still repeat `reasoning_content`: it has no other text so far."""
         return self._at is _At.HEAD or (self._at is _At.THOUGHT and not self._reasoning.begun)
 
     def _head(self, text: str) -> SplitText:
@@ -161,14 +161,14 @@ class ReasoningSplitter:
 
 
 class _Trimmer:
-    """A text that comes in pieces, without the whitespace at its start and (so far) its end."""
+    """Strips whitespace from the start and (so far) the end of a text that comes in pieces."""
 
     def __init__(self) -> None:
         self.begun = False  # it is more than whitespace
         self._trailing: list[str] = []  # whitespace that ends it so far
 
     def feed(self, piece: str) -> str:
-        """What this piece adds."""
+        """What this piece adds to the stripped text."""
         stripped = piece.rstrip()
         if not stripped:
             if self.begun and piece:
@@ -199,12 +199,12 @@ class _Original:
         return self._repetition.begun
 
     def append(self, reasoning: str) -> None:
-        """More of it, trimmed."""
+        """Append reasoning, which is trimmed already."""
         self._text.seek(0, io.SEEK_END)
         self._text.write(reasoning)
 
     def goes_on_with(self, content: str) -> bool:
-        """Whether `content` is what follows after what was repeated; counts it as repeated."""
+        """Whether `content` continues the repetition; counts it as repeated."""
         repeated = self._repetition.feed(content)
         self._text.seek(self._repeated_chars)
         self._repeated_chars += len(repeated)

@@ -1,8 +1,8 @@
-"""A server's reply, from bytes to its head, its body and, of a chat, its events. Sans-IO; one per
+"""Parses a server's reply into its head, its body and, for a chat, its events. Sans-IO; one per
 exchange, one thread at a time.
 
-It is read by `httptools`, the parser of Node.js behind a thin Python layer: a chunk costs it a
-fiftieth of what it costs a parser in Python.
+The parser is `httptools`, that of Node.js behind a thin Python layer: a chunk costs a fiftieth of
+what it costs a parser in Python.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _MAX_HEAD_BYTES = 256 * 1024
 
 
 class ReplyParser:
-    """Feed it what arrives, and take what it holds of the body. It never raises: `error` says what
-    is not HTTP.
+    """Parses one HTTP reply: feed it what arrives, and take the body. It never raises: `error` says
+    why the bytes are not HTTP.
 
-    `has_head`: `status`, `reason` and `headers` are there, the latter as they were sent.
+    `has_head`: `status`, `reason` and `headers` are set, the latter as they were sent.
     `is_complete`: nothing more belongs to the reply. `ends_with_connection`: it is complete, or
     the connection's end completes it.
     """
 
     def __init__(self, method: str) -> None:
-        """`method`: the request's."""
+        """`method`: the HTTP method of the request."""
         self.status = 0
         self.reason = ""
         self.headers: list[tuple[str, str]] = []
@@ -41,11 +41,11 @@ class ReplyParser:
         self._parser = httptools.HttpResponseParser(self)
 
     def header(self, name: str) -> str:
-        """The header's values, "" for none. `name`: in lower case."""
+        """The header's values, "" if absent. `name`: in lower case."""
         return ", ".join(value for sent, value in self.headers if sent.lower() == name)
 
     def feed(self, data: bytes) -> None:
-        """The next of its bytes."""
+        """Parse the next bytes of the reply."""
         if self.is_complete or self.error is not None:
             return
         if not self.has_head:
@@ -53,13 +53,13 @@ class ReplyParser:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if not self.is_complete:  # what follows it is not looked at
+            if not self.is_complete:  # what follows the reply is ignored
                 self.error = str(error)
         if not self.has_head and self._head_bytes > _MAX_HEAD_BYTES:
             self.error = self.error or f"its head is larger than {_MAX_HEAD_BYTES} bytes"
 
     def take(self) -> bytes:
-        """What of the body has come since the last time."""
+        """The part of the body that has come since the last time."""
         if not self._pieces:
             return b""
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -95,22 +95,22 @@ class ReplyParser:
 
 
 class ChatBody:
-    """The body of a reply with status 200, which it reads on: feed it what arrives, then `end` once
-    the connection is over. It never raises: what went wrong is `failure`.
+    """Decodes the body of a reply with status 200: feed it what arrives, then call `end` once the
+    connection is over. It never raises: `failure` says what went wrong.
 
-    `over` turns True when nothing more can come of it: the body is complete, cannot be read, or the
-    connection has ended. `failure` is None then for a stream that ended in the regular way.
+    `over` turns True when nothing more can come: the body is complete, cannot be read, or the
+    connection has ended. `failure` is then None if the stream ended regularly.
     """
 
     def __init__(self, reply: ReplyParser) -> None:
         self.decoder = StreamDecoder()
-        self.bytes_read = 0  # chunked framing left out
+        self.bytes_read = 0  # without chunked framing
         self.over = False
         self.failure: StreamFailure | None = None
         self._reply = reply
 
     def feed(self, data: bytes) -> list[StreamEvent]:
-        """The events that these bytes complete; b"": of what came along with the head."""
+        """The events that these bytes complete; b"": of those that came along with the head."""
         if self.over:
             return []
         self._reply.feed(data)
@@ -132,7 +132,7 @@ class ChatBody:
         return events
 
     def end(self, cause: str | None = None) -> None:
-        """The connection is over: closed by the server, or broken, as `cause` says."""
+        """The connection is over: closed by the server, or broken if there is a `cause`."""
         if self.over:
             return
         self.over = True

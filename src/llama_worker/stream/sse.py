@@ -1,10 +1,10 @@
-"""Bytes of a response body to server-sent events. Sans-IO: one decoder per body, one thread at a
-time.
+"""Decodes a response body's bytes to server-sent events. Sans-IO: one decoder per body, one thread
+at a time.
 
 This module decides where records end and normalises line ends; `sseclient-py` (1.8 and 1.9 behave
-alike) decodes every record. Those of one `data:` line, nearly all, it is given as many as have
-come. The others it is given line by line: it drops `error:` fields, and needs quadratic time for a
-record of many lines.
+alike) decodes every record. Records of one `data:` line, nearly all, are passed to it together, as
+many as have come. Others are passed line by line, because it drops `error:` fields and needs
+quadratic time for a record of many lines.
 """
 
 from collections.abc import Iterator
@@ -19,35 +19,35 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class ErrorField(Struct, frozen=True):
-    """What a record held in its `error:` fields."""
+    """The text in a record's `error:` fields."""
 
     text: str
 
 
 SseRecord = str | ErrorField
-"""A str is what one record held in its `data:` fields. Neither is ever empty."""
+"""A str is the text in a record's `data:` fields. Neither is ever empty."""
 
 
 class SseDecoder:
-    """Takes bytes split anywhere; a record is out with the byte that ends it."""
+    """Decodes bytes, split anywhere; a record is returned with the byte that ends it."""
 
     def __init__(self) -> None:
         self.error: str | None = None  # why the bytes are not SSE; nothing is decoded any more
-        # what sseclient reads next; any iterable does, and is read anew by each events()
+        # what sseclient reads next: any iterable, which each events() iterates over anew
         self._block = [b""]
         self._sseclient = sseclient.SSEClient(cast(Iterator[bytes], self._block))
-        self._bom: bytes | None = b""  # start of the body that may be part of a BOM; None: settled
+        self._bom: bytes | None = b""  # start of the body, maybe part of a BOM; None: decided
         self._after_cr = False  # the last byte was a CR: an LF that follows belongs to it
-        # the record that has not ended yet, with LF, without leading comments
+        # the record that has not ended yet, with LF as line end, without leading comments
         self._partial = bytearray()
 
     def feed(self, data: bytes) -> list[SseRecord]:
         """The records that these bytes complete, in order; none for comments, blanks and unknown
         fields.
 
-        A record with both kinds of field comes out as two, the kind that came first ahead. A record
+        A record with both kinds of field becomes two, in the order of their first fields. A record
         above MAX_RECORD_BYTES, or bytes that are not UTF-8, end the stream: `error` says so, and
-        what came before is returned.
+        the records before are returned.
         """
         if self.error is not None:
             return []
@@ -68,7 +68,7 @@ class SseDecoder:
         return records
 
     def has_partial(self) -> bool:
-        """A record has begun and not ended; if the body ends here, it is truncated."""
+        """Whether a record has begun and not ended; if the body ends here, it is truncated."""
         return bool(self._bom or self._partial) and not self._partial.startswith(b":")
 
     def _without_bom(self, data: bytes) -> bytes:
@@ -80,7 +80,7 @@ class SseDecoder:
         return data.removeprefix(_BOM)
 
     def _with_lf(self, data: bytes) -> bytes:
-        """Every line end as one LF. A CR counts at once: the record that it ends is complete."""
+        """`data` with LF line ends. A CR counts at once: the record that it ends is complete."""
         if not data:
             return data
         if self._after_cr:
@@ -129,7 +129,7 @@ class SseDecoder:
         lines = [line for line in record.split(b"\n") if not line.startswith(b":")]
         if sum(len(line) + 1 for line in lines if line) > MAX_RECORD_BYTES:
             raise _RecordTooLargeError
-        values: dict[bool, list[str]] = {}  # by "is an error", in the order of first appearance
+        values: dict[bool, list[str]] = {}  # key: is it an error; in the order of first appearance
         for line in lines:
             is_error = line.startswith(b"error:")
             self._block[0] = b"data" + line.removeprefix(b"error") if is_error else line
@@ -145,7 +145,7 @@ class _RecordTooLargeError(Exception):
 
 
 def _drop_leading_comments(partial: bytearray) -> None:
-    """Remove comments, of an unfinished one all but its colon: one may be endless."""
+    """Remove comments, but keep the colon of an unfinished one, which may be endless."""
     while partial.startswith(b":"):
         end = partial.find(b"\n")
         if end < 0:

@@ -1,4 +1,4 @@
-"""Tool calls that a model writes into its text: `<tool_call>{"name": ..., "arguments":
+"""Finds tool calls that a model writes into its text: `<tool_call>{"name": ..., "arguments":
 {...}}</tool_call>`. Pure."""
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ back."""
 
 
 class TaggedCallFilter:
-    """Takes tagged calls out of one turn's text, whatever its split. Not thread-safe.
+    """Removes tagged calls from one turn's text, split anywhere. Not thread-safe.
 
-    Visible text is the text less the well-formed calls, nothing else changed. What may be (the
+    Visible text is the text without the well-formed calls, otherwise unchanged. What may be (the
     start of) a call is held back until that is decided, at most `MAX_TAGGED_CALL_CHARS`. Time is
     linear in the text.
 
     strict (prompted mode): a malformed call is in `calls` as well as in the text.
-    Not strict (native mode): it is just text; and tagged calls count only in a turn without
-    structured ones. So all that follows the first is held back, to the end (`finish`) or a
-    structured call (`put_back`). What nobody sees is watched for loops here: it is let go once
-    whoever sees it will find one, with the calls in it or without.
+    Not strict (native mode): a malformed call is just text, and tagged calls count only in a turn
+    without structured ones. So all text from the first call on is held back, until the end
+    (`finish`) or a structured call (`put_back`). It is searched for loops here, and released once
+    it has one both with the calls and without, so that the reader of the text will find one.
     """
 
     def __init__(self, *, strict: bool, loop_detector: LoopDetector | None = None) -> None:
         self.calls: list[RawCall | MalformedCall] = []
-        self._looked_at = 0  # so many of them
+        self._looked_at = 0  # how many of `calls` `take` has seen
         self._strict = strict
         self._loop_detector = loop_detector
         self._scanner: _CallScanner | None = None  # None: not inside a call
         self._held: list[str] = []  # undecided text, from the start of a tag
         self._visible: list[str] = []  # decided, not returned yet
-        self._malformed: list[str] | None = None  # the malformed call that the text is in
-        self._undecided: _Undecided | None = None  # not strict: all from the first call on
+        self._malformed: list[str] | None = None  # the malformed call under way
+        self._undecided: _Undecided | None = None  # not strict: all text from the first call on
 
     def feed(self, text: str) -> str:
-        """More of the text; returns what may be shown."""
+        """Take more of the text; returns what may be shown."""
         if text:
             self._run(text, final=False)
         return self._take_visible()
 
     def take(self, names: Collection[str]) -> list[RawCall]:
-        """The well-formed calls of these tools since the last time; they are in `calls` no more."""
+        """Take from `calls` and return the well-formed calls of these tools since the last time."""
         new = self.calls[self._looked_at :]
         taken = [call for call in new if isinstance(call, RawCall) and call.name in names]
         if taken:
@@ -59,13 +59,13 @@ class TaggedCallFilter:
         return taken
 
     def put_back(self) -> str:
-        """Tagged calls are text after all; returns what was held back. The last call."""
+        """Tagged calls are text after all; returns what was held back. Call nothing after it."""
         self.calls.clear()
         literal = self._undecided.with_calls.read() if self._undecided is not None else ""
         return literal + "".join(self._held)
 
     def finish(self) -> str:
-        """The end of the turn, however it came; returns the rest of the text. The last call."""
+        """The turn ended in any way; returns the rest of the text. Call nothing after it."""
         self._run("", final=True)
         self._end_malformed()
         self._show_undecided()
@@ -93,7 +93,7 @@ class TaggedCallFilter:
             at = self._scanner.scan(text, at)
             if self._scanner.state is _CallScan.OPEN and not final:
                 break
-            if self._held:  # the call began in an earlier text
+            if self._held:  # the call began in an earlier piece
                 at += sum(map(len, self._held))
                 text = self._join_held(text)
             whole = text[start:at] if self._scanner.state is _CallScan.COMPLETE else ""
@@ -147,7 +147,7 @@ class TaggedCallFilter:
 
 
 class _Undecided:
-    """Text that will be seen in one of two readings."""
+    """Text that will be shown in one of two forms: with the tagged calls or without them."""
 
     def __init__(self, detector: LoopDetector | None) -> None:
         self.with_calls = _UnseenText(detector)
@@ -159,18 +159,18 @@ class _Undecided:
 
     @property
     def loops(self) -> bool:
-        """Whichever will be seen."""
+        """Whether both forms have a loop."""
         return self.with_calls.loops and self.without_calls.loops
 
 
 class _UnseenText:
-    """Text that nobody sees yet. `loops`: a watch over all of it would have found a loop."""
+    """Text that is not shown yet. `loops`: a watch over all of it would have found a loop."""
 
     def __init__(self, detector: LoopDetector | None) -> None:
         self.loops = False
         self._parts: list[str] = []
         self._watch = LoopWatch(detector) if detector is not None else None
-        self._watching = False  # not in the first line: it began before
+        self._watching = False  # False in the first line, which began before
 
     def add(self, piece: str) -> None:
         self._parts.append(piece)
@@ -189,7 +189,7 @@ _TAG = re.compile(r"</?tool_call>")
 
 
 def _unfinished_tag(text: str, at: int) -> int:
-    """Where `text` ends in the beginning of a tag; its length if it does not."""
+    """Where an unfinished tag begins at the end of `text`; len(text) if none does."""
     last = text.rfind("<", max(at, len(text) - len(CALL_CLOSE)))
     if last >= 0 and (CALL_OPEN.startswith(text[last:]) or CALL_CLOSE.startswith(text[last:])):
         return last
@@ -197,7 +197,7 @@ def _unfinished_tag(text: str, at: int) -> int:
 
 
 def _well_formed(whole: str) -> RawCall | None:
-    """The call, if it holds exactly a name and an object of arguments."""
+    """The call, if it holds exactly a name and an object of arguments; else None."""
     try:
         value = parse_arguments(whole[len(CALL_OPEN) : -len(CALL_CLOSE)])
     except ValueError:
@@ -219,25 +219,25 @@ class _CallScan(Enum):
 
 
 class _Part(Enum):
-    BEFORE = auto()  # the object
-    OUTSIDE = auto()  # a string
+    BEFORE = auto()  # before the object
+    OUTSIDE = auto()  # in the object, outside a string
     STRING = auto()
     ESCAPE = auto()
-    AFTER = auto()  # the object
+    AFTER = auto()  # after the object
     CLOSING = auto()  # inside the closing tag
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-# every character JSON knows there, brackets aside
+# every character that JSON allows there, except brackets
 _OUTSIDE = re.compile(r"[ \t\n\r0-9:,.+\-Eaeflnrstu]*")
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 
 
 class _CallScanner:
-    """Finds where a tagged call ends, from after its opening tag, in pieces.
+    """Finds the end of a tagged call, which comes in pieces; starts after its opening tag.
 
-    It does not check the JSON, but what no JSON can hold ends it at once: a `<` outside a string
-    above all, so that of many opening tags in a row at most two are ever scanned far.
+    It does not check the JSON, but stops at once at what no JSON can hold, above all a `<` outside
+    a string: so of many opening tags in a row at most two are ever scanned far.
     """
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ class _CallScanner:
         self._room = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
 
     def scan(self, text: str, start: int) -> int:
-        """Read on at `start`; returns where it stopped: before the end only once it is decided."""
+        """Scan from `start`; returns where it stopped: before the end only if it is decided."""
         at, end = start, min(len(text), start + self._room)
         while at < end and self.state is _CallScan.OPEN:
             at = self._step(text, at, end)

@@ -1,7 +1,7 @@
-"""When the stream of a chat completion is over, and whether it ended well. Pure; not thread-safe.
+"""Decides when a chat completion's stream is over, and if it ended well. Pure; not thread-safe.
 
-A finish reason is not the end: usage, `[DONE]` or an error record may follow it, but are not waited
-for without bound. A stream that ends without a finish reason was cut off, whatever its framing
+A finish reason is not the end: usage, `[DONE]` or an error record may follow it, but the wait for
+them is bounded. A stream that ends without a finish reason was cut off, whatever its framing
 says.
 """
 
@@ -17,7 +17,7 @@ SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error record may st
 NO_FINISH_REASON = "the stream ended without a finish reason"
 
 LastWord = Finish | ServerError | Done
-"""What may be the last that a stream says."""
+"""The events that may be the last of a stream."""
 
 
 class Finished(Struct, frozen=True):
@@ -30,16 +30,16 @@ TurnOutcome = Finished | ServerError | StreamFailure
 
 
 class TurnEnd:
-    """Takes what may end the turn; each method returns how it ended, once that is decided."""
+    """Takes the events that may end a turn; each method returns how it ended, once decided."""
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        # monotonic; when nothing more is waited for behind a last word; it may be put off
+        # monotonic; after a `LastWord`, when to stop waiting for more
         self.settled_at: float | None = None
 
     def feed(self, event: LastWord, now: float) -> TurnOutcome | None:
         """An event that may be the last."""
-        if self.settled_at is None:  # said again, it gives no more time
+        if self.settled_at is None:  # a second last word gives no more time
             self.settled_at = now + SETTLE_S
         match event:
             case Finish(reason=reason):
