@@ -1,2 +1,2 @@
-"""OpenAI's Responses API over chat completions. `proxy` is the handle, `app` serves a request;
-`api` translates, `http` speaks with clients."""
+"""OpenAI's Responses API on top of chat completions. `proxy` holds the public handle, `app` serves
+a request, `api` translates between the two APIs, `http` is the HTTP and WebSocket server."""

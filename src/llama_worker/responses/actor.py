@@ -1,10 +1,10 @@
-"""ResponsesProxyActor: a listener for clients of the Responses API, and what outlives their
-requests.
+"""ResponsesProxyActor: runs the listener for clients of the Responses API, and keeps the store of
+responses.
 
 Receives orders from its handle (StartListening, StopListening), facts from the listener's thread
 (Listening, ListenerEnded), and from the threads that serve clients facts (ResponseBegun,
-ResponseEnded) and questions (Recall, Fetch, Forget). It sends nothing but answers. Owns the
-listener, the store of responses, and the ids of those that will be in it.
+ResponseEnded) and questions (Recall, Fetch, Forget). It sends only answers. Owns the listener, the
+store of responses, and the ids of the running responses that will be stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger("llama_worker.responses")
 
 
 class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
-    """Owns the listener, and what outlives a request. `upstream`: the server behind the proxy."""
+    """Owns the listener and the store of responses. `upstream`: the server behind the proxy."""
 
     role = "responses-proxy"
     accepts = message_types(messages.ProxyMessage)
@@ -40,12 +40,12 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         self._store = ResponseStore(
             max_count=config.max_responses, max_bytes=config.max_stored_bytes
         )
-        self._running: set[str] = set()  # ids of the responses that will be stored
+        self._running: set[str] = set()  # ids of running responses that will be stored
         self._recalls: list[messages.Recall] = []
         self._listener: SocketListener | None = None
         self._port: Reply[int] | None = None  # None before the order to start
         self._stopping: list[Reply[None]] = []
-        self._alive = False  # the listener's thread
+        self._alive = False  # whether the listener's thread runs
         self._stopped = False
 
     def handle(self, message: messages.ProxyMessage) -> None:
@@ -81,7 +81,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
 
     def _begin(self, reply: Reply[int]) -> None:
         if self._port is not None:
-            return  # told again: it has one answer
+            return  # a repeated order, with the same `reply`
         if self._stopped:
             reply.fail(RuntimeError("the proxy is closed"))
             return
@@ -94,7 +94,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
             self._alive = True
 
     def _listen(self, me: Ref[messages.ProxyMessage]) -> None:
-        """The listener's thread; those that it starts are daemons like itself."""
+        """Runs on the listener's thread; the threads that it starts are daemons like itself."""
         try:
             app = ResponsesApp(self._config, me, self._upstream)
             listener = SocketListener(self._config, app.serve)  # which binds the port
@@ -137,7 +137,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
 
     def _ended(self, error: BaseException | None) -> None:
         self._alive = False
-        if self._port is not None:  # without effect once it listens
+        if self._port is not None:  # no effect if it was answered with the port
             self._port.fail(error or RuntimeError("stopped"))
         if error is not None and self._listener is not None:
             _logger.error("the responses proxy's listener ended: %s", type(error).__name__)

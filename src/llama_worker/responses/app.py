@@ -1,5 +1,4 @@
-"""What the Responses proxy does with a request, on the request's own thread, from its first to its
-last byte."""
+"""Serves a request to the Responses proxy, to its last byte, on the request's own thread."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ _logger = logging.getLogger("llama_worker.responses")
 
 
 class ResponsesApp:
-    """`serve` is the listener's `Serve`. Its questions of state go to the actor that `proxy`
-    names."""
+    """Serves all requests; `serve` is the listener's `Serve`. Stored responses are looked up in the
+    actor behind `proxy`."""
 
     def __init__(
         self, config: ResponsesProxyConfig, proxy: Mailbox[ProxyMessage], upstream: Upstream
@@ -61,7 +60,7 @@ class ResponsesApp:
         self._places = threading.BoundedSemaphore(config.max_concurrent or sys.maxsize)
 
     def serve(self, request: HttpRequest, client: Client) -> None:
-        """Answer it. Raises OSError where the client's connection is broken, or is to be."""
+        """Answer it. Raises OSError if the client's connection is broken or must be cut."""
         try:
             with self._exchange(client) as exchange:
                 self._route(exchange, request, client)
@@ -77,7 +76,7 @@ class ResponsesApp:
 
     @contextlib.contextmanager
     def _exchange(self, client: Client) -> Iterator[Exchange]:
-        """It is left before its client is told of a failure: who reads that may have its place."""
+        """An exchange that ends before the client is told of a failure: its place is free then."""
         exchange = Exchange(client, self._proxy, self._upstream, self._places)
         try:
             yield exchange
@@ -92,7 +91,7 @@ class ResponsesApp:
             and client.http.origin is not None
             and request.header("access-control-request-method")
         ):
-            client.begin(204, [])  # what an allowed page's browser asks first
+            client.begin(204, [])  # the CORS preflight of an allowed page's browser
             client.end()
         elif method == "POST" and _CREATE.fullmatch(path):
             self._create(exchange, request, client)
@@ -137,11 +136,11 @@ class ResponsesApp:
         client.reply(200, reply, _warning_headers(warnings))
 
     def _serve_socket(self, request: HttpRequest, client: Client) -> None:
-        """One response after the other, for as long as the connection lasts."""
+        """Serve one response after another until the connection ends."""
         if not self._sockets.acquire(blocking=False):
             raise ApiError(503, "too many WebSockets are open", retry_after_s=2)
         try:
-            # With the first of them: most proxies never see one.
+            # Imported with the first WebSocket: most proxies never see one.
             from llama_worker.responses.http import websocket
 
             socket = websocket.ClientSocket(client, request, self._config.max_body_bytes)
@@ -159,8 +158,9 @@ class ResponsesApp:
         request: HttpRequest,
         client: Client,
     ) -> StoredResponse | None:
-        """What the next turn may go on from though the store has not got it: not from what this one
-        went on from and failed. Its input is the whole conversation."""
+        """Returns the response from which the next turn may continue even if it is not stored: the
+        new one, with the whole conversation as its input. If this turn failed, or the response is
+        too large: `latest`, or None if this turn continued from `latest`."""
         message = socket.next_message()
         sink = EventSink(send=client.send_raw, encode=socket.encode, before_reading=socket.read)
         kept = latest
@@ -185,7 +185,7 @@ class ResponsesApp:
         return whole if whole.size_bytes <= self._config.max_stored_bytes else kept
 
     def _recall_latest(self, latest: StoredResponse, wanted: References) -> RecalledItems:
-        """Items may be referred to that only `latest` has, and not the store."""
+        """As `_recall`, for a request that continues from `latest`, which the store may lack."""
         ours = dict.fromkeys({*wanted.item_ids} & {*latest.item_ids}, latest)
         stored = self._find(replace(wanted, previous_response_id=None)).holders
         return RecalledResponses(chain=(latest,), holders={**stored, **ours}).read()
@@ -237,7 +237,7 @@ def _sse_sink(client: Client, warnings: list[tuple[str, str]]) -> EventSink:
 
 
 def _warning_headers(warnings: Iterable[str]) -> list[tuple[str, str]]:
-    """What was ignored of the request, in one line."""
+    """A header that says in one line what was ignored of the request; none if nothing was."""
     text = "; ".join(warnings)
     safe = "".join(char if " " <= char <= "~" else "?" for char in text)
     return [("X-Llama-Worker-Warning", safe[:1000])] if safe else []

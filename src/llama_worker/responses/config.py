@@ -1,4 +1,4 @@
-"""What a Responses proxy is configured with, checked on construction. Pure."""
+"""The configuration of a Responses proxy, checked on construction. Pure."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from llama_worker.config.validation import (
 from llama_worker.errors import ConfigError
 
 _MIB = 1024 * 1024
-_LOCAL_NAMES = ("localhost", "0.0.0.0", "::")  # who connects to one of these gets here
+_LOCAL_NAMES = ("localhost", "0.0.0.0", "::")  # all of them lead to this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesProxyConfig:
-    """`upstream`: the URL of a llama-server, http or https, with or without a base path; None for
-    a proxy around a worker: it is the worker's server.
+    """The configuration of a Responses proxy.
 
-    `port` 0: any free one. `api_key` is shown to the upstream; None: the worker's, and where there
-    is none the client's own passes through. It is printable ASCII, taken as it is: white space
-    around it is an error. `ca_file`: whom to trust for an https upstream; None: the public
-    authorities. `max_concurrent`: requests for a response that run at once; more are refused with
-    503. None: no bound. `allow_origins`: web pages that may use the proxy, e.g.
-    `http://localhost:3000`, and names that it may be called by. `timeouts`: when a silent
-    `upstream` is given up; a worker has limits of its own.
+    `upstream`: the URL of a llama-server, http or https, with or without a base path; None: that of
+    the proxy's worker. `port`: 0 for any free one. `api_key`: sent to the upstream; None: the
+    worker's key, or if it has none the client's own key passes through. A key is printable ASCII,
+    taken as it is: white space around it is an error. `ca_file`: certificates to trust for an https
+    upstream; None: the public authorities. `max_concurrent`: how many requests for a response may
+    run at once; more are refused with 503. None: no limit. `allow_origins`: web pages that may use
+    the proxy, e.g. `http://localhost:3000`; clients may use their host names for the proxy, too.
+    `timeouts`: when a silent `upstream` is given up; a worker has its own limits.
     """
 
     upstream: Annotated[str, _check_upstream] | None = None
@@ -47,8 +47,8 @@ class ResponsesProxyConfig:
     allow_origins: Annotated[Sequence[str], _checked_origins] = ()
     ca_file: Annotated[str, partial(checked_str, empty=False, nul=False)] | None = None
     connect_timeout_s: Seconds = 10.0
-    client_timeout_s: Seconds = 120.0  # in which a client takes no byte of its reply
-    # without an event for the client, before `response.in_progress` comes again
+    client_timeout_s: Seconds = 120.0  # a client that reads nothing of its reply so long is cut off
+    # after so long without an event, the client is sent `response.in_progress` again
     heartbeat_s: Seconds = 10.0
     max_body_bytes: Count = 64 * _MIB  # of a request; it is held in memory
     max_responses: CountOrZero = 1000
@@ -98,7 +98,7 @@ def _checked_origins(field: str, origins: Any) -> tuple[str, ...]:
 
 
 def _parts_of(url: str) -> SplitResult | None:
-    """None for what is not the URL of a server."""
+    """The parts of a server's URL; None if it is not one."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,4 +1,4 @@
-"""Why a request is not answered with a response, in the form that OpenAI's clients read. Pure."""
+"""`ApiError`: an error reply in the form that OpenAI's clients read. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS = re.compile("[0-9]{1,6}")
 
 
 class ApiError(Exception):
-    """The HTTP status and the fields of the error object; the text is for a person."""
+    """An error reply: HTTP status and fields of the error object. `message` is for a person."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class ApiError(Exception):
 
 
 def refused_by_server(status: int, detail: str, retry_after: str = "") -> ApiError:
-    """The server's own refusal, passed on: `detail` is what `describe_http_error` made of it,
-    `retry_after` its header of that name."""
+    """The server's own error reply, passed on. `detail`: its text by `describe_http_error`;
+    `retry_after`: the value of its Retry-After header, "" for none."""
     stated_s = int(retry_after) if _SECONDS.fullmatch(retry_after) else None
     return ApiError(
         status if 400 <= status < 600 else 502,
@@ -64,7 +64,7 @@ def refused_by_server(status: int, detail: str, retry_after: str = "") -> ApiErr
 
 
 def error_code(detail: str) -> str | None:
-    """The code that clients look for, where a server's error has one."""
+    """The code that clients look for, if the server's error has one: that of a full context."""
     is_full = (
         exceeds_context(detail, None)
         or "exceed_context_size_error" in detail

@@ -1,4 +1,4 @@
-"""One request of a client: what it has open, and who may end it."""
+"""`Exchange`: what one client's request holds (place, lease, upstream connection) until it ends."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
     "WORKER_DRAINING": ("the server takes no more requests before it is stopped", 30),
     "WORKER_FAILED": ("the server has failed, and is not started again by itself", 30),
 }
-_ANSWER_S = 10.0  # for the actor, which answers within milliseconds
-_CANCELED = 499  # in no standard, but widely used: clients try again what fails with a 5xx
-_RESTARTING_S = 5  # until a server that was given up is there again, about
+_ANSWER_S = 10.0  # how long an actor may take to answer; it takes milliseconds
+_CANCELED = 499  # not standard, but widely used; clients would retry a 5xx
+_RESTARTING_S = 5  # roughly, until the worker has a server again after it gave a request up
 
 
 class Upstream(Struct, frozen=True, kw_only=True):
-    """The server behind the proxy. `watch` watches over what holds a lease.
+    """The server behind the proxy. `watch`: the actor that watches the requests with a lease.
 
-    `grant` gives a lease at once; `watch` is told of it where the server takes its time. None:
-    `watch` is a worker, which gives or refuses it, and will have a server again where one is given
-    up.
+    `grant` grants a lease at once; `watch` is told of it only if the server does not reply soon.
+    If `grant` is None, `watch` is a worker, which grants or refuses the lease, and which has a
+    server again after it gave a request up.
     """
 
     endpoint: Endpoint
@@ -57,10 +57,10 @@ class Upstream(Struct, frozen=True, kw_only=True):
 
 
 class Exchange:
-    """One request of a client and what it has open, for the request's own thread. A client that has
-    left, or was cut by the listener, takes that along.
+    """One request of a client and what it holds; for the request's own thread. If the client leaves
+    or the listener cuts it, the upstream connection is aborted.
 
-    `places`: its response takes one.
+    `places`: a response takes one of them.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Exchange:
         places: threading.Semaphore,
     ) -> None:
         self.abort = Abort()
-        self.leased = LeasedExchange(self.abort)  # without a lease, before `lease`
+        self.leased = LeasedExchange(self.abort)  # it has no lease before `lease`
         self.upstream = upstream
         self._places = places
         self._has_place = False
         self._wants_lease = False
         self._client = client
         self._proxy = proxy
-        self._response_id: str | None = None  # of a response that can be referred to
+        self._response_id: str | None = None  # of a response that is to be stored
         self._is_announced = False
         client.when_left(self.abort.abort)
 
@@ -90,9 +90,9 @@ class Exchange:
         self._response_id = response_id if is_stored else None
 
     def lease(self, job_name: str, chat: Mapping[str, Any], *, answers: int = 1) -> None:
-        """Be watched from now on; a worker's server gives one of its slots. Raises ApiError
-        where there is none. `chat`: the body that is sent, whatever is in it; `answers`: how many
-        of them are looked at."""
+        """Get a lease: the request is watched from now on, and holds one of a worker's slots.
+        Raises ApiError (503) if there is none. `chat`: the body to send, which may be invalid;
+        `answers`: how many of the completion's answers are read."""
         watch, grant = self.upstream.watch, self.upstream.grant
         messages = chat.get("messages")
 
@@ -100,7 +100,7 @@ class Exchange:
             return Lease(job_name=job_name, exchange=self.leased, reply=reply)
 
         def tell_lease() -> None:
-            if not watch.tell(order(WorkerFuture())):  # it has crashed: nothing runs unwatched
+            if not watch.tell(order(WorkerFuture())):  # it has crashed; no request runs unwatched
                 self.abort.abort()
 
         self.leased = LeasedExchange(
@@ -129,16 +129,16 @@ class Exchange:
             raise ApiError(503, why, code="overloaded", retry_after_s=retry_after_s)
 
     def announce(self) -> None:
-        """Tell the proxy's actor of the response: once the upstream has work, and this thread none.
-        Idempotent."""
+        """Tell the proxy's actor of the response. Call it while this thread waits for the upstream
+        anyway; idempotent."""
         if self._response_id is not None and not self._is_announced:
             self._is_announced = True
             self._proxy.tell(ResponseBegun(response_id=self._response_id))
 
     def error_for_client(self, failure: StreamFailure, retry_after: str = "") -> ApiError:
-        """What to tell the client where the upstream did not begin to answer; `retry_after`: its
-        header of that name, where it refused."""
-        if failure.reason is RequestFailReason.CANCELED:  # by the host: not to be asked for again
+        """The error for the client if the upstream sent no good reply. `retry_after`: the value of
+        the Retry-After header, if the upstream sent an error reply."""
+        if failure.reason is RequestFailReason.CANCELED:  # by the host: clients must not retry
             return ApiError(_CANCELED, failure.detail, code="canceled", should_retry=False)
         if self.leased.is_given_up and self.upstream.restarts:
             after_s = _RESTARTING_S
@@ -152,11 +152,12 @@ class Exchange:
         return ApiError(502, f"the upstream server: {failure.detail}", code=code)
 
     def _end_lease(self) -> bool:
-        self.leased.be_watched()  # else nobody could tell why the connection broke
+        self.leased.be_watched()  # else `watch` could not tell why the connection broke
         return self.upstream.watch.tell(EndLease(exchange=self.leased))
 
     def leave(self, stored: StoredResponse | None = None) -> None:
-        """Idempotent; a stream that has not ended is ended. `stored`: the response, to be kept."""
+        """Release all that it holds, and abort a stream that has not ended. Idempotent. `stored`:
+        the response to keep."""
         self.abort.abort()
         if self._wants_lease and self.leased.is_watched:
             self._wants_lease = False
@@ -170,7 +171,7 @@ class Exchange:
 
 
 def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
-    """The actor's answer; the calling thread may wait, it is no actor's."""
+    """Wait for the actor's answer; raises ApiError (503) without one. Not for an actor's thread."""
     try:
         if actor.tell(question):
             return reply.get(timeout=_ANSWER_S)
@@ -182,7 +183,7 @@ def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
 
 
 def _question(messages: object) -> str:
-    """The same where a client sends the same again, as most do after an error."""
+    """A text that is the same if a client retries its request, as most do after an error."""
     if not isinstance(messages, Sequence):
         return ""
     return f"message {len(messages)}, {hash(repr(messages[-1:])):x}"

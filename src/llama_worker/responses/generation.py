@@ -1,6 +1,6 @@
-"""Makes a response from a chat completion of the upstream's, on the thread of a client's request.
+"""Makes a response from a chat completion of the upstream, on the thread of the client's request.
 
-What is read from the upstream is written to the client before more is read, so a slow reader slows
+What is read from the upstream is written to the client before more is read, so a slow client slows
 the upstream.
 """
 
@@ -40,14 +40,14 @@ from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatBody
 
-_QUESTION_S = 2.0  # for a small one, which the server answers within milliseconds
-_LISTEN_S = 1.0  # so soon a WebSocket's ping or goodbye is heard while the server is silent
-_SAMPLING_S = 60.0  # how long it is taken to go on with the same flags
-_ASK_AGAIN_S = 5.0  # one that loads, or is busy, and did not say
-# the first text mostly comes right after the headers: both to the client at once
+_QUESTION_S = 2.0  # timeout of a small question, which the server answers within milliseconds
+_LISTEN_S = 1.0  # while the server is silent, a WebSocket is read at least this often
+_SAMPLING_S = 60.0  # how long the server's sampling parameters are cached
+_ASK_AGAIN_S = 5.0  # and how long if it did not tell them: it is loading, or busy
+# the first text mostly comes right after the headers: wait so long to send both at once
 _TOGETHER_S = 0.002
-# Ours are JSON and a stream; the last one lets llama-server go on working for a client that has
-# left (b11434).
+# The proxy sends its own: JSON, and a stream as the reply. `x-conversation-id` would let
+# llama-server go on working for a client that has left (b11434).
 _NOT_FOR_CHAT = frozenset(
     {"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"}
     | {f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol")}
@@ -56,11 +56,12 @@ _READ_BYTES = 16384
 
 
 class ChatExchange:
-    """A stream of events for one thread, which waits for them; only the Abort is for others.
+    """A chat completion of the upstream, as a stream of events. For one thread, which blocks; only
+    the Abort is for others.
 
-    `leased` hears all that comes, and may know a better reason for a failure.
-    `before_reading` is called before each wait for the headers, of at most `silence_s`; what it
-    raises is the client's, no news of the server, and comes out of `open`.
+    `leased` is told of all that comes, and may know a better reason for a failure. `before_reading`
+    is called before each wait for the headers, of at most `silence_s`; an error that it raises is
+    the client's, says nothing of the server, and is raised by `open`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ChatExchange:
         silence_s: float | None,
     ) -> None:
         self.failure: StreamFailure | None = None
-        self.retry_after = ""  # the header of a refusal
+        self.retry_after = ""  # the Retry-After header of an error reply
         self.silence_s = silence_s
         self._abort = abort
         self._endpoint = endpoint
@@ -81,7 +82,7 @@ class ChatExchange:
         self._before_reading = before_reading
         self._reply: HttpReply | None = None
         self._body: ChatBody | None = None
-        self._events: list[StreamEvent] = []  # that came along with the headers
+        self._events: list[StreamEvent] = []  # those that came with the headers
         self._client_error: Exception | None = None
 
     def before_reading(self) -> None:
@@ -93,7 +94,7 @@ class ChatExchange:
         self._leased.before_reading()
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
-        """Post it and wait for the headers; False where `failure` says why there is no stream."""
+        """Post the body and wait for the headers. False: `failure` says why there is no stream."""
         self._leased.sends()
         try:
             self._reply = reply = session.post_chat(
@@ -119,8 +120,8 @@ class ChatExchange:
         return True
 
     def read(self, before_waiting: Callable[[], object] = lambda: None) -> list[StreamEvent] | None:
-        """What comes next, [] for a keepalive and for nothing within `silence_s`; None at the end:
-        `failure` says whether a good one. `before_waiting` is called unless that is here."""
+        """The next events; [] for a keepalive, or if nothing comes within `silence_s`; None at the
+        end, with `failure` if it is a bad one. `before_waiting` is called before a wait."""
         body = self._body
         assert body is not None
         events, self._events = self._events, []
@@ -140,7 +141,7 @@ class ChatExchange:
                     aborted = self._abort.error
                     body.end(None if aborted is None else str(aborted))
             self._leased.heard(events, timers.now())
-        if body.over and not events:  # else they go to the client first
+        if body.over and not events:  # events go to the client first
             self.failure = self._leased.closed(body.failure)
             self.close()
             return None
@@ -153,7 +154,7 @@ class ChatExchange:
 
 
 class EventSink(Struct, frozen=True, kw_only=True):
-    """Where events go as they come. `before_reading` is called before any wait for the upstream."""
+    """Takes the events made. `before_reading` is called before each wait for the upstream."""
 
     send: Callable[[bytes], None]
     encode: Callable[[list[Event]], bytes]
@@ -164,9 +165,9 @@ class ResponseRun:
     """Makes a response from its chat completion, on the request's thread: what is read is written
     before more is read.
 
-    `sink` gets the events as they come; None: nobody wants them. `heartbeat_s`: after so long
-    without an event there is one nevertheless, also while the upstream has not sent its headers: it
-    may be busy for minutes.
+    `sink` gets the events as they are made; None: the client does not stream. `heartbeat_s`: after
+    so long without an event, `response.in_progress` is sent again, even before the upstream's
+    headers, for which it may take minutes.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class ResponseRun:
         self._sink = sink
         self._heartbeat_s = heartbeat_s
         self._over = over
-        self._first: bytes | None = None  # events; None: not made yet, b"": sent
+        self._first: bytes | None = None  # the first events; None: not made, b"": sent
         self._sent_at = time.monotonic()
 
     @property
@@ -197,7 +198,7 @@ class ResponseRun:
             self._first = b"" if self._sink is None else self._sink.encode(self._events.begin())
 
     def before_reading(self) -> None:
-        """Keep the client that has waited for long."""
+        """Let the sink read from its client, and send a heartbeat if one is due."""
         if self._sink is not None:
             if self._sink.before_reading is not None:
                 self._sink.before_reading()
@@ -205,7 +206,7 @@ class ResponseRun:
                 self._send(self._events.heartbeat())
 
     def to_the_end(self, chat: ChatExchange) -> None:
-        """Drive it. Raises OSError where the client has left; the response is over in any case."""
+        """Drive it to its end. Raises OSError if the client has left; it is over in any case."""
         self.prepare()
         try:
             while not self._events.over:
@@ -220,8 +221,8 @@ class ResponseRun:
             self.abandon()
 
     def _wait(self) -> None:
-        """Before each wait for more of the stream. What may follow a finish is not awaited for
-        ever."""
+        """Called before each wait for more of the stream. Aborts at the deadline: what may follow a
+        finish reason is not awaited for ever."""
         if self._first and not self._abort.wait_readable(_TOGETHER_S):
             self._write([])
         self.before_reading()
@@ -232,22 +233,22 @@ class ResponseRun:
             self._abort.abort()
 
     def abandon(self) -> None:
-        """The client has left, and may go on from what it has got; idempotent."""
+        """The client has left, and may continue from what it has received; idempotent."""
         if not self._events.over:
             self._events.fail("the client has left")
             self._over()
 
     def finish_empty(self) -> None:
-        """Nothing is asked of the upstream."""
+        """End the response without output: the upstream is not asked."""
         self.prepare()
         self._send(self._events.finish_empty())
 
     def fail(self, refused: ApiError) -> None:
-        """The upstream refused, after the client was sent the first events."""
+        """End it as failed: the upstream refused after the client was sent the first events."""
         self._send(self._events.fail(refused.message, code=refused.code))
 
     def _send(self, events: list[Event]) -> None:
-        # first: who has read the end may refer to the response, and have its place
+        # before the end is sent: who has read it may refer to the response and take its place
         if self._events.over:
             self._over()
         if events:
@@ -261,15 +262,15 @@ class ResponseRun:
 
 
 class ResponseGenerator:
-    """In front of one server, for any number of threads."""
+    """Generates the responses of one upstream server. Any number of threads may use it."""
 
     def __init__(self, upstream: Upstream, *, heartbeat_s: float) -> None:
         self._endpoint = upstream.endpoint
         self._heartbeat_s = heartbeat_s
-        # the last of these waits ends when a heartbeat is due
+        # a whole number of these waits ends when a heartbeat is due
         self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _LISTEN_S)
-        self._keeps_late_instructions = False  # the server's template, as far as is known
-        # of the server, as it last said, and until when that counts
+        self._keeps_late_instructions = False  # the server's template, as last known
+        # the server's sampling parameters as last read, and until when they are valid (monotonic)
         self._sampling: Mapping[str, float] = LLAMA_SERVER_SAMPLING
         self._sampling_until = -math.inf
 
@@ -280,8 +281,8 @@ class ResponseGenerator:
         chat_request: ChatRequest,
         sink: EventSink | None,
     ) -> ResponseEvents:
-        """Make a response, to its end. Raises ApiError where none was begun, and for a failure
-        where no `sink` takes the events as they come."""
+        """Make a response to its end. Raises ApiError if none was begun, and for a later failure if
+        there is no `sink` to take it as an event."""
         unique = uuid.uuid4().hex
         response_id = response_id_of(unique)
         exchange.enter(response_id, is_stored=chat_request.store)
@@ -310,15 +311,15 @@ class ResponseGenerator:
         else:
             run.finish_empty()
         if sink is None and events.failure is not None:
-            # What was generated is lost: a retry costs it all again, and is the client's to decide.
+            # The output is lost and a retry would generate it all again: never an automatic one.
             raise ApiError(502, events.failure, code=error_code(events.failure), should_retry=False)
         return events
 
     def _run(
         self, run: ResponseRun, exchange: Exchange, request: HttpRequest, chat_request: ChatRequest
     ) -> None:
-        """Ask the upstream, and drive the response to its end. Raises ApiError where the client was
-        sent nothing and the upstream refuses."""
+        """Ask the upstream, and drive the response to its end. Raises ApiError if the upstream
+        refuses before the client was sent anything."""
 
         def before_reading() -> None:
             exchange.announce()
@@ -333,7 +334,7 @@ class ResponseGenerator:
             silence_s=self._silence_s if chat_request.stream else None,
         )
         messages = self._as_template_takes(chat_request.body["messages"], exchange, request)
-        # with progress reports, a prompt that stands still is found sooner
+        # with progress reports, a stalled prompt is found sooner
         body = {**chat_request.body, "messages": messages, "return_progress": True}
         try:
             is_open = chat.open(body, forwarded(request, exclude=_NOT_FOR_CHAT))
@@ -352,7 +353,8 @@ class ResponseGenerator:
     def _as_template_takes(
         self, messages: list[Message], exchange: Exchange, request: HttpRequest
     ) -> list[Message]:
-        """As the server's template is now, or was where a busy server does not answer."""
+        """The messages as the server's template takes them; as it last did, if a busy server does
+        not answer."""
         if not has_late_instructions(messages):
             return messages
         answer = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
@@ -361,7 +363,7 @@ class ResponseGenerator:
         return messages if self._keeps_late_instructions else late_instructions_as_user(messages)
 
     def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
-        """What the server samples with where a request does not say."""
+        """The server's sampling parameters, which apply if a request does not set its own."""
         if time.monotonic() >= self._sampling_until:
             sampling = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
             self._sampling = sampling or self._sampling

@@ -10,8 +10,8 @@ from llama_worker.responses.http.listener import SocketListener
 
 
 class StartListening(Struct, frozen=True, kw_only=True):
-    """Answered with the port once connections are taken; fails with OSError where the port is not
-    to be had. Sent again, it has the same `reply`."""
+    """Start to listen. Answered with the port once connections are accepted; fails with OSError if
+    the port cannot be bound. A repeated order carries the same `reply`."""
 
     reply: Reply[int]
 
@@ -23,34 +23,34 @@ class StopListening(Struct, frozen=True, kw_only=True):
 
 
 class Listening(Struct, frozen=True, kw_only=True):
-    """From the listener's thread: it is bound and takes connections."""
+    """From the listener's thread: the port is bound and connections are accepted."""
 
     listener: SocketListener
 
 
 class ListenerEnded(Struct, frozen=True, kw_only=True):
-    """From the listener's thread, its last word. `error`: why, where nobody asked for it."""
+    """From the listener's thread, its last message. `error`: why it ended; None: it was stopped."""
 
     error: BaseException | None
 
 
 class ResponseBegun(Struct, frozen=True, kw_only=True):
-    """A response is made that can be referred to."""
+    """A response that is to be stored is being generated."""
 
     response_id: str
 
 
 class ResponseEnded(Struct, frozen=True, kw_only=True):
-    """It is made no longer. `stored`: the response to keep, None for none."""
+    """The response is no longer being generated. `stored`: what to keep of it; None: nothing."""
 
     response_id: str
     stored: StoredResponse | None = None
 
 
 class Recall(Struct, frozen=True, kw_only=True):
-    """Answered with what the store has, as soon as no response that is wanted still runs.
+    """Look up stored responses. Answered once none of those wanted is still being generated.
 
-    A client that breaks off a stream may go on from it before the proxy has noticed.
+    A client that cuts a stream may continue from it before the proxy has noticed.
     """
 
     wanted: References
@@ -58,14 +58,14 @@ class Recall(Struct, frozen=True, kw_only=True):
 
 
 class Fetch(Struct, frozen=True, kw_only=True):
-    """Answered with the response, None where it is unknown."""
+    """Look up one stored response; answered with None if it is unknown."""
 
     response_id: str
     reply: Reply[StoredResponse | None]
 
 
 class Forget(Struct, frozen=True, kw_only=True):
-    """Answered with whether it was there."""
+    """Delete a stored response; answered with whether it was there."""
 
     response_id: str
     reply: Reply[bool]

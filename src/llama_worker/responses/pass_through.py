@@ -1,4 +1,4 @@
-"""Requests that go to the upstream as they are, and their replies: byte for byte, as they come."""
+"""Forwards requests to the upstream, and its replies to the client byte for byte, as they come."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade",
 })  # fmt: skip
-# the page was let in here: a server that checks origins may refuse it
+# origin: the proxy has allowed the page, but an upstream that checks origins might refuse it
 _NOT_FORWARDED = frozenset({"host", "content-length", "expect", "origin"})
 _CORS = "access-control-"
-_MAX_REFUSAL_BYTES = 64 * 1024  # of what an error status says, for the worker
+_MAX_REFUSAL_BYTES = 64 * 1024  # of the body of an error reply, kept to tell the worker
 
 
 def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, str]:
-    """The client's headers, but those that belong to its connection."""
+    """The client's headers for the upstream, without those of its connection and `exclude`."""
     dropped = {*_HOP_BY_HOP, *_NOT_FORWARDED, *header_words(request.header("connection")), *exclude}
     return {
         name: value
@@ -45,8 +45,8 @@ def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, st
 
 
 def passed_back(reply: HttpReply) -> list[tuple[str, str]]:
-    """The upstream's headers, but those that belong to its connection, and those of CORS: the proxy
-    says which pages may read a reply."""
+    """The upstream's headers for the client, without those of its connection and of CORS: the proxy
+    decides which pages may read a reply."""
     dropped = _HOP_BY_HOP | header_words(reply.header("connection"))
     return [
         (name, value)
@@ -56,8 +56,8 @@ def passed_back(reply: HttpReply) -> list[tuple[str, str]]:
 
 
 def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> None:
-    """Send it on, and what comes back. Raises ApiError where nothing did, OSError where the
-    client's connection is broken, or is to be."""
+    """Forward the request and its reply. Raises ApiError if there is no valid reply, OSError if the
+    client's connection is broken or must be cut."""
     is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
     if is_chat:
         chat = json_of(request.body)
@@ -74,7 +74,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
             endpoint,
             request.method,
             request.target,
-            # a chat's stream is read, too: compressed, it would look silent, and be given up
+            # a chat's stream is decoded here, too: compressed, it would look silent and be given up
             headers=forwarded(request, exclude=("accept-encoding",) if is_chat else ()),
             body=request.body if has_body else None,
             waiter=leased,
@@ -111,7 +111,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
             failure = leased.closed(refusal() or disconnected("in mid-stream", str(error)))
             if not (leased.is_given_up and failure is not None and decoder is not None):
                 raise
-            # As the server itself tells of an error in a stream.
+            # The form in which llama-server reports an error within a stream.
             last = {"error": {"message": failure.detail, "type": "server_error", "code": 503}}
             client.write(f"\n\ndata: {json.dumps(last)}\n\n".encode())
             break
@@ -125,18 +125,18 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
             leased.closed(refusal())
         is_over = is_whole or Done() in events
         if is_over:
-            exchange.leave()  # first: who has read the end may have its place
+            exchange.leave()  # before the client reads the end: it may then use the slot again
         if piece:
-            client.write(piece)  # what this raises says nothing of the server
+            client.write(piece)  # an error here is the client's, not the server's
         if is_over:
             break
     client.end()
 
 
 def _next_piece(reply: HttpReply, settled_at: float | None) -> bytes:
-    """The next of the body, not decoded; b"" at its end, and where nothing comes until
-    `settled_at`: nothing has to follow. What it raises ends the client's connection before the
-    body's end."""
+    """The next bytes of the body, not decoded; b"" at its end, or if nothing comes until
+    `settled_at`, since nothing has to follow by then. Raises OSError if the body breaks off: the
+    client's connection then breaks off, too, unless an error record ends the stream."""
     try:
         return reply.read(until=settled_at)
     except TimeoutError:

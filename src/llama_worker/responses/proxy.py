@@ -1,4 +1,4 @@
-"""The host's handle of a Responses proxy."""
+"""`ResponsesProxy`, the public handle that starts and closes a Responses proxy."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ _LEAVE_S = 5.0
 
 
 class ResponsesProxy(Startable):
-    """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread; a
-    context manager.
+    """Makes a llama-server usable by clients that speak only OpenAI's Responses API. Any thread may
+    use it; it is a context manager.
 
-    In front of a worker's server each response, and each chat completion that is passed through,
-    holds one of the worker's slots, and is watched as the worker's own requests are.
+    In front of a worker's server, each response and each chat completion that is passed through
+    holds one of the worker's slots, and is watched like the worker's own requests.
     """
 
     def __init__(
         self, config: ResponsesProxyConfig | None = None, *, worker: LlamaWorker | None = None
     ) -> None:
-        """Nothing listens yet.
+        """Does not listen yet: `start` does.
 
         Args:
-            config: None: as by default, for a worker's server.
-            worker: whose server it is for, in place of `config.upstream`. The proxy neither starts
-                nor closes it, and may be started before it.
+            config: None: the defaults, which need a `worker`.
+            worker: the worker whose server is the upstream, instead of `config.upstream`. The proxy
+                neither starts nor closes the worker, and may be started before it.
 
         Raises:
-            ConfigError: neither or both of `config.upstream` and `worker` are given.
+            ConfigError: if neither or both of `config.upstream` and `worker` are given.
         """
         config = config or ResponsesProxyConfig()
         if (config.upstream is None) is (worker is None):
             raise ConfigError("give one of upstream (in the config) and worker")
         self._live = LiveSet()
         self._pid = os.getpid()
-        self._upstream: Ref[UpstreamMessage] | None = None  # the actor, where it is ours
+        self._upstream: Ref[UpstreamMessage] | None = None  # None: the worker's actor watches
         if worker is not None:
             server = Endpoint.of(worker.config)
             config = replace(
@@ -82,7 +82,7 @@ class ResponsesProxy(Startable):
         self.actor_ref: pykka.ActorRef[Any]
         try:
             self.actor_ref = ResponsesProxyActor.start(self._live, config, upstream)
-        except RuntimeError:  # no thread is left; nobody gets this object, and can close it
+        except RuntimeError:  # no thread can be started; the caller gets no object to close
             if self._upstream is not None:
                 self._upstream.stop()
             raise
@@ -90,18 +90,18 @@ class ResponsesProxy(Startable):
 
     @property
     def port(self) -> int:
-        """Where it listens, once started."""
+        """The port on which it listens, once started."""
         return self._port.get(timeout=0)
 
     @property
     def base_url(self) -> str:
-        """What clients are given as their base URL."""
+        """The base URL for clients, once started."""
         host = self.config.host
         return f"http://[{host}]:{self.port}/v1" if ":" in host else f"http://{host}:{self.port}/v1"
 
     def start(self) -> WorkerFuture[int]:
-        """Listen. Resolves with the port; raises OSError where it cannot be had, RuntimeError after
-        `close` and in a forked child. Once; later calls repeat it."""
+        """Start to listen. The future resolves with the port; it raises OSError if the port cannot
+        be bound, RuntimeError after `close` and in a forked child. Later calls return the same."""
         if os.getpid() != self._pid:
             self._port.fail(RuntimeError(f"the proxy is that of process {self._pid}"))
         elif not self._ref.tell(StartListening(reply=self._port)):
@@ -109,12 +109,12 @@ class ResponsesProxy(Startable):
         return self._port
 
     def close(self) -> None:
-        """Cut what runs and stop listening. Blocks until no thread is left; idempotent."""
+        """Cut running requests and stop listening. Blocks until no thread is left; idempotent."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads
         future: WorkerFuture[None] = WorkerFuture()
         if self._ref.tell(StopListening(reply=future)):
-            with contextlib.suppress(pykka.Timeout):  # of an actor that has crashed
+            with contextlib.suppress(pykka.Timeout):  # the actor has crashed
                 future.get(timeout=_STOP_S)
             self._ref.stop()
         if self._upstream is not None:

@@ -1,4 +1,4 @@
-"""A conversation summed up by the model, to go on in a smaller context. Pure."""
+"""Compaction: the model sums a conversation up, to go on in a smaller context. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ORDER = (
 
 
 def compaction_request(body: Mapping[str, Any], recalled: RecalledItems) -> ChatRequest:
-    """The chat completion that sums the conversation up. Raises ApiError."""
+    """The chat completion that sums the conversation up. Raises ApiError for a bad request."""
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise ApiError(400, "Missing required parameter: 'model'.", param="model")
     items = input_items(body)
@@ -34,9 +34,9 @@ def compaction_request(body: Mapping[str, Any], recalled: RecalledItems) -> Chat
 
 
 def compacted(response: Mapping[str, Any], item_id: str) -> dict[str, Any]:
-    """The conversation's new beginning, from the response to that request.
+    """The reply with the conversation's new beginning, from the response to `compaction_request`.
 
-    Raises ApiError where the model wrote no summary.
+    Raises ApiError if the model wrote no summary.
     """
     messages = [item for item in response["output"] if item["type"] == "message"]
     summary = "\n\n".join(plain_text(message["content"]) for message in messages).strip()

@@ -1,10 +1,10 @@
-"""Input items of the Responses API to the messages of a chat completion. Pure.
+"""Translates input items of the Responses API into the messages of a chat completion. Pure.
 
-An assistant's turn is several items there (reasoning, message, calls) and one message here. Leading
+An assistant's turn is several items (reasoning, message, calls), but one chat message. Leading
 system and developer messages become one system message: many chat templates fail on a second one or
 lose it silently. Later ones stay in their place, since the messages of one turn must begin with
-those of the turn before: llama-server's prompt cache lives by that. Call ids become our own, in the
-one form that every template takes.
+those of the turn before: llama-server's prompt cache needs that. Call ids are replaced with our
+own, in the one form that every template takes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SUMMARY_HEAD = "Summary of the conversation so far, which it stands for:"
 
 
 def seal(text: str) -> str:
-    """The `encrypted_content` of our items: not secret, only opaque, so that it comes back as it
-    went."""
+    """The `encrypted_content` of our items: not secret, only opaque, so that clients return it
+    unchanged."""
     return _SEALED_PREFIX + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
 
 
@@ -57,12 +57,12 @@ TEMPLATE_PROBE: Message = {
         )
     ]
 }
-"""For `/apply-template`, whose answer `keeps_late_instructions` reads."""
+"""The body for `/apply-template`; `keeps_late_instructions` reads the prompt in its answer."""
 
 
 def keeps_late_instructions(prompt: object) -> bool:
-    """Whether a system message in the middle of a conversation reaches the model in its place:
-    templates drop, move or refuse one."""
+    """Whether a system message in the middle of a conversation reaches the model in its place: some
+    templates drop, move or refuse it."""
     if not isinstance(prompt, str):
         return False
     places = [prompt.find(message["content"]) for message in TEMPLATE_PROBE["messages"]]
@@ -70,19 +70,19 @@ def keeps_late_instructions(prompt: object) -> bool:
 
 
 def has_late_instructions(messages: Sequence[Message]) -> bool:
-    """Whether some came after the conversation had begun."""
+    """Whether a system message comes after the first message."""
     return any(message["role"] == "system" for message in messages[1:])
 
 
 def late_instructions_as_user(messages: Sequence[Message]) -> list[Message]:
-    """For templates that do not keep them as system messages."""
+    """The messages with late system messages as user messages, for templates that lose them."""
     late = [{**one, "role": "user"} if one["role"] == "system" else one for one in messages[1:]]
     return [*messages[:1], *late]
 
 
 def item_type(item: Item) -> str:
-    """The item's type, also where it is left out: a message has a role, a reference has only an
-    id."""
+    """The item's type. If it is left out, a message is known by its role, a reference by having
+    only an id."""
     kind = item.get("type")
     if isinstance(kind, str):
         return kind
@@ -92,7 +92,7 @@ def item_type(item: Item) -> str:
 
 
 class _Turn:
-    """The assistant's turn, as long as its items come."""
+    """Collects the items of an assistant's turn into one message."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
@@ -109,10 +109,10 @@ class _Turn:
 
 
 class ChatMessages:
-    """The `messages` that the items become. `warnings`: about items that were left out."""
+    """Builds `messages` from input items. `warnings`: about items that were left out."""
 
     def __init__(self, instructions: str, items: Iterable[Item], tools: ToolSet) -> None:
-        """Raises ApiError for what is malformed."""
+        """Raises ApiError for a malformed item."""
         self.warnings: list[str] = []
         self._tools = tools
         self._unanswered: set[str] = set()  # call ids
@@ -156,13 +156,13 @@ class ChatMessages:
             case "compaction" | "compaction_summary":
                 self._summary(item)
             case "additional_tools":
-                pass  # they count like `tools`
+                pass  # `normalise` adds their tools to the request's
             case kind:
                 self.warnings.append(f"input items of type {kind or 'unknown'!r} are ignored")
 
     def _all(self) -> list[Message]:
         if self._turn is not None and not self._turn.texts and not self._turn.calls:
-            # At the end, reasoning alone would be a beginning for the model to go on with.
+            # The model would continue a last message that is reasoning alone.
             self._turn = None
         self._end_turn()
         self._release_held()
@@ -184,7 +184,7 @@ class ChatMessages:
                 raise ApiError(400, f"unknown role {role!r} of an input message", param="input")
 
     def _text_of(self, content: object, *, separator: str = "\n") -> str:
-        """Of a message that templates take as text only."""
+        """The text of a message whose role templates take as text only."""
         parts = _parts(content)
         if not _is_text(parts):
             self.warnings.append("images and audio are ignored in all but user messages")
@@ -212,7 +212,7 @@ class ChatMessages:
             self._release_held()
 
     def _release_held(self) -> None:
-        """What has no result by now gets none in its place, and holds nothing back any more."""
+        """Calls without a result by now get none in their place, and hold nothing back any more."""
         self._messages += self._held
         self._held.clear()
         self._unanswered.clear()
@@ -257,7 +257,7 @@ class ChatMessages:
             self._release_held()
 
     def _names(self, tools: object) -> str:
-        """Of tools that were found, as the model knows them; they are offered like the others."""
+        """The result of a search: the model's names of the tools found, which are offered, too."""
         found = tool_set(tools).tools
         names = [self._tools.model_name(tool.namespace, tool.name) for tool in found]
         return (
@@ -276,19 +276,19 @@ class ChatMessages:
 
 
 def plain_text(content: object) -> str:
-    """The text of a content, other parts left out."""
+    """The text of a message's content, without other parts."""
     return _joined(_parts(content))
 
 
 def _content(content: object) -> str | list[Message]:
-    """A message's content: one string where all of it is text, since not every template takes
+    """A message's content: one string if all of it is text, since not every template takes
     parts."""
     parts = _parts(content)
     return _joined(parts) if _is_text(parts) else parts
 
 
 def _result(output: object) -> str | list[Message]:
-    """Of a call: any JSON value is one, not only a text and a list of parts."""
+    """A call's result as content: it may be any JSON value, not only a text or a list of parts."""
     if isinstance(output, (str, list, type(None))):
         with contextlib.suppress(ApiError):
             return _content(output)
@@ -367,8 +367,8 @@ def _texts(parts: object) -> str:
 
 
 def _valid_arguments(text: str) -> str:
-    """As the model wrote them, where they are a JSON object: what is not one is a 500 with many
-    templates."""
+    """The arguments as the model wrote them, if they are a JSON object; else wrapped in one, since
+    with many templates llama-server answers 500 to anything else."""
     try:
         parse_arguments(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The request as its response repeats it, and what it is sampled with. Pure."""
+"""The parameters that a response repeats of its request, and those of sampling. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from llama_worker.config.validation import as_count
 from llama_worker.responses.api.tools import Choice, ToolSet, as_object, as_text
 
-# What b11434 samples with, unless a request or its own command says otherwise.
+# The defaults of llama-server (b11434), unless a request or the server's command sets others.
 LLAMA_SERVER_SAMPLING = {
     "temperature": 0.8,
     "top_p": 0.95,
@@ -19,8 +19,8 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def sampling_of(props: object) -> dict[str, float] | None:
-    """What the server samples with where a request does not say, from the body of its `/props`;
-    None where that does not tell."""
+    """The server's sampling parameters, for requests that set none, from the body of its `/props`;
+    None if that does not tell."""
     params = as_object(as_object(props).get("default_generation_settings")).get("params")
     if not isinstance(params, Mapping):
         return None
@@ -28,14 +28,14 @@ def sampling_of(props: object) -> dict[str, float] | None:
 
 
 def sampling_echo(params: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, float]:
-    """What these parameters sample with; `defaults`: where they do not say."""
+    """The sampling parameters in effect: those in `params`, else those in `defaults`."""
     return {name: _number(params.get(name), default) for name, default in defaults.items()}
 
 
 def echo_of(
     body: Mapping[str, Any], tools: ToolSet, choice: Choice, text_format: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """All but what is sampled with. What is not of the API's form is left out."""
+    """All repeated parameters but those of sampling, without values that the API does not allow."""
     reasoning = as_object(body.get("reasoning"))
     effort, summary = reasoning.get("effort"), reasoning.get("summary")
     text: dict[str, Any] = {"format": dict(text_format) if text_format else {"type": "text"}}

@@ -1,9 +1,9 @@
-"""The events of one response, made from the stream events of one chat completion. Pure; not
+"""Makes the events of one response from the stream events of one chat completion. Pure; not
 thread-safe.
 
-An event of the response as a whole is emitted here; those of one item are in `items`. At most
-one item is open at a time. A tool call is closed when its arguments are a whole JSON object and
-something else comes; what comes earlier than that waits, in order.
+Events of the response as a whole are made here; `items` makes those of one item. At most one item
+is open at a time. A tool call is closed once its arguments are a complete JSON object and something
+else comes; what comes before its arguments are complete waits, in order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def sse(events: list[Event]) -> bytes:
-    """The events as a Responses stream has them; it has no end mark of its own."""
+    """The events as server-sent events; a Responses stream has no end mark of its own."""
     records: list[bytes] = []
     for event in events:
         records.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)))
@@ -51,14 +51,14 @@ def to_json(event: Event) -> bytes:
 
 
 class ResponseEvents:
-    """`begin` once, `feed` for what is read of the stream, `closed` at its end; each returns the
-    events to send.
+    """Makes one response's events. Call `begin` once, `feed` with what is read of the stream,
+    `closed` at its end; each returns the events to send.
 
-    `unique`: what its ids are made of. `clock` tells seconds since 1970; other instants are
-    monotonic seconds. After the terminal event everything returns [], and `response` is final.
+    `unique`: from which the ids are made. `clock` returns seconds since 1970; other instants are
+    monotonic seconds. After the terminal event all methods return [], and `response` is final.
 
-    An item that is still open when the stream fails, or a call when the token limit is met, is
-    never reported done: clients act on what is done, and make it part of their history.
+    An item that is open when the stream fails, or a call that is open at the token limit, is never
+    reported done: clients act on what is done, and make it part of their history.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class ResponseEvents:
 
     @property
     def deadline(self) -> float | None:
-        """When `feed` is due, with whatever has come: the model has finished, and what may still
-        follow is not waited for any longer."""
+        """When `feed` must be called, even if nothing has come: the model has finished, and what
+        may still follow is not waited for any longer. None: there is no deadline."""
         return None if self.over else self._turn_end.settled_at
 
     @property
     def stored(self) -> dict[str, Any]:
-        """The response as it can be referred to: with the item, too, that was open when the stream
-        failed."""
+        """The response to store: it also has the item that was open when the stream failed, as
+        incomplete."""
         half = [] if self._open is None else [self._open.done("incomplete")]
         return {**self.response, "output": [*self.response["output"], *half]}
 
@@ -138,7 +138,7 @@ class ResponseEvents:
                     splitter = self._splitter
                     self._piece(splitter.feed_reasoning(text) if splitter else SplitText(text, ""))
                 case chat.ToolCallDelta():
-                    self._finish_splitter()  # no text that came before may come after the call
+                    self._finish_splitter()  # text that was held back must not follow the call
                     self._take_delta(event)
                 case chat.Finish() | chat.ServerError() | chat.Done():
                     self._conclude(self._turn_end.feed(event, now))
@@ -160,7 +160,7 @@ class ResponseEvents:
         return self._take()
 
     def finish_empty(self) -> list[Event]:
-        """Nothing was to be generated."""
+        """Complete the response without output: nothing was to be generated."""
         self._emit_terminal("completed")
         return self._take()
 
@@ -179,7 +179,7 @@ class ResponseEvents:
             "param": None,
         }
         flat = {key: value for key, value in error.items() if key != "type"}
-        self._emit("error", **flat, error=error)  # old clients look outside, new ones inside
+        self._emit("error", **flat, error=error)  # old clients read the fields, new ones `error`
         self.response["error"] = {"code": "server_error", "message": message}
         self._emit_terminal("failed")
 
@@ -202,7 +202,7 @@ class ResponseEvents:
         if incomplete:
             self.response["incomplete_details"] = {"reason": incomplete}
         elif all(item["type"] == "reasoning" for item in self.response["output"]):
-            # clients expect an answer, be it empty
+            # clients expect a message, even an empty one
             self._begin_item(items.Message(self._new_id("msg")))
             self._close("completed")
         self._emit_terminal(status)
@@ -223,9 +223,9 @@ class ResponseEvents:
     def _take_delta(self, delta: items.Delta) -> None:
         if isinstance(delta, chat.ToolCallDelta) and delta.index in self._closed_calls:
             if not (delta.name and delta.call_id):
-                return  # nothing can follow a whole object of arguments
-            self._closed_calls.remove(delta.index)  # a server that numbers every call alike
-        if self._append(delta):  # nearly always; what waits is for other items
+                return  # nothing can follow complete arguments
+            self._closed_calls.remove(delta.index)  # a server that gives all calls the same index
+        if self._append(delta):  # nearly always; the deltas that wait are of other items
             if self._waiting:
                 self._work_off()
             return
@@ -234,7 +234,7 @@ class ResponseEvents:
             self._work_off()
 
     def _work_off(self) -> None:
-        """Pass on what waits, as far as it may be."""
+        """Pass on the deltas that wait, until one must still wait for the open call."""
         while self._waiting:
             if self._append(self._waiting[0]):
                 self._waiting.popleft()
@@ -244,11 +244,11 @@ class ResponseEvents:
             self._close("completed")
             if not self._begin_item_for(self._waiting[0]):
                 return
-            if isinstance(self._open, items.Call):  # other items may wait between its pieces
+            if isinstance(self._open, items.Call):  # others' deltas may wait between its own
                 self._waiting = deque(delta for delta in self._waiting if not self._append(delta))
 
     def _append(self, delta: items.Delta) -> bool:
-        """Whether it belongs to the open item."""
+        """Add the delta to the open item. False: it does not belong to that."""
         item = self._open
         if item is None or (piece := item.piece_of(delta)) is None:
             return False
@@ -256,7 +256,7 @@ class ResponseEvents:
         return True
 
     def _begin_item_for(self, delta: items.Delta) -> bool:
-        """Open the item that the delta begins; False where it cannot be opened yet."""
+        """Open the item that the delta begins. False: a call whose name has not come yet."""
         if isinstance(delta, chat.ReasoningDelta):
             self._begin_item(items.Reasoning(self._new_id("rs"), seal=self._seal))
         elif isinstance(delta, chat.TextDelta):
@@ -302,7 +302,7 @@ class ResponseEvents:
     def _close_all(self, status: items.ItemStatus) -> None:
         """The turn is over: pass on what was held back and what waits, and close the last item.
 
-        A call that the limit cut stays open: clients run what is done.
+        A call that the token limit cut stays open: clients run what is done.
         """
         self._finish_splitter()
         self._work_off()
@@ -337,7 +337,7 @@ class ResponseEvents:
         self._emit_response(status)
 
     def _usage_object(self) -> dict[str, Any]:
-        """As the server counts; from its timings where it sent no usage, as when it failed."""
+        """The server's token counts; from its timings if it sent no usage, as when it failed."""
         usage, timings = self._usage, self._timings
         if usage is None:
             cached = timings.cache_n or 0
@@ -355,7 +355,7 @@ class ResponseEvents:
         }
 
     def _emit_response(self, kind: str) -> None:
-        """With a snapshot: the list of its items goes on growing."""
+        """Emit an event with a snapshot of the response, whose list of items goes on growing."""
         snapshot = {**self.response, "output": [*self.response["output"]]}
         self._emit(f"response.{kind}", response=snapshot)
 
@@ -364,7 +364,7 @@ class ResponseEvents:
         self._sequence_number += 1
 
     def _emit_of(self, item: items.Item, emitted: items.Emitted) -> None:
-        for kind, fields in emitted:  # for every token: not by way of `_emit`
+        for kind, fields in emitted:  # inlines `_emit`: this runs for every token
             self._out.append(
                 {
                     "type": kind,

@@ -1,5 +1,4 @@
-"""The items of a response as they grow: what is said of each when it begins, goes on and ends.
-Pure."""
+"""The output items of a response, and the events of each when it begins, grows and ends. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from llama_worker.stream.events import ReasoningDelta, TextDelta, ToolCallDelta,
 
 Delta = TextDelta | ReasoningDelta | ToolCallDelta
 ItemStatus = Literal["completed", "incomplete"]
-Emitted = list[tuple[str, dict[str, Any]]]  # kinds of events, and the fields that are the item's
+Emitted = list[tuple[str, dict[str, Any]]]  # types of events, and the item's own fields of each
 
 
 class Message(Struct):
-    """Text."""
+    """A message item: text."""
 
     id: str
     _pieces: list[str] = field(default_factory=list)
@@ -59,7 +58,7 @@ class Message(Struct):
 
 
 class Reasoning(Struct):
-    """The same text twice, as content and as summary: some clients show the one, some the other."""
+    """A reasoning item. Its text comes twice, as content and as summary: clients show either."""
 
     id: str
     seal: bool
@@ -122,14 +121,14 @@ class Reasoning(Struct):
 
 
 class Call(Struct):
-    """A call of a tool; `index`: the server's number for it."""
+    """A tool call item; `index`: the server's number for the call."""
 
     id: str
     index: int
     call_id: str
     tool: Tool
     _pieces: list[str] = field(default_factory=list)  # of its arguments
-    _may_be_whole: bool = False  # mostly the end of the last piece tells, without parsing all
+    _may_be_whole: bool = False  # seen from the end of the last piece, without parsing all
 
     def piece_of(self, delta: Delta) -> str | None:
         if isinstance(delta, ToolCallDelta) and delta.index == self.index:
@@ -147,13 +146,13 @@ class Call(Struct):
         self._pieces.append(piece)
         if stripped := piece.rstrip():
             self._may_be_whole = stripped.endswith("}")
-        # free text is known once its JSON string is whole
+        # free text is known once its JSON string is complete
         if self.tool.kind != "function" or not piece:
             return []
         return [("response.function_call_arguments.delta", {"delta": piece})]
 
     def is_whole(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the arguments are complete, so that nothing can follow."""
         return self._may_be_whole and _object(self._arguments()) is not None
 
     def closing(self, status: ItemStatus) -> Emitted:

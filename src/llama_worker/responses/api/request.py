@@ -1,7 +1,7 @@
-"""A request of the Responses API to one for chat completions. Pure.
+"""Translates a request of the Responses API into one for a chat completion. Pure.
 
-Everything that neither API knows (llama.cpp's sampling parameters above all) passes through as it
-is.
+Parameters that neither API knows (llama.cpp's sampling parameters above all) pass through
+unchanged.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from llama_worker.responses.api.tools import (
 )
 from llama_worker.responses.errors import ApiError
 
-# what is kept and repeated is put together again, with less of the stack left than here
+# parts of the body are stored and repeated: they are serialised with less stack left than here
 _MAX_DEPTH = 200
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
-# What the Responses API knows and a chat completion does not; `null` for it means that it was not
-# given.
+# Parameters of the Responses API that a chat completion does not have, or not in this form; `null`
+# means that one was not given.
 _OWN_KEYS = frozenset({
     "background", "client_metadata", "context_management", "conversation", "generate",
     "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "messages",
@@ -45,7 +45,7 @@ _OWN_KEYS = frozenset({
 
 
 class ChatRequest(Struct, frozen=True, kw_only=True):
-    """What to send, and what the response must say of the request."""
+    """The chat completion to send, and what the response must repeat of the request."""
 
     body: dict[str, Any]
     tools: ToolSet
@@ -55,18 +55,18 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     stream: bool
     store: bool
     seal_reasoning: bool
-    generates: bool  # else it only brings what a later one goes on from
+    generates: bool  # False: it only brings input from which a later request continues
     warnings: tuple[str, ...]
 
 
 def references(body: Mapping[str, Any]) -> References:
-    """What to look up before `normalise`."""
+    """What to look up in the store before `normalise`. Raises ApiError."""
     previous = body.get("previous_response_id")
     if previous is not None and not isinstance(previous, str):
         raise ApiError(400, "previous_response_id must be a string", param="previous_response_id")
     found = [item.get("id") for item in input_items(body) if item_type(item) == "item_reference"]
     ids = [item_id if isinstance(item_id, str) else "" for item_id in found]
-    # OpenAI refuses it too; a short request could grow beyond all bounds by it
+    # OpenAI refuses it, too; by repeated references a short request could grow without bound
     if len(set(ids)) < len(ids):
         raise ApiError(400, "an item of the input is referred to twice", param="input")
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
@@ -110,7 +110,7 @@ def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLE
         previous_response_id=wanted.previous_response_id,
         stream=body.get("stream") is True,
         store=store,
-        # without a store nothing else brings it back
+        # if nothing is stored, only the sealed form brings the reasoning back
         seal_reasoning=not store or ENCRYPTED_REASONING in include,
         generates=generates,
         warnings=tuple(dict.fromkeys([*warnings, *_ignored(body)])),
@@ -156,7 +156,7 @@ def _chat_body(
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """The JSON object, which can be written as JSON again. Raises ApiError."""
+    """The body's JSON object, which can be serialised again. Raises ApiError."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -168,7 +168,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def parse_create(message: bytes) -> dict[str, Any]:
-    """A WebSocket's message as the body that it would be over HTTP. Raises ApiError."""
+    """A WebSocket message as the body of the same request over HTTP. Raises ApiError."""
     body = parse_body(message)
     if body.pop("type", None) != "response.create":
         raise ApiError(400, "messages are of type 'response.create'", param="type")
@@ -189,7 +189,7 @@ def _children(value: object) -> Iterable[Any]:
         return value.values()
     if isinstance(value, list):
         return value
-    # Python reads NaN and 1e999, JSON has neither
+    # Python accepts NaN and 1e999; JSON has no such numbers
     if isinstance(value, float) and not math.isfinite(value):
         raise ApiError(400, "a number of the request is beyond the range of a double")
     return ()
@@ -259,7 +259,7 @@ def _instructions(body: Mapping[str, Any]) -> str:
 
 
 def _text_format(text: object) -> dict[str, Any] | None:
-    """The format, where it is JSON."""
+    """The requested format, if it is JSON; None: plain text."""
     given = as_object(text).get("format")
     kind = as_object(given).get("type")
     if given is None or kind == "text":
@@ -284,9 +284,9 @@ def _text_format(text: object) -> dict[str, Any] | None:
 def _tools_and_format(
     choice: Choice, text_format: Mapping[str, Any] | None
 ) -> tuple[Sequence[Tool], Mapping[str, Any] | None, str]:
-    """The tools and the format to send, not both: llama-server drops the tools, silently, from a
-    request that has a format as well (b11434). The text asks for the format in the prompt, where
-    the model may call a tool or answer."""
+    """The tools or the format to send, not both: llama-server silently drops the tools of a request
+    that has a format as well (b11434). If the model may call a tool or answer, the third value is a
+    text that asks for the format in the prompt."""
     if text_format is None or not choice.offered:
         return choice.offered, text_format, ""
     if choice.mode == "none":
@@ -308,7 +308,7 @@ def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_effort(chat: dict[str, Any], reasoning: object) -> None:
-    """What templates read: gpt-oss an effort, most others whether to think at all."""
+    """Set what templates read: gpt-oss an effort, most others whether to think at all."""
     effort = as_object(reasoning).get("effort")
     if not isinstance(effort, str):
         return

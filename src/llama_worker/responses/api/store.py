@@ -1,8 +1,8 @@
-"""What can be referred to, and by which ids: responses and their items, bounded by count and bytes,
-the least recently used go first. Pure.
+"""Stores the responses and items that later requests refer to by id. It is bounded by count and
+bytes; the least recently used go first. Pure.
 
-They are kept as JSON text: what the store counts is what it holds, where parsed objects would take
-several times that.
+They are kept as JSON text, whose size the store can count: parsed objects would take several times
+that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from msgspec import Struct
 from llama_worker.responses.api.conversation import Item, item_type
 
 _ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
-_ENTRY_BYTES = 1024  # of a response beside its text: the entry, its id, its places in the tables
-_ITEM_ID_BYTES = 256  # of each id that can be referred to, about
+_ENTRY_BYTES = 1024  # of a response besides its text: the object, its id, its table entries
+_ITEM_ID_BYTES = 256  # of each item id, about
 
 
 def response_id_of(unique: str) -> str:
@@ -34,7 +34,7 @@ def item_id_of(unique: str, prefix: str, number: int) -> str:
 
 
 def owner_of(item_id: str) -> str | None:
-    """The id of the response that the item belongs to; None where we did not make the id."""
+    """The id of the response that the item belongs to; None if this proxy did not make the id."""
     found = _ITEM_ID.fullmatch(item_id)
     return response_id_of(found["response"]) if found is not None else None
 
@@ -49,7 +49,7 @@ class References(Struct, frozen=True, kw_only=True):
         return self.previous_response_id is not None or bool(self.item_ids)
 
     def response_ids(self) -> set[str]:
-        """The responses that they belong to."""
+        """The ids of the previous response and of the responses that the items belong to."""
         owners = {self.previous_response_id, *map(owner_of, self.item_ids)}
         return {owner for owner in owners if owner is not None}
 
@@ -66,8 +66,8 @@ NOTHING_RECALLED = RecalledItems()
 
 
 class StoredResponse(Struct, frozen=True, kw_only=True):
-    """One response, and the input items of its own request, as JSON. `item_ids`: of both, the
-    output's last."""
+    """One response, and the input items of its own request, as JSON. `item_ids`: those of the
+    input, then those of the output."""
 
     id: str
     response_json: bytes
@@ -90,11 +90,11 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
         return found
 
     def items(self) -> list[Item]:
-        """The part of the conversation that it adds."""
+        """The items that the request and its response add to the conversation."""
         return [*self.input_items(), *self.response()["output"]]
 
     def items_by_id(self) -> dict[str, Item]:
-        """Those that can be referred to; of several with one id the latest."""
+        """The items that have an id; the latest if several have the same."""
         return {item["id"]: item for item in self.items() if isinstance(item.get("id"), str)}
 
 
@@ -113,15 +113,15 @@ def stored_response(
 
 
 class RecalledResponses(Struct, frozen=True, kw_only=True):
-    """The responses that have what was asked for. `chain`: those of the conversation, oldest first;
-    None where one is missing. `holders`: by item id one that has it."""
+    """The responses that hold what was asked for. `chain`: those of the conversation, oldest first;
+    None if one is missing. `holders`: by item id, a response that has the item."""
 
     chain: tuple[StoredResponse, ...] | None = ()
     holders: Mapping[str, StoredResponse] = {}
 
     def read(self) -> RecalledItems:
-        """The items themselves. It reads the JSON: for the thread that asked."""
-        holders = {holder.id: holder for holder in self.holders.values()}  # each is read once
+        """The items themselves. It parses the JSON, so it is for the thread that asked."""
+        holders = {holder.id: holder for holder in self.holders.values()}  # parsed once each
         by_id = {response_id: holder.items_by_id() for response_id, holder in holders.items()}
         items = {item_id: by_id[holder.id][item_id] for item_id, holder in self.holders.items()}
         history = (
@@ -133,15 +133,15 @@ class RecalledResponses(Struct, frozen=True, kw_only=True):
 
 
 class ResponseStore:
-    """Not thread-safe: one actor owns it. A conversation is a chain of responses, each stored
-    once."""
+    """The stored responses. Not thread-safe: one actor owns it. A conversation is a chain of
+    responses, each stored once."""
 
     def __init__(self, *, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
         # the least recently used first
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        # by item id the responses that have it, the latest last
+        # by item id, the ids of the responses that have the item, the latest last
         self._owners: dict[str, dict[str, None]] = {}
         self._bytes = 0
 
@@ -150,11 +150,11 @@ class ResponseStore:
 
     @property
     def size_bytes(self) -> int:
-        """What it costs the process, about."""
+        """The memory that it takes, about."""
         return self._bytes
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep it; one that is larger than the whole store is not kept."""
+        """Store a response, unless it alone is larger than the store may be."""
         self.delete(stored.id)
         if stored.size_bytes > self._max_bytes or self._max_count < 1:
             return
@@ -175,7 +175,7 @@ class ResponseStore:
         return self._stored[response_id]
 
     def delete(self, response_id: str) -> bool:
-        """Whether it was there."""
+        """Delete a response. Returns whether it was there."""
         stored = self._stored.pop(response_id, None)
         if stored is None:
             return False
@@ -188,7 +188,7 @@ class ResponseStore:
         return True
 
     def recall(self, wanted: References) -> RecalledResponses:
-        """The conversation up to a response, and the items asked for."""
+        """The conversation up to the wanted response, and the wanted items; counts as a use."""
         return RecalledResponses(
             chain=self._chain(wanted.previous_response_id),
             holders={
@@ -199,14 +199,14 @@ class ResponseStore:
         )
 
     def _chain(self, response_id: str | None) -> tuple[StoredResponse, ...] | None:
-        """The response and all before it, oldest first; None where one is missing, () of none.
+        """The response and all before it, oldest first; None if one is missing, () for no response.
 
-        All are used, the oldest last: of a conversation that is forgotten, the end goes first.
+        All count as used, the oldest last, so that a conversation is evicted from its end.
         """
         chain: list[StoredResponse] = []
         while response_id is not None:
             stored = self.get(response_id)
-            if stored is None or len(chain) == len(self._stored):  # the latter: it holds itself
+            if stored is None or len(chain) == len(self._stored):  # the latter: a cycle
                 return None
             chain.append(stored)
             response_id = stored.previous_response_id
@@ -214,8 +214,7 @@ class ResponseStore:
 
 
 def input_list(items: Iterable[Item]) -> dict[str, Any]:
-    """A request's own input items in the form in which they are listed, whole: clients give less of
-    them."""
+    """The listing of a request's own input items, with the fields that clients may leave out."""
     data = [_listed(item, f"item_{number}") for number, item in enumerate(items)]
     first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     ends = {"first_id": first_id, "last_id": last_id}

@@ -1,8 +1,8 @@
-"""The tools of a request, what the model is offered of them, and which it is to call. Pure.
+"""Translates a request's tools and `tool_choice` into those of a chat completion. Pure.
 
-A chat completion knows functions with flat names. A tool in a namespace is offered as
+A chat completion has only functions with flat names. A tool in a namespace is offered as
 `namespace__name`; a custom tool, which takes free text, as a function with one string, `input`; the
-search for tools that a client keeps back as the function `tool_search`.
+search for tools that a client has not offered yet as the function `tool_search`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tool(Struct, frozen=True, kw_only=True):
     parameters: Json = {}
 
     def offer(self) -> dict[str, Any]:
-        """The tool as a chat completion has it."""
+        """The tool in the form of a chat completion."""
         function: dict[str, Any] = {"name": self.model_name, "parameters": self.parameters}
         if self.description is not None:
             function["description"] = self.description
@@ -51,8 +51,8 @@ class Tool(Struct, frozen=True, kw_only=True):
 
 
 class ToolSet(Struct, frozen=True):
-    """The tools of one request. `echo`: as its response repeats them. `warnings`: about those that
-    are ignored."""
+    """The tools of one request. `echo`: the tools as the response repeats them. `warnings`: about
+    tools that are ignored."""
 
     by_name: Mapping[tuple[str | None, str], Tool] = {}
     by_model_name: Mapping[str, Tool] = {}
@@ -64,16 +64,16 @@ class ToolSet(Struct, frozen=True):
         return tuple(self.by_name.values())
 
     def called(self, model_name: object) -> Tool | None:
-        """The tool that the model means; None for one that was not offered."""
+        """The tool that the model calls by this name; None if it was not offered."""
         return self.by_model_name.get(model_name) if isinstance(model_name, str) else None
 
     def model_name(self, namespace: object, name: str) -> str:
-        """What the model knows a tool of the client by, also one that is no longer offered."""
+        """The model's name for a client's tool, even for one that is no longer offered."""
         tool = self._known(namespace, name)
         return tool.model_name if tool else _joined(as_text(namespace), name)
 
     def find(self, name: object, namespace: object = None) -> Tool | None:
-        """By the client's name, with the namespace beside it or in front of it."""
+        """The tool by the client's name; the namespace may be given or be the name's prefix."""
         return self._known(namespace, name) or self.called(name)
 
     def _known(self, namespace: object, name: object) -> Tool | None:
@@ -87,7 +87,7 @@ NO_TOOLS = ToolSet()
 
 
 def tool_set(*lists: object) -> ToolSet:
-    """The tools of all lists. A tool that comes again replaces the first."""
+    """The tools of all lists. A later tool of the same name replaces the first. Raises ApiError."""
     by_name: dict[tuple[str | None, str], Tool] = {}
     by_model_name: dict[str, Tool] = {}
     echo: list[Json] = []
@@ -111,15 +111,15 @@ def tool_set(*lists: object) -> ToolSet:
 
 
 def custom_input(arguments: str) -> str:
-    """The free text in the arguments that the model wrote for a custom tool; all of them where they
-    are malformed."""
+    """The free text in the arguments that the model wrote for a custom tool; the arguments as they
+    are if they are malformed."""
     value = json_of(arguments)
     text = value.get("input") if isinstance(value, dict) else None
     return encodable(text) if isinstance(text, str) else arguments
 
 
 def custom_arguments(text: str) -> str:
-    """The reverse: how the model is shown what it wrote."""
+    """The reverse of `custom_input`: the arguments with which the model is shown what it wrote."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
@@ -132,12 +132,12 @@ def as_object(value: object) -> Json:
 
 
 def as_text(value: object) -> str | None:
-    """The value, if it is a text."""
+    """The value, if it is a text; else None."""
     return value if isinstance(value, str) else None
 
 
 def inner(value: Json, name: str) -> Json:
-    """The object of this name in it, as chat completions have it; itself where it is flat."""
+    """The nested object of this name, as in chat completions; `value` itself if it is flat."""
     nested = value.get(name)
     return nested if isinstance(nested, Mapping) else value
 
@@ -188,8 +188,8 @@ def _custom(entry: Json) -> dict[str, Any]:
 
 
 def _tool_search(entry: Json) -> dict[str, Any]:
-    """The client looks for tools that it has not offered; those that it finds are in the next
-    request."""
+    """With it the client looks for tools that it has not offered; its next request has those that
+    it finds."""
     parameters = entry.get("parameters")
     return {
         "type": "tool_search",
@@ -220,7 +220,7 @@ def _tool(tool: Json, namespace: str | None, model_name: str) -> Tool:
 
 
 def _custom_description(tool: Json) -> str | None:
-    """With the grammar: nothing else tells the model of it."""
+    """The description with the grammar, which nothing else tells the model."""
     grammar = inner(tool.get("format") or {}, "grammar")
     definition = grammar.get("definition")
     if not isinstance(definition, str):
@@ -250,8 +250,8 @@ def _joined(namespace: str | None, name: str) -> str:
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """What llama-server is told (`mode`, and the tools that are `offered`), and what the response
-    says of it."""
+    """A request's tool choice: `mode` and the `offered` tools are for llama-server, `echo` is for
+    the response."""
 
     mode: str
     offered: Sequence[Tool]
@@ -260,8 +260,8 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 def tool_choice(given: object, tools: ToolSet) -> Choice:
-    """llama-server takes an object for "auto": a choice is forced by offering only what is
-    chosen."""
+    """The choice to send. llama-server treats an object as "auto", so a choice is forced by
+    offering only what is chosen. Raises ApiError."""
     if given == "required" and not tools.tools:
         warning = "tool_choice 'required' is ignored: there is no tool that the model can call"
         return Choice(mode="auto", offered=(), echo="auto", warnings=(warning,))

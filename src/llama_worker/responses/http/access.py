@@ -1,9 +1,9 @@
-"""Who may use the proxy: programs, but no web page that was not named, under no name but this
-machine's. Pure.
+"""Decides who may use the proxy: programs, and only those web pages that are allowed, under this
+machine's names only. Pure.
 
-A browser lets any page send requests to this machine, and a page whose name its owner lets resolve
-to this machine (DNS rebinding) even lets it read the replies. Browsers say so in `Origin`,
-`Sec-Fetch-Site` and `Host`.
+A browser lets any page send requests to this machine. It even lets a page read the replies if the
+page's owner makes its host name resolve to this machine (DNS rebinding). The headers `Origin`,
+`Sec-Fetch-Site` and `Host` tell such requests apart.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _PREFLIGHT_S = 600
 
 
 class AccessPolicy:
-    """`host`: where the proxy listens; `origins`: the pages that are allowed, whose names are
-    allowed as Host, too."""
+    """Allows or refuses requests by their headers. `host`: where the proxy listens; `origins`: the
+    allowed web pages, whose host names are allowed as Host, too."""
 
     def __init__(self, host: str, origins: Iterable[str]) -> None:
         self._origins = {origin.lower().rstrip("/") for origin in origins}
@@ -29,9 +29,10 @@ class AccessPolicy:
         self._hosts = {"localhost", host.lower(), *named} - {""}
 
     def allowed_origin(self, head: HttpRequest, local_address: str) -> str | None:
-        """The page that asks, None for a program. Raises ApiError (403) for everybody else.
+        """The origin of the web page that sent the request; None: a program did. Raises ApiError
+        (403) if it is not allowed.
 
-        `local_address`: where the client reached this machine.
+        `local_address`: this machine's address to which the client connected.
         """
         host = _host_name(head.header("host"))
         if host and host not in self._hosts and not _is_this_machine(host, local_address):
@@ -47,7 +48,7 @@ class AccessPolicy:
 
 
 def page_headers(head: HttpRequest, origin: str) -> list[tuple[str, str]]:
-    """What the browser must be told, so that an allowed page may read the reply."""
+    """The CORS headers that let an allowed page read the reply."""
     headers = [
         ("Access-Control-Allow-Origin", origin),
         ("Vary", "Origin"),
@@ -64,7 +65,7 @@ def page_headers(head: HttpRequest, origin: str) -> list[tuple[str, str]]:
 
 
 def _host_name(host: str) -> str:
-    """Without the port."""
+    """The name in a Host header, in lower case, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower().rstrip(".")
@@ -79,7 +80,7 @@ def _is_this_machine(host: str, local_address: str) -> bool:
 
 
 def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Of a socket of both families: the IPv4 address that it stands for."""
+    """The address; the IPv4 address for an IPv4-mapped one, which a dual-stack socket has."""
     local = ipaddress.ip_address(address.partition("%")[0])
     return (local.ipv4_mapped or local) if isinstance(local, ipaddress.IPv6Address) else local
 

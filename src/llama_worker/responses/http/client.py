@@ -1,7 +1,7 @@
-"""A connection of a client: the socket, and what is spoken on it.
+"""`Client`: one client's connection. `WaitingClients`: those that the listener waits for.
 
-It belongs to the listener's thread while it waits for a request, and to the request's own thread
-until the reply is complete. `cut` and `left` are for any thread.
+A Client belongs to the listener's thread while it waits for a request, and to the request's own
+thread until the reply is complete. `cut` and `left` are for any thread.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from llama_worker.responses.http.request_reader import Phase, RequestReader
 Headers = Iterable[tuple[str, str]]
 C = TypeVar("C")
 
-SILENT_S = 120.0  # a connection that sends nothing, a kept one too
+SILENT_S = 120.0  # without a byte of a request, on a new or a kept-alive connection
 HEAD_S = 20.0  # from a head's first byte to its last
 BODY_S = 30.0  # without a byte of a body
 LINGER_S = 2.0  # after the last reply: for the client to read it and to close, or to send more
 MAX_LINGER_S = 30.0  # for one that goes on sending: many read nothing before they have sent all
-# in the order in which they make room for others
+# in the order in which clients are evicted to make room for others
 _ALLOWED_S = {
     Phase.LINGER: LINGER_S,
     Phase.SILENT: SILENT_S,
@@ -33,7 +33,8 @@ _ALLOWED_S = {
 
 
 class Client:
-    """`write_timeout_s`: how long a client may take nothing of its reply."""
+    """A client's connection: its socket and its HTTP state. `write_timeout_s`: how long the client
+    may read nothing of its reply."""
 
     def __init__(
         self, connection: socket.socket, http: RequestReader, write_timeout_s: float
@@ -41,8 +42,8 @@ class Client:
         self.socket = connection
         self.http = http
         # for the listener's thread
-        self.pending_bytes = 0  # of a request that is not whole
-        self.lingers_until = 0.0  # monotonic; at most, after the last reply
+        self.pending_bytes = 0  # of an incomplete request
+        self.lingers_until = 0.0  # monotonic; what it sends until then gives it LINGER_S again
         self._write_timeout_s = write_timeout_s
         self._has_left = False
         self._on_left: Callable[[], object] | None = None
@@ -51,7 +52,7 @@ class Client:
     # ------------------------------------------------------------ the request's own thread
 
     def reply(self, status: int, value: Mapping[str, Any], headers: Headers = ()) -> None:
-        """A whole reply in JSON."""
+        """Send a complete JSON reply."""
         self._send(self._json_reply(status, value, headers))
         self.end()
 
@@ -59,44 +60,43 @@ class Client:
         self.reply(refused.status, refused.body(), refused.headers())
 
     def begin(self, status: int, headers: Headers, *, reason: str = "", data: bytes = b"") -> None:
-        """The reply's head, and the first of its body if that is here.
+        """Send the reply's head, and the first of its body if that is here.
 
-        Raises OSError where the client has left or takes nothing, as `write` and `end` do.
+        Raises OSError if the client has left or reads nothing, as `write` and `end` do.
         """
         self._send(self._head(status, headers, reason) + self.http.reply.data(data))
 
     def write(self, data: bytes) -> None:
-        """A piece of its body; blocks while the client does not take it."""
+        """Send a piece of the body; blocks while the client does not read."""
         self._send(self.http.reply.data(data))
 
     def send_raw(self, data: bytes) -> None:
-        """In the place of a reply, on a connection that speaks another protocol from now on."""
+        """Send bytes in place of a reply: the connection speaks another protocol from now on."""
         self.http.reply.has_begun = True
         self._send(data)
 
     def end(self) -> None:
-        if end := self.http.reply.end():  # nothing follows a body whose length was stated
+        if end := self.http.reply.end():  # b"" after a body with a Content-Length
             self._send(end)
 
     def when_left(self, call: Callable[[], object]) -> None:
-        """Call it, on the listener's thread, when the client has left; at once where it has. It
-        must not block."""
+        """`call` is called on the listener's thread when the client leaves; at once if it has left.
+        It must not block."""
         self._on_left = call
         if self._has_left:
             call()
 
     def when_slow(self, call: Callable[[], object]) -> None:
-        """Call it, on the request's own thread, before each wait for the client to take
-        something."""
+        """`call` is called on the request's own thread before each wait for the client to read."""
         self._on_slow = call
 
     def forget_request(self) -> None:
-        """Nobody is to hear of the client any more."""
+        """Drop the callbacks of `when_left` and `when_slow`."""
         self._on_left = self._on_slow = None
 
     def _send(self, data: bytes) -> None:
         try:
-            # mostly there is room, and a timeout would cost a system call more
+            # mostly the socket has room, and to set a timeout costs one more system call
             sent = self.socket.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             sent = 0
@@ -106,7 +106,7 @@ class Client:
             try:
                 self.socket.settimeout(self._write_timeout_s)
                 left = memoryview(data)[sent:]
-                while left:  # in `sendall` the time would be for all of it
+                while left:  # the timeout of `sendall` would be for all of it
                     left = left[self.socket.send(left, socket.MSG_NOSIGNAL) :]
             finally:
                 self.socket.setblocking(False)
@@ -124,15 +124,14 @@ class Client:
     # ------------------------------------------------------------ the listener's thread
 
     def refusal(self, refused: ApiError) -> bytes:
-        """The whole reply to a request that could not be read, or was not to be."""
+        """The complete reply, as bytes, to a request that is malformed or not allowed to run."""
         headers = [("Connection", "close"), *refused.headers()]
         return self._json_reply(refused.status, refused.body(), headers)
 
     # ------------------------------------------------------------ any thread
 
     def left(self) -> None:
-        """The client has closed its connection, or its sending side, which counts as much with
-        llama-server."""
+        """The client closed its connection, or only its sending side: to llama-server the same."""
         self._has_left = True
         if self._on_left is not None:
             self._on_left()
@@ -145,13 +144,13 @@ class Client:
 
 
 class WaitingClients(Generic[C]):
-    """Who waits for what on the listener's thread, how long they may, and who goes first where
-    places are short. Instants are monotonic seconds.
+    """The clients that wait on the listener's thread, by phase: when each times out, and which is
+    evicted first if places are short. Instants are monotonic seconds.
     """
 
     def __init__(self) -> None:
-        # Of each kind the one that has waited longest comes first: all of a kind may wait equally
-        # long.
+        # Deadlines. The longest-waiting client of each phase comes first: all of a phase may wait
+        # equally long.
         self._waiting: dict[Phase, dict[C, float]] = {phase: {} for phase in _ALLOWED_S}
         self._phases: dict[C, Phase] = {}
 
@@ -159,7 +158,7 @@ class WaitingClients(Generic[C]):
         return iter(tuple(self._phases))
 
     def enter(self, client: C, phase: Phase, now: float) -> None:
-        """It waits from now on. One that goes on with its head has no more time for it."""
+        """The client waits from now on. More bytes of a head do not extend its time."""
         if phase is Phase.HEAD and self._phases.get(client) is Phase.HEAD:
             return
         self.leave(client)
@@ -167,18 +166,18 @@ class WaitingClients(Generic[C]):
         self._waiting[phase][client] = now + _ALLOWED_S[phase]
 
     def leave(self, client: C) -> None:
-        """It does not wait any more; idempotent."""
+        """The client no longer waits; idempotent."""
         if client in self._phases:
             del self._waiting[self._phases.pop(client)][client]
 
     def deadline(self) -> float | None:
-        """When the next one has waited long enough; None: nobody waits."""
+        """When the next client times out; None: no client waits."""
         return min(
             (next(iter(kind.values())) for kind in self._waiting.values() if kind), default=None
         )
 
     def expired(self, now: float) -> list[C]:
-        """Those that have."""
+        """The clients that have timed out."""
         expired = []
         for kind in self._waiting.values():
             for client, until in kind.items():
@@ -188,6 +187,6 @@ class WaitingClients(Generic[C]):
         return expired
 
     def next_to_evict(self) -> C | None:
-        """Whose place is given to another: whoever waits longest, the end of a connection or
-        silence first."""
+        """The client whose place is given to another: the longest-waiting one of the first phase in
+        `_ALLOWED_S`, so those that linger or are silent go first. None: no client waits."""
         return next((next(iter(kind)) for kind in self._waiting.values() if kind), None)

@@ -1,9 +1,9 @@
-"""Takes the clients' connections: one thread for all that wait, and one more for each request that
-runs.
+"""Accepts the clients' connections: one thread for all that wait, and one more for each request
+that runs.
 
-A connection costs a thread only from a request's last byte to its reply's last byte. Whoever is
-silent, slow or stops halfway costs a descriptor and what it has sent; where descriptors run out,
-those who wait longest make room.
+A connection costs a thread only from a request's last byte to its reply's last byte. A client that
+is silent, slow or stops halfway costs a descriptor and the bytes that it has sent; if descriptors
+run out, those that have waited longest are dropped.
 """
 
 from __future__ import annotations
@@ -31,48 +31,49 @@ from llama_worker.runtime.host.threads import run_on_thread
 
 REQUEST_THREAD = "llama_worker-response"
 Serve = Callable[[HttpRequest, Client], None]
-"""Answers one request, on a thread of its own. OSError: the client's connection is broken."""
+"""Answers a request, on its own thread. Raises OSError if the client's connection is broken."""
 
 _READ_BYTES = 65536
-# else the kernel takes megabytes before a slow reader slows the upstream
+# by default the kernel buffers megabytes before a slow client slows the upstream
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 1024
 _MAX_CLIENTS = 10_000
 _MAX_BUSY = 512
-_PENDING_BODIES = 4  # so many bodies of full size may wait for their ends, together
+_PENDING_BODIES = 4  # all incomplete bodies together may take as much as so many of full size
 _PENDING_HEADS_BYTES = 64 * 1024 * 1024
-_PAUSE_S = 0.25  # where there is no descriptor, and nobody to take one from
+_PAUSE_S = 0.25  # before the next accept, if descriptors are short and no client can be evicted
 _SHORT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _logger = logging.getLogger("llama_worker.responses")
 
 
 class SocketListener:
-    """The constructor binds the port: OSError where it cannot."""
+    """Listens on a port, and runs each request on a thread. The constructor binds the port; it
+    raises OSError if it cannot."""
 
     def __init__(self, config: ResponsesProxyConfig, serve: Serve) -> None:
         self._config = config
         self._answer = serve
         self._access = AccessPolicy(config.host, config.allow_origins)
         self._waiting_clients: WaitingClients[Client] = WaitingClients()
-        self._clients: dict[int, Client] = {}  # by descriptor; only this thread closes one
+        self._clients: dict[int, Client] = {}  # by descriptor; only the listener's thread closes
         self._busy: set[Client] = set()
         self._complete_requests: list[tuple[Client, HttpRequest]] = []  # about to run
         self._returned: queue.SimpleQueue[Client] = queue.SimpleQueue()
         self._pending_bytes = 0
         self._stopped = False
-        self._accept_at: float | None = None  # when connections are taken again; None: they are
+        self._accept_at: float | None = None  # when to accept again; None: it does accept
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         descriptors = (
             4 * _MAX_CLIENTS if descriptors == resource.RLIM_INFINITY else max(descriptors, 8)
         )
         self._max_clients = min(_MAX_CLIENTS, descriptors // 2)
-        self._max_busy = min(_MAX_BUSY, descriptors // 4)  # each takes another for its upstream
+        self._max_busy = min(_MAX_BUSY, descriptors // 4)  # each needs a second for its upstream
         family, _, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM
         )[0]
         self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
-        # the connections inherit both
+        # accepted connections inherit both
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -88,7 +89,7 @@ class SocketListener:
         return int(self._socket.getsockname()[1])
 
     def serve(self) -> None:
-        """Take connections until stopped. Blocks until no request runs any more."""
+        """Accept connections until stopped. Blocks until no request runs any more."""
         try:
             while not self._stopped:
                 self._turn()
@@ -102,15 +103,15 @@ class SocketListener:
 
     def _wake_up(self) -> None:
         with self._wake_lock:
-            if not self._is_closed:  # else the descriptor may be somebody else's
+            if not self._is_closed:  # else the descriptor may have been reused
                 os.eventfd_write(self._wake, 1)
 
     # ------------------------------------------------------------ the listener's thread
 
     def _turn(self) -> None:
-        """Wait for something to happen, and see to it."""
+        """Wait for events, and handle them."""
         wait_s = self._wait_s()
-        # last: the threads that it wakes want the interpreter, which the wait lets go
+        # last before the wait, which releases the GIL: the threads that start need it
         self._start_complete_requests()
         has_new = False
         for descriptor, _ in self._epoll.poll(wait_s):
@@ -120,7 +121,7 @@ class SocketListener:
                 has_new = True
             elif (client := self._clients.get(descriptor)) is not None:
                 self._on_ready(client)
-        # after the others: a new client may get the descriptor of one that makes room for it
+        # after the other events: a new client may get the descriptor of one evicted for it
         if has_new:
             self._accept()
         while not self._returned.empty():
@@ -153,7 +154,7 @@ class SocketListener:
             self._register(connection)
 
     def _evict_one(self) -> bool:
-        """Whether a client that waits has given its place up."""
+        """Drop a client that waits. False: there is none."""
         client = self._waiting_clients.next_to_evict()
         if client is not None:
             self._drop(client)
@@ -164,7 +165,7 @@ class SocketListener:
         try:
             local_address = str(connection.getsockname()[0])
             self._epoll.register(connection, select.EPOLLIN)
-        except OSError:  # it has left, or nothing more can be watched: max_user_watches, memory
+        except OSError:  # the client has left, or epoll takes no more: max_user_watches, memory
             connection.close()
             return
         http = RequestReader(
@@ -174,7 +175,7 @@ class SocketListener:
         client = Client(connection, http, self._config.client_timeout_s)
         self._clients[connection.fileno()] = client
         self._waiting_clients.enter(client, Phase.SILENT, time.monotonic())
-        self._on_ready(client)  # its request is mostly here by now
+        self._on_ready(client)  # its request is mostly here already
 
     def _on_ready(self, client: Client) -> None:
         """A client has sent something, or has left."""
@@ -185,7 +186,7 @@ class SocketListener:
             data = client.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
-        except (OSError, MemoryError):  # the latter must not end all others' requests
+        except (OSError, MemoryError):  # MemoryError must not end the others' requests
             data = b""
         if not data:
             self._drop(client)
@@ -195,7 +196,7 @@ class SocketListener:
             self._waiting_clients.enter(client, Phase.LINGER, now)
 
     def _read(self, client: Client, receive: Callable[[], HttpRequest | None]) -> None:
-        """Take what has come of a request; run it once it is whole."""
+        """Take what has come of a request; run it once it is complete."""
         try:
             request = receive()
             if request is not None:
@@ -205,7 +206,7 @@ class SocketListener:
         except ApiError as refused:
             self._refuse(client, refused)
             return
-        except Exception as error:  # one client's request must not end all others'
+        except Exception as error:  # one client's request must not end the others'
             _logger.error("a request could not be read: %s", type(error).__name__)
             self._drop(client)
             return
@@ -213,8 +214,8 @@ class SocketListener:
         self._account(client, client.http.pending_bytes)
 
     def _account(self, client: Client, pending_bytes: int) -> None:
-        """What has come of requests that are not whole is bounded in all; whoever holds most of it
-        loses it."""
+        """Count the bytes of incomplete requests. If all of them exceed the limit, the largest is
+        refused."""
         self._pending_bytes += pending_bytes - client.pending_bytes
         client.pending_bytes = pending_bytes
         if (
@@ -231,14 +232,14 @@ class SocketListener:
         self._linger(client)
 
     def _send(self, client: Client, data: bytes) -> None:
-        """A few bytes, which the socket has room for; a client without it has not read what came
-        before."""
+        """Send a few bytes, without blocking. If the socket has no room they are lost: its client
+        has not read what came before."""
         if data:
             with contextlib.suppress(OSError):
                 client.socket.send(data, socket.MSG_NOSIGNAL)
 
     def _linger(self, client: Client) -> None:
-        """Let it read to the end: closing with unread data would destroy what is on its way."""
+        """Let the client read to the end: to close with unread data would destroy what is sent."""
         client.http.phase = Phase.LINGER
         self._account(client, 0)
         try:
@@ -253,7 +254,7 @@ class SocketListener:
     def _drop(self, client: Client) -> None:
         self._stop_waiting(client)
         del self._clients[client.socket.fileno()]
-        client.socket.close()  # which takes it out of epoll
+        client.socket.close()  # this also removes it from epoll
 
     # ------------------------------------------------------------ requests
 
@@ -289,7 +290,7 @@ class SocketListener:
             self._wake_up()
 
     def _take_back(self, client: Client) -> None:
-        """From its request's thread: for another request, or to be closed."""
+        """Take it from its request's thread: read its next request, or close it."""
         self._busy.discard(client)
         client.forget_request()
         if not client.http.reply.is_complete:
@@ -311,7 +312,7 @@ class SocketListener:
             self._drop(client)
         for client in self._busy:
             client.cut()
-            client.left()  # the actor may not know of its request yet
+            client.left()  # aborts its upstream request, which no actor may know of yet
         while self._busy:
             client = self._returned.get()
             self._busy.discard(client)
@@ -323,16 +324,16 @@ class SocketListener:
         _listeners.discard(self)
 
     def _close_in_child(self) -> None:
-        """In a child of the host's: its copies would keep the port and the connections open.
+        """Runs in a forked child, whose copies would keep the port and the connections open.
 
-        Nothing is taken out of epoll, which both processes share.
+        Nothing is removed from epoll, which both processes share.
         """
         for connection in (self._socket, *(client.socket for client in self._clients.values())):
             connection.close()
         self._epoll.close()
         if not self._is_closed:
             os.close(self._wake)
-        self._is_closed = True  # the lock may be held, for ever, by a thread of the parent's
+        self._is_closed = True  # without the lock: a thread of the parent's may hold it for ever
 
 
 _listeners: weakref.WeakSet[SocketListener] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""The reply to a client's request, as bytes on its connection. Pure."""
+"""Frames the reply to a client's request as HTTP/1.1 bytes. Sans-IO."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WITHOUT_BODY = frozenset({204, 304})
 
 
 class MalformedReply(ValueError):
-    """What was to be sent would be read as something else."""
+    """The reply cannot be sent: the client would read it as something else."""
 
 
 class ReplyFramer:
-    """One reply: `begin`, `data` as often as there is some, `end`.
+    """Frames one reply: call `begin`, `data` for each piece of the body, `end`.
 
-    `method` and `version` are the request's. `is_kept`: whether its connection may have another
-    request afterwards; the reply itself may say that it may not.
+    `method` and `version` are the request's. `is_kept`: whether the connection is kept alive after
+    the reply, unless the reply's own headers say "close".
     """
 
     def __init__(self, method: str = "", version: str = "1.1", *, is_kept: bool = False) -> None:
@@ -31,13 +31,13 @@ class ReplyFramer:
         self._method = method
         self._version = version
         self._is_chunked = False
-        self._missing: int | None = None  # bytes of its body; None: as many as will come
+        self._missing: int | None = None  # bytes of the body to come; None: any number
 
     def begin(self, status: int, headers: Iterable[tuple[str, str]], reason: str = "") -> bytes:
-        """Its head; without a Content-Length among the headers it is framed as the client
-        understands it.
+        """The reply's head. Without a Content-Length the body is chunked, or for an HTTP/1.0 client
+        ends with the connection.
 
-        Raises MalformedReply, and then nothing has begun.
+        Raises MalformedReply; then the reply has not begun.
         """
         headers = list(headers)
         lengths = [value for name, value in headers if name.lower() == "content-length"]
@@ -59,7 +59,7 @@ class ReplyFramer:
             is_chunked = True
             headers.append(("Transfer-Encoding", "chunked"))
         else:
-            is_kept = False  # its end is the connection's
+            is_kept = False  # the body ends with the connection
         connection = next((value for name, value in headers if name.lower() == "connection"), None)
         is_kept = is_kept and (connection or "").lower() != "close"
         if not is_kept and connection is None:
@@ -75,7 +75,7 @@ class ReplyFramer:
         return "\r\n".join([status_line, *lines, "", ""]).encode("latin-1", "replace")
 
     def data(self, data: bytes) -> bytes:
-        """A piece of its body, as it goes over the wire: not at all in reply to HEAD."""
+        """A piece of the body as it goes over the wire; b"" in reply to HEAD."""
         if self._is_chunked:
             return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
         if self._method == "HEAD":
@@ -87,7 +87,7 @@ class ReplyFramer:
         return data
 
     def end(self) -> bytes:
-        """The end of its body. Raises MalformedReply where it is shorter than its
+        """The end of the body. Raises MalformedReply if the body is shorter than its
         Content-Length."""
         if self._missing:
             raise MalformedReply(

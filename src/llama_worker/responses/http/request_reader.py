@@ -1,10 +1,10 @@
-"""What a client sends on its connection, as whole requests, and what it gets, as bytes. Pure; one
-thread at a time.
+"""Parses the bytes of a client's connection into complete HTTP requests. Sans-IO; one thread at a
+time.
 
-Requests are read by `httptools`: `h11`, in Python, takes ten times as long, and delays every first
-token by that. We are stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding
-but "chunked". The parser reads heads only: where a request asks for an upgrade, it would take the
-body for the next request, and it does not tell how large a chunk is to be.
+Heads are parsed by `httptools`: `h11`, in Python, takes ten times as long, and delays every first
+token by that. This reader is stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer
+encoding but "chunked". It parses bodies itself: `httptools` would take the body of a request for an
+upgrade for the next request, and does not tell the announced size of a chunk.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.reply import ReplyFramer
 
 MAX_HEAD_BYTES = 65536
-_MAX_HEADERS = 256  # by different names: each costs some 200 bytes more than it has
+_MAX_HEADERS = 256  # of different names: each takes about 200 bytes of memory beyond its own
 _MAX_LENGTH_DIGITS = 20
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\0\r\n]*)?\r\n")
 _TRAILER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\0\r\n]*\r\n")
-_MAX_LINE_BYTES = 8192  # of a chunk's size with its extensions, and of a trailer
+_MAX_LINE_BYTES = 8192  # of a chunk's size line with its extensions, and of a trailer line
 _FREE_FRAMING_BYTES = 65536
-_MAX_FRAMING = 7  # bytes of framing for a byte of content: five where each has a chunk of its own
+_MAX_FRAMING = 7  # bytes of framing for a byte of content; chunks of one byte have five
 _REQUEST_LINE = re.compile(rb"(?:\r?\n)?([!-~]+) ([!-~]+) HTTP/(\d\.\d)\r\n")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # the parser refuses lines that do not end in "\r\n"
 
@@ -39,14 +39,14 @@ class Phase(Enum):
     HEAD = auto()  # the rest of a head
     BODY = auto()  # the rest of a body
     BUSY = auto()  # its reply
-    LINGER = auto()  # its end: nothing more is read of it
+    LINGER = auto()  # its end: no more requests are read
 
 
 class HttpRequest(Struct, frozen=True, kw_only=True):
-    """A whole request. `target`: path and query, beginning with a slash.
+    """A complete request. `target`: path and query, beginning with a slash.
 
-    `headers`: by the name in lower case, as it was sent; of one that was sent several times all
-    values, with commas.
+    `headers`: by lower-case name, the name as it was sent and the value. If a header was sent
+    several times, its values are joined with commas.
     """
 
     method: str
@@ -55,15 +55,15 @@ class HttpRequest(Struct, frozen=True, kw_only=True):
     body: bytes
 
     def header(self, name: str) -> str:
-        """The header's value, "" for none."""
+        """The header's value, "" for none. `name`: in lower case."""
         return self.headers[name][1] if name in self.headers else ""
 
 
 class RequestReader:
-    """`allowed_origin` is called with each request before its body is read: the web page that sent
-    it, None for a program; raises ApiError.
+    """Reads the requests of one connection. `allowed_origin` is called with each request before its
+    body is read; it returns the web page that sent it, None for a program, or raises ApiError.
 
-    `reply` is the one to the request that was read last, `origin` the page that sent it.
+    `reply` frames the reply to the request that was read last; `origin` is the page that sent it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RequestReader:
     ) -> None:
         self._max_body_bytes = max_body_bytes
         self._allowed_origin = allowed_origin
-        self._unread = b""  # what came after a whole request
+        self._unread = b""  # what came after a complete request
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -82,22 +82,22 @@ class RequestReader:
         self._head_bytes = bytearray()
         self.head: HttpRequest | None = None  # of the request that is being read
         self.origin: str | None = None
-        self._body = bytearray()  # no list: of tiny pieces, it would take 30 times as much
+        self._body = bytearray()  # a list of tiny pieces would take 30 times the memory
         self._length = 0  # of a body that is not chunked
         self._chunks: ChunkedBody | None = None
         self._awaits_continue = False
 
     @property
     def pending_bytes(self) -> int:
-        """What has come of a request that is not whole."""
+        """What has come of an incomplete request."""
         return len(self._head_bytes) + len(self._body)
 
     def receive(self, data: bytes) -> HttpRequest | None:
-        """The request that `data` completes, if it does; then nothing more is read before
-        `next_request`.
+        """The request that `data` completes; None if it completes none. After a complete one,
+        nothing more is read before `next_request`.
 
-        Raises ApiError for what is malformed, too large or not allowed: the connection is of
-        no further use.
+        Raises ApiError for a request that is malformed, too large or not allowed: the connection
+        cannot be used any more.
         """
         if self.phase in (Phase.SILENT, Phase.HEAD):
             rest = self._read_head(data)
@@ -108,25 +108,24 @@ class RequestReader:
         return self._complete() if self._read_body(data) else None
 
     def next_request(self) -> HttpRequest | None:
-        """The reply is complete: the request that has come meanwhile, if it is whole."""
+        """Call it once the reply is complete. The next request, if all of it has come by now."""
         self._begin_anew()
         return self.receive(self.take_unread())
 
     def take_unread(self) -> bytes:
-        """What came after the request, for another protocol that its connection goes on with."""
+        """What came after the request: the next one, or another protocol after an upgrade."""
         unread, self._unread = self._unread, b""
         return unread
 
     def wanted_continue(self) -> bytes:
-        """What a client must be sent that waits for a "100 Continue" before it sends its body; b""
-        for others."""
+        """The "100 Continue" for a client that sends its body only after it, once; else b""."""
         if self.phase is Phase.BODY and self._awaits_continue:
             self._awaits_continue = False
             return b"HTTP/1.1 100 Continue\r\n\r\n"
         return b""
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """What came after its end; None: that has not come."""
+        """The bytes after the head's end; None: the end has not come."""
         read = len(self._head_bytes)
         self._head_bytes += data[: MAX_HEAD_BYTES + 1 - read]
         found = _END_OF_HEAD.search(self._head_bytes, max(read - 2, 0))
@@ -146,7 +145,7 @@ class RequestReader:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # at the end of a head; nobody has to follow it
+            pass  # raised at the end of a head; an upgrade may be ignored
         except httptools.HttpParserError as error:
             raise ApiError(400, f"malformed HTTP request: {error}") from None
 
@@ -184,7 +183,7 @@ class RequestReader:
             self._chunks = ChunkedBody(self._body, self._max_body_bytes)
 
     def _read_body(self, data: bytes) -> bool:
-        """Whether it is whole."""
+        """Whether the body is complete."""
         self._awaits_continue = self._awaits_continue and not data
         if self._chunks is not None:
             rest = self._chunks.feed(data)
@@ -199,12 +198,12 @@ class RequestReader:
         assert self.head is not None
         self.phase = Phase.BUSY
         body = bytes(self._body)
-        self._body.clear()  # which the parser, too, would hold while the request runs
+        self._body.clear()  # else this copy would be held, too, while the request runs
         return replace(self.head, body=body)
 
 
 class _Headers:
-    """What `httptools` reads of a head: it calls the methods."""
+    """Collects the headers of a head: `httptools` calls its methods."""
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[str, str]] = {}
@@ -220,7 +219,7 @@ class _Headers:
 
 
 class _Line(Enum):
-    """The line that comes next."""
+    """The kind of line that comes next in a chunked body."""
 
     SIZE = auto()
     END_OF_CHUNK = auto()
@@ -228,26 +227,26 @@ class _Line(Enum):
 
 
 class ChunkedBody:
-    """A body in chunks, read strictly and in any pieces. `content` grows with what is fed, up to
-    `max_bytes`. Trailers are checked and dropped.
+    """A strict parser of a chunked body, fed in any pieces. It appends the content to `content`, up
+    to `max_bytes`. Trailers are checked and dropped.
 
-    `httptools` does not tell the size that a chunk announces, only what has come of it: a chunk
-    that is too large would be read up to the limit before it is refused.
+    `httptools` does not tell the announced size of a chunk, only what has come of it: it would read
+    a chunk that is too large up to the limit before that is refused.
     """
 
     def __init__(self, content: bytearray, max_bytes: int) -> None:
         self._content = content
         self._max_bytes = max_bytes
-        self._missing = 0  # bytes of the chunk
-        self._line = bytearray()  # as far as it has come
+        self._missing = 0  # bytes of the chunk that are still to come
+        self._line = bytearray()  # the part of the line that has come
         self._expected = _Line.SIZE
         self._framing_bytes = 0
 
     def feed(self, data: bytes) -> bytes | None:
-        """What came after the body's end; None: that has not come.
+        """The bytes after the body's end; None: the end has not come.
 
-        Raises ApiError for what is malformed, and for a chunk that is too large as soon as it
-        is announced.
+        Raises ApiError for a malformed body, and for a chunk that is too large as soon as it is
+        announced.
         """
         position = 0
         while position < len(data):
@@ -267,7 +266,7 @@ class ChunkedBody:
         return None
 
     def _take_line(self) -> bool:
-        """Whether it is the last one."""
+        """Handle a complete line. True: it is the body's last one."""
         line = bytes(self._line)
         self._line.clear()
         match self._expected:
@@ -304,5 +303,5 @@ def check_body_size(size: int, max_bytes: int) -> None:
 
 
 def header_words(value: str) -> set[str]:
-    """The words of a header that is a list of them, in lower case."""
+    """The items of a comma-separated header, in lower case."""
     return {word.strip().lower() for word in value.split(",")}

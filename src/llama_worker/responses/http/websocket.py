@@ -1,6 +1,6 @@
-"""The Responses API on a WebSocket: a client's messages, and events as messages of their own.
+"""The Responses API on a WebSocket: each request and each event is one message.
 
-Of the protocol, `wsproto` knows all; here are its limits and the socket. Everything is for the
+`wsproto` implements the protocol; this module adds limits and the socket. Everything is for the
 request's own thread, which the connection keeps for as long as it is open.
 """
 
@@ -24,28 +24,28 @@ from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.request_reader import HttpRequest
 
 _READ_BYTES = 65536
-_MESSAGE_BYTES = 64  # what one costs at least, be it empty
+_MESSAGE_BYTES = 64  # what a message counts as at least, even if it is empty
 _IDLE_S = 600.0  # between two requests: a client's tools may take minutes
 
 
 class ClientSocket:
     """A WebSocket with its client. The constructor raises ApiError for a bad handshake.
 
-    OSError, from any method: the connection is over; the client was told why if it could be.
+    Any method raises OSError if the connection is over; the client was told why if possible.
     """
 
     def __init__(self, client: Client, request: HttpRequest, max_message_bytes: int) -> None:
         self._client = client
         self._max_bytes = max_message_bytes
         self._protocol = WSConnection(ConnectionType.SERVER)
-        self._unfinished = bytearray()  # no list: of tiny pieces, it would take 30 times as much
+        self._unfinished = bytearray()  # a list of tiny pieces would take 30 times the memory
         self._messages: deque[bytes] = deque()
         self._messages_bytes = 0
         headers = [
             (name.encode("latin-1"), value.encode("latin-1"))
             for name, value in request.headers.values()
         ]
-        if "host" not in request.headers:  # HTTP/1.0, which knows no upgrade
+        if "host" not in request.headers:  # HTTP/1.0, which has no upgrade
             raise ApiError(400, "not a WebSocket handshake: it has no Host")
         try:
             self._protocol.initiate_upgrade_connection(headers, request.target)
@@ -58,10 +58,10 @@ class ClientSocket:
         self._receive(self._client.http.take_unread())
 
     def next_message(self) -> bytes:
-        """Wait for it."""
+        """Wait for the client's next message, at most `_IDLE_S`."""
         poll = select.poll()
         poll.register(self._client.socket, select.POLLIN)
-        until = time.monotonic() + _IDLE_S  # whatever else comes: many clients ping
+        until = time.monotonic() + _IDLE_S  # pings do not extend it: many clients send them
         while not self._messages:
             left_s = until - time.monotonic()
             if left_s <= 0.0 or not poll.poll(left_s * 1000):
@@ -72,8 +72,7 @@ class ClientSocket:
         return message
 
     def read(self) -> None:
-        """Take what has come, without waiting for more: pings are answered also while a response is
-        made."""
+        """Read what has come, without waiting: so pings are answered during a response, too."""
         try:
             data = self._client.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -83,8 +82,8 @@ class ClientSocket:
         self._receive(data)
 
     def encode(self, events: list[Event]) -> bytes:
-        """Of a failure only the terminal event: an `error` is the whole answer here, and who reads
-        one waits for nothing more."""
+        """The events as messages. A failure's `error` event is left out: here clients take it for
+        the whole answer, and would not wait for the terminal event."""
         if len(events) > 1 and events[-2]["type"] == "error":
             *events, error, failed = events
             events.append({**failed, "sequence_number": error["sequence_number"]})
@@ -92,7 +91,7 @@ class ClientSocket:
         return b"".join(self._protocol.send(TextMessage(data=text)) for text in texts)
 
     def refuse(self, refused: ApiError) -> None:
-        """In place of a response."""
+        """Send an error in place of a response."""
         error = refused.body()["error"]
         error["code"] = error["code"] or error["type"]
         message = {"type": "error", "status": refused.status, "error": error}
@@ -125,7 +124,7 @@ class ClientSocket:
                 self._end(CloseReason.NORMAL_CLOSURE, "the client has closed", event.response())
 
     def _end(self, code: CloseReason, why: str, goodbye: SocketEvent | None = None) -> None:
-        """Say goodbye. Always raises ConnectionAbortedError."""
+        """Send the closing frame. Always raises ConnectionAbortedError."""
         with contextlib.suppress(LocalProtocolError, OSError):
             self._send(goodbye or CloseConnection(code=code, reason=why))
         raise ConnectionAbortedError(why)
