@@ -12,14 +12,14 @@ from llama_worker.cli import exits
 def main() -> int:
     """Run the command with this process's arguments; returns its exit code (docs/command-line.md).
 
-    Importing the rest takes a while, and a Ctrl-C in that time would show a traceback: until the
-    command handles Ctrl-C itself, it ends the process at once.
+    Importing the rest takes a while, and a Ctrl-C meanwhile would print a traceback. So Ctrl-C ends
+    the process at once until the command installs its own handler.
     """
-    # a shell starts a background job (`&` in a script) with SIGINT ignored: it stays so
+    # a shell starts background jobs (`&` in a script) with SIGINT ignored: keep it ignored
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(exits.CANCELED))
     for name in ("stdin", "stdout", "stderr"):
-        # the parent process closed it: the next file opened would get its descriptor
+        # the parent process closed it: otherwise the next opened file gets its descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     try:

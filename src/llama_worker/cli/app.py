@@ -1,4 +1,4 @@
-"""The options of each command; what a command does is in a module of its own."""
+"""Defines the commands and their options; the work of each command is in its own module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llama_worker.runtime.process.free_port import free_port
 
 
 def _end(code: int) -> None:
-    """End with the command's result, its exit code."""
+    """Exit with the code that the command returned."""
     sys.stdout.flush()
     raise typer.Exit(code)
 
@@ -40,10 +40,10 @@ app = typer.Typer(
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code. For the main thread."""
+    """Run the command; returns its exit code. Main thread only."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # where the locale is not UTF-8
+            stream.reconfigure(errors="replace")  # if the locale is not UTF-8
     try:
         app(list(arguments), prog_name="llama-worker")
     except SystemExit as ended:
@@ -66,7 +66,7 @@ def _complain(problem: Exception) -> None:
 
 
 def _exit_code_of(error: OSError) -> int:
-    """Print the error, unless it says that nobody reads the output; returns the exit code."""
+    """Print the error, unless it means that the output was closed; returns the exit code."""
     closed = error.errno in (errno.EPIPE, errno.EIO)  # EIO: the terminal hung up
     if not closed:
         print(f"llama-worker: {error}", file=sys.stderr)
@@ -153,12 +153,12 @@ def run_command(
         bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")
     ] = False,
 ) -> int:
-    """Ask a model; starts and ends a server for it.
+    """Ask a model; starts and stops a server for it.
 
     Sends PROMPT and --system as they are, and nothing else; --exit-tools adds the tools, and the
     library's own system prompt (the BIOS), which explains them. The answer's text goes to stdout,
-    everything else to stderr. Ctrl-C cancels the answer and keeps what came; pressed twice it ends
-    everything at once.
+    everything else to stderr. Ctrl-C cancels the answer and keeps the text received so far; a
+    second Ctrl-C ends everything at once.
     """
     if chat and as_json:
         raise UsageProblem("--chat and --json exclude each other: --json reports one answer")
@@ -166,7 +166,7 @@ def run_command(
     from llama_worker.cli.servers import find_server, worker_config
 
     if prompt == "-":
-        prompt = None  # of a conversation, too: its turns are the lines of stdin
+        prompt = None  # with --chat, too: its turns are the lines of stdin
     talk = Talk(
         prompt=_decoded(prompt or "") if chat else _prompt(prompt),
         system=_decoded(system),
@@ -239,7 +239,7 @@ def top_command(
 ) -> int:
     """Watch workers in a live table; q or Ctrl-C ends.
 
-    A metrics endpoint knows everything. The servers of a fleet file are asked directly and know
+    A metrics endpoint fills every column. The servers of a fleet file are asked directly and know
     only their own state: their workers live in another process. In a pipe one table is printed.
     """
     if (fleet is None) == (metrics is None):
@@ -308,8 +308,8 @@ def responses_proxy_command(
 ) -> int:
     """Serve OpenAI's Responses API.
 
-    For clients that know no other API, in front of a llama-server that runs (--upstream), or of
-    one that this command starts and supervises (--model, --server-cmd).
+    For clients that speak no other API. It stands in front of a running llama-server (--upstream),
+    or of one that this command starts and supervises (--model, --server-cmd).
     """
     from llama_worker.cli.proxy import ServerChoice, serve
     from llama_worker.responses.config import ResponsesProxyConfig

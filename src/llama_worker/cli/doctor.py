@@ -1,4 +1,4 @@
-"""`llama-worker doctor`: what would keep a server from running well here."""
+"""`llama-worker doctor`: checks what would keep a server from running well on this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def examine(
     named: str | None, server_named: str | None, server_args: Sequence[str], *, as_json: bool
 ) -> int:
     """Collect the facts, print the findings; returns the exit code. `named` is a model or a fleet
-    file. For the main thread. Raises UsageProblem."""
+    file. Main thread only. Raises UsageProblem."""
     fleet = named if named is not None and named.endswith(".toml") else None
     if fleet and (server_named or server_args):
         raise UsageProblem("a fleet file has commands of its own: leave out --server, --server-arg")
@@ -68,7 +68,7 @@ def _examine(
     interrupts: Interrupts,
 ) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
-    with interrupts.raising():  # also ends a program that hangs
+    with interrupts.raising():  # a signal also ends a program that hangs
         found = _found(findings, "llama-server", find_server, server_named)
         server = doctor_facts.look_at_server(found) if found is not None else None
         machine = doctor_facts.look_at_machine()
@@ -105,7 +105,7 @@ def _examine(
 
 
 def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], dict[str, Any]]:
-    """Every worker's program, command and model; no server is started."""
+    """Check every worker's program, command and model; starts no server."""
     findings: list[Finding] = []
     with interrupts.raising():
         try:
@@ -130,7 +130,7 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
 def _found(
     findings: list[Finding], subject: str, look: Callable[P, T], *args: P.args, **named: P.kwargs
 ) -> T | None:
-    """What `look` finds; None, and one more of the findings, where it raises Problem."""
+    """The result of `look`; if it raises Problem, None, and a finding is added to `findings`."""
     try:
         return look(*args, **named)
     except Problem as problem:
@@ -139,7 +139,7 @@ def _found(
 
 
 def _examine_program(name: str, config: WorkerConfig) -> list[Finding]:
-    """A worker's llama-server, in the environment in which it would be started, and its command."""
+    """Check a worker's command, and its program in the environment that the server would get."""
     environment = server_environment(host_environment(), config.env)
     first, *words = config.server_cmd
     try:
@@ -148,7 +148,7 @@ def _examine_program(name: str, config: WorkerConfig) -> list[Finding]:
         return [doctor_findings.of_problem(name, problem)]
     program = program_of((found.path, *words))
     server = doctor_facts.ask_version(FoundServer(program, found.how), environment)
-    # any other program may be one that starts a server, and takes no options
+    # any other program may be a script that starts a server and takes no options
     if server.version is None and os.path.basename(first).startswith(PROGRAM):
         return [doctor_findings.of_broken_server(name, server)]
     known = doctor_facts.known_flags(program, environment)

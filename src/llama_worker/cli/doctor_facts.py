@@ -1,5 +1,5 @@
-"""What `llama-worker doctor` looks at: facts without judgement. What cannot be seen is None, and
-raises nothing."""
+"""Collects facts for `llama-worker doctor`, without judging them. A fact that cannot be read is
+None, not an error."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from llama_worker.runtime.probes.gpu_watch import gpus_in_use
 from llama_worker.runtime.probes.liveness_probes import load_nvml
 from llama_worker.server.traits import build_number, server_traits
 
-_ASK_S = 20.0  # a first look at a GPU's driver may take seconds
+_ASK_S = 20.0  # the first call into a GPU driver may take seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """The program. `version` is None if it could not be run; `said` and `returncode` are those of
-    `--version`."""
+    """What the program reports. `version` is None if it reports none; `said` and `returncode` are
+    the output and the exit code of `--version`."""
 
     path: str
     how: str
@@ -52,16 +52,16 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """Sizes are in bytes; a limit that is not set is None."""
+    """This machine's devices and limits. Sizes are in bytes; a limit that is not set is None."""
 
     free_port: int | None
-    # name, memory, driver by nvidia-smi; None: there is no nvidia-smi that works
+    # name, memory and driver, from nvidia-smi; None: there is no working nvidia-smi
     gpus: tuple[str, ...] | None
     nvml: bool  # the library can see what processes do on these GPUs
     proc_stat: bool
     proc_io: bool
     hidepid: str | None  # the mount option of /proc
-    memory_bytes: int  # all of it, of the machine or the container
+    memory_bytes: int  # total, of the machine or the container
     available_bytes: int
     address_space_bytes: int | None
     open_files: int | None
@@ -71,7 +71,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A server that was started with the model, and asked."""
+    """What was learned from a server that was started with the model."""
 
     started_in_s: float
     proc_stat: bool
@@ -90,7 +90,7 @@ def look_at_server(found: FoundServer) -> ServerFacts:
 
 
 def ask_version(found: FoundServer, environment: Mapping[str, str] | None = None) -> ServerFacts:
-    """Run the program for its version alone. `environment` None: this process's."""
+    """Run the program for its version only. `environment` None: that of this process."""
     code, said = _run(found.path, "--version", environment=environment)
     found_versions = re.findall("^version:(.*)", said, re.MULTILINE) if code == 0 else []
     return ServerFacts(
@@ -157,7 +157,7 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
 
 
 def trial_of(props: Mapping[str, Any], **seen: Any) -> Trial:
-    """`seen`, and what the body of `/props` says; builds differ in what that is. Pure."""
+    """Combine `seen` with the body of `/props`, whose content differs between builds. Pure."""
     traits = server_traits(props, {})
     caps = props.get("chat_template_caps")
     system_role = caps.get("supports_system_role") if isinstance(caps, Mapping) else None
@@ -235,7 +235,7 @@ def _hidepid() -> str | None:
 
 
 def _available_bytes() -> int:
-    """Of the machine, or of the container if that has less."""
+    """Available memory of the machine, or of the container if that has less."""
     machine = psutil.virtual_memory().available
     limit, used = read_number(CGROUP / "memory.max"), read_number(CGROUP / "memory.current")
     if limit is None or used is None:
@@ -282,7 +282,7 @@ def _has_pidfd() -> bool:
     except OSError:
         return False
     try:
-        signal.pidfd_send_signal(pidfd, 0)  # 0: only whether it may be sent
+        signal.pidfd_send_signal(pidfd, 0)  # 0: only checks that a signal can be sent
     except OSError:
         return False
     finally:

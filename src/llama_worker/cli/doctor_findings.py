@@ -1,4 +1,4 @@
-"""What `llama-worker doctor` makes of what it saw, and of servers' commands. Pure."""
+"""Turns doctor's facts and the servers' commands into findings for the user. Pure."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from llama_worker.start_advice import ILLEGAL, NOT_EXECUTED, described
 Level = Literal["ok", "note", "problem"]
 
 MIN_OPEN_FILES = 256  # a worker needs some 30, each request a few, and the host its own
-MIN_THREADS = 128  # a server starts one per core several times over, a worker ten
-_CONTEXT_SHARE = 0.15  # the least that context and buffers take, as a share of the model
-# addresses that the stacks and heaps of threads reserve
+MIN_THREADS = 128  # a server starts several per core, a worker ten
+_CONTEXT_SHARE = 0.15  # context and buffers take at least this share of the model's size
+# address space that threads reserve for their stacks and heaps
 _THREADS_BYTES = 2 << 30
 _TOKENS_STEP = 256  # the server rounds the context up to a multiple of this
 _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200
-# of a model that alone is larger than the memory: the level, what follows, what to do
+# if the model alone is larger than the memory: the level, the consequence, what to do
 _TOO_BIG: dict[str, tuple[Level, str, str]] = {
     "memory": ("problem", "", "a smaller quantisation or a smaller model; or end other programs"),
     "GPU memory": (
@@ -47,8 +47,8 @@ _TOO_BIG: dict[str, tuple[Level, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the answer. Every problem has a `todo`, what to do; notes may. `more`: further
-    lines, such as the server's last ones."""
+    """One line of the report. `todo` says what to do: every problem has one, a note may have one.
+    `more`: further lines, such as the last lines of the server's log."""
 
     level: Level
     subject: str
@@ -60,14 +60,14 @@ class Finding:
 def _checked(
     subject: str, is_well: bool, *, text: str, problem: str | None = None, todo: str
 ) -> Finding:
-    """`text` if it is well, else `problem` (None: the same text) and what to do."""
+    """An "ok" with `text` if `is_well`, else a problem with `problem` (None: `text`) and `todo`."""
     if is_well:
         return Finding("ok", subject, text)
     return Finding("problem", subject, problem or text, todo)
 
 
 def of_problem(subject: str, problem: Problem) -> Finding:
-    """What would end another command."""
+    """The finding for a Problem, which would end any other command."""
     return Finding("problem", subject, harmless(problem.what), problem.todo, problem.more)
 
 
@@ -85,7 +85,7 @@ def of_server(server: ServerFacts) -> Iterator[Finding]:
 
 
 def of_broken_server(subject: str, server: ServerFacts) -> Finding:
-    """A program that does not tell its version."""
+    """The finding for a program that does not print its version."""
     program = f"{server.path} ({server.how})"
     if server.returncode == -signal.SIGILL or ILLEGAL.search(server.said):
         text = f"{program}, asked for its version, ended with {described(server.returncode)}"
@@ -100,7 +100,7 @@ def of_broken_server(subject: str, server: ServerFacts) -> Finding:
 
 
 def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
-    """NVIDIA GPUs: can the server use them, can the library see them work?"""
+    """Whether the server can use the NVIDIA GPUs, and whether the library can see their work."""
     if not machine.gpus:
         yield Finding("note", "GPUs", "no NVIDIA GPU is seen (nvidia-smi is absent, or finds none)")
         return
@@ -118,7 +118,7 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
 
 
 def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
-    """The model and its context against the memory."""
+    """Compare the model and its context with the memory."""
     yield Finding("ok", "model", f"{model.path}, {size(model.size_bytes)}")
     if (
         machine.address_space_bytes is not None
@@ -138,7 +138,7 @@ def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) ->
 
 
 def _of_memory(kind: str, model: Model, free_bytes: int, free: str) -> Finding:
-    """The model and its full context against one kind of memory."""
+    """Compare the model and its full context with one kind of memory."""
     compared = f"{free}, {_needs(model)}"
     if model.size_bytes > free_bytes:
         level, consequence, todo = _TOO_BIG[kind]
@@ -158,8 +158,8 @@ def _needs(model: Model) -> str:
 
 
 def _full_bytes(model: Model) -> int:
-    """The model with the longest context that it was trained for, or a short one if the file does
-    not say."""
+    """Size of the model with the longest context that it was trained for, or with a short one if
+    the file does not say."""
     if model.context is None:
         return int(model.size_bytes * (1 + _CONTEXT_SHARE))
     return model.size_bytes + model.context.trained_tokens * model.context.bytes_per_token
@@ -176,7 +176,7 @@ def _smaller_context(model: Model, available_bytes: int) -> str:
 
 
 def of_trial(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
-    """What the server said with the model loaded, and whether its work on NVIDIA GPUs is seen."""
+    """What the server reports with the model loaded, and whether NVML sees it on NVIDIA GPUs."""
     context = f", {trial.n_ctx} tokens of context" if trial.n_ctx is not None else ""
     yield Finding("ok", "start", f"ready after {seconds(trial.started_in_s)}{context}")
     if trial.slots not in (None, 1):
@@ -264,8 +264,8 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
 
 
 def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> Iterator[Finding]:
-    """One worker's command against the flags of its program; `known` None: that does not list
-    them."""
+    """Check one worker's command against the flags of its program; `known` None: its --help lists
+    none."""
     findings = [Finding("note", subject, harmless(line)) for line in config.warnings]
     if known is None:
         text = (
@@ -289,13 +289,13 @@ def of_build(subject: str, build: int | None, command: Sequence[str]) -> Iterato
 
 
 def of_batch(subject: str, config: WorkerConfig) -> Iterator[Finding]:
-    """Batches that everything else waits for too long."""
+    """A note if prompt batches are so large that everything else waits for them."""
     if line := batch_warning(config.server_cmd, config.env):
         yield _of_warning(subject, line)
 
 
 def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterator[Finding]:
-    """The servers' prompt caches against the machine's memory."""
+    """A note if the servers' prompt caches may outgrow the machine's memory."""
     limits = {name: cache_ram_mib(each.server_cmd, each.env) for name, each in configs.items()}
     if line := memory_warning(limits, memory_bytes):
         what, _, todo = line.partition(": set ")
@@ -303,13 +303,13 @@ def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterato
 
 
 def _of_warning(subject: str, line: str) -> Finding:
-    """A warning of the library: what to do is behind its last semicolon."""
+    """The finding for a warning of the library, which says what to do after its last semicolon."""
     what, _, todo = line.rpartition("; ")
     return Finding("note", subject, what, todo)
 
 
 def lines(findings: Sequence[Finding], columns: int | None = None) -> list[str]:
-    """The table; with `columns`, longer text is wrapped within its column."""
+    """The table, line by line; text beyond `columns` is wrapped within its column."""
     width = max(len(finding.subject) for finding in findings)
     shown = []
     for finding in findings:

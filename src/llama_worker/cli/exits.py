@@ -1,4 +1,4 @@
-"""How the command ends. Pure."""
+"""Exit codes, and the errors that end a command. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HELP = (
 
 
 class Problem(Exception):
-    """The command cannot go on. `reason` is a code for programs; `todo` tells a person what to do,
-    `more` holds further lines, such as the server's last ones."""
+    """The command cannot go on. `reason` is a code for programs; `todo` tells the user what to do;
+    `more` holds further lines, such as the last lines of the server's log."""
 
     def __init__(self, reason: str, what: str, todo: str, more: Sequence[str] = ()) -> None:
         super().__init__("\n  ".join((what, f"what to do: {todo}", *more)))

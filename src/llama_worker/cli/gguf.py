@@ -1,5 +1,5 @@
-"""The model file that a command was given: is it a GGUF file, and how much memory does its context
-take according to the file's header?"""
+"""Checks that a command's model is a GGUF file, and reads from the file's header how much memory
+its context takes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from llama_worker.cli.text import one_line
 MAGIC = b"GGUF"
 _HEAD_BYTES = 64
 _SHOWN_NAMES = 3  # of files
-_SHOWN_CHARS = 80  # of a MODEL that is no path, such as a prompt
+_SHOWN_CHARS = 80  # of a MODEL argument that is not a path, such as a prompt
 _PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)")
 _DOWNLOAD_AGAIN = "download the model again, the file itself, in the GGUF format"
 _CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py"
-_LOOKS_LIKE = (  # how a file begins, what it is then, and what to do
+_LOOKS_LIKE = (  # a file's first bytes, what kind of file it is, what to do
     (rb"\Z", "it is empty", _DOWNLOAD_AGAIN),
     (rb"version https://git-lfs", "it is a Git LFS pointer", "run `git lfs pull` in its clone"),
     (rb"\s*<", "it is a web page", _DOWNLOAD_AGAIN + ": on Hugging Face by its download link"),
@@ -31,7 +31,7 @@ _LOOKS_LIKE = (  # how a file begins, what it is then, and what to do
     (rb'(?s:.{7})\0\{"', "it is a safetensors file", _CONVERT),
 )
 
-# the format's numbers of types, as `struct` names them
+# the format's type numbers, with the format characters of `struct`
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _HEAD = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of entries
@@ -44,18 +44,18 @@ _CACHE_VALUE_BYTES = 2  # the server keeps keys and values as f16 unless told ot
 
 @dataclass(frozen=True, slots=True)
 class ContextNeeds:
-    """What the context takes beside the model's file."""
+    """Memory that the context takes in addition to the model."""
 
-    # the longest context that the model was made for, and what the server takes by default
+    # the longest context that the model was trained for, which is the server's default
     trained_tokens: int
-    # at most: layers with a window, without attention or with compressed keys take less
+    # an upper bound: layers with a window, without attention or with compressed keys take less
     bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A GGUF file; `size_bytes` is that of all of its parts, `context` None where the file does not
-    say it."""
+    """A GGUF file; `size_bytes` is the size of all of its parts, `context` is None if the file does
+    not say it."""
 
     path: str
     size_bytes: int
@@ -63,7 +63,7 @@ class Model:
 
 
 def find_model(named: str) -> Model:
-    """Raises Problem `no_model` or `not_a_gguf`."""
+    """Check the model at the path `named`. Raises Problem `no_model` or `not_a_gguf`."""
     path = Path(os.path.expanduser(named))
     try:
         return _model_at(path, named)
@@ -80,10 +80,10 @@ def find_model(named: str) -> Model:
 
 
 def _model_at(path: Path, named: str) -> Model:
-    """Raises OSError, too."""
+    """As `find_model`, but OSError is not caught."""
     if path.is_dir():
         raise Problem("no_model", f"{named} is a folder, not a model file", _models_in(path))
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe might take for ever
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe might block for ever
         todo = "give the path of the file itself, which the server opens on its own"
         raise Problem("no_model", f"{named} is a pipe or a device, not a model file", todo)
     with path.open("rb") as file:
@@ -102,7 +102,7 @@ def _model_at(path: Path, named: str) -> Model:
 
 
 def not_a_gguf(head: bytes) -> tuple[str, str] | None:
-    """What a file with these first bytes is instead, and what to do; None for a GGUF. Pure."""
+    """What a file with these first bytes is, and what to do; None if it is a GGUF. Pure."""
     if head.startswith(MAGIC):
         return None
     for pattern, what, todo in _LOOKS_LIKE:
@@ -113,7 +113,7 @@ def not_a_gguf(head: bytes) -> tuple[str, str] | None:
 
 
 def part_names(name: str) -> list[str]:
-    """All parts of a model that was split, in their order; [] for one that was not. Pure."""
+    """File names of all parts of a split model, in order; [] if it is not split. Pure."""
     split = _PART.fullmatch(name)
     if split is None:
         return []
@@ -138,7 +138,7 @@ def _first_of(names: list[str]) -> str:
 
 
 def read_context_needs(path: Path) -> ContextNeeds | None:
-    """None if the file does not say it, or in an unknown form. Raises OSError."""
+    """What the file's header says; None if entries are missing or invalid. Raises OSError."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return context_needs(HeadReader(data).entries())
@@ -147,7 +147,7 @@ def read_context_needs(path: Path) -> ContextNeeds | None:
 
 
 def context_needs(entries: Mapping[str, Any]) -> ContextNeeds | None:
-    """From the entries of the header. Pure. Raises KeyError or ValueError if one is missing or
+    """What the entries of a header say. Pure. Raises KeyError or ValueError if one is missing or
     invalid."""
     kind = entries["general.architecture"]
     layers_count = _count(entries[f"{kind}.block_count"])
@@ -165,7 +165,7 @@ def context_needs(entries: Mapping[str, Any]) -> ContextNeeds | None:
 
 
 def _per_layer(value: object, layers_count: int) -> list[int]:
-    """One number for each layer; most models have one for all."""
+    """One number for each layer; most models have a single number for all layers."""
     if not 0 < layers_count <= _MAX_LAYERS:
         raise ValueError(layers_count)
     values = value if isinstance(value, list) else [value] * layers_count
@@ -179,8 +179,8 @@ def _count(value: object) -> int:
 
 
 class HeadReader:
-    """Reads forward from `at`. Raises struct.error, IndexError or ValueError if the file is
-    corrupt."""
+    """Reads a file's header, forward from `at`. Raises struct.error, LookupError or ValueError if
+    the file is corrupt."""
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
@@ -198,7 +198,7 @@ class HeadReader:
         if kind != _ARRAY:
             return self._take(struct.Struct("<" + _SCALARS[kind]))[0]
         (item_kind,), (count,) = self._take(_TYPE), self._take(_LENGTH)
-        if item_kind == _STRING:  # a vocabulary: of no use here
+        if item_kind == _STRING:  # a vocabulary: not needed here
             for _ in range(count):
                 self._skip_string()
             return None

@@ -1,4 +1,4 @@
-"""Ctrl-C and the signals that end a program, for the main thread."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP. Main thread only."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from typing import Any, Self
 from llama_worker.cli import exits
 
 _SHOW_CURSOR = b"\x1b[?25h"
-# `timeout` signals its command and then the command's group, a shell a terminal's jobs once more
+# one cause may send a signal twice: `timeout` signals its command and then the command's group; a
+# shell signals the jobs of a terminal once more
 _ONCE_S = 1.0
 
 
 class Interrupts:
-    """Records SIGINT, SIGTERM and SIGHUP while it is entered. A signal raises KeyboardInterrupt
-    within `raising`; everything else polls `asked`.
+    """Records SIGINT, SIGTERM and SIGHUP within its `with` block. Within `raising` a signal raises
+    KeyboardInterrupt; all other code polls `asked`.
 
-    A second Ctrl-C, or any signal after SIGTERM, ends the process at once: the guard process then
-    ends the server. The same SIGTERM or SIGHUP again within `_ONCE_S` does not count.
+    A second Ctrl-C, or any signal after SIGTERM or SIGHUP, ends the process at once: the guard
+    process then ends the server. The same SIGTERM or SIGHUP again within `_ONCE_S` is ignored.
     """
 
     def __init__(self) -> None:
-        self.presses = 0  # of Ctrl-C; the owner resets it once they had their effect
+        self.presses = 0  # of Ctrl-C; the owner resets it after handling them
         self.ended_by: int | None = None  # SIGTERM or SIGHUP
         self._ended_at = 0.0
         self._raises = False
         self._before: dict[int, Any] = {}
-        self._signalled, self._signal_write = -1, -1  # a pipe: readable once a signal came
+        self._signalled, self._signal_write = -1, -1  # a pipe: readable after a signal
 
     def __enter__(self) -> Self:
         self._signalled, self._signal_write = os.pipe()
@@ -58,12 +59,12 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """For a command that ends because it was asked to."""
+        """The exit code of a command that ends because of a signal."""
         return exits.CANCELED if self.ended_by is None else exits.BY_SIGNAL + self.ended_by
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Within it a signal raises KeyboardInterrupt: for waits on a person or a program."""
+        """In this block a signal raises KeyboardInterrupt: for waits on a person or a program."""
         self._raises = True
         try:
             if self.asked:
@@ -78,7 +79,7 @@ class Interrupts:
             os.read(self._signalled, 4096)
 
     def wait_readable(self, fd: int) -> None:
-        """Block until there is something to read; a signal just before it blocks is not missed."""
+        """Block until `fd` is readable; a signal that comes just before is not missed."""
         while fd not in select.select([fd, self._signalled], [], [])[0]:
             os.read(self._signalled, 4096)
 

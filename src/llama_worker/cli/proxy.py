@@ -26,7 +26,7 @@ _LOCALHOST = "127.0.0.1"
 
 
 class ServerChoice(Struct, frozen=True, kw_only=True):
-    """The server at `url`, or one to start: with a `model`, or by a `command`."""
+    """Which server to use: the one at `url`, or one to start with a `model` or a `command`."""
 
     url: str | None
     model: str | None
@@ -36,9 +36,9 @@ class ServerChoice(Struct, frozen=True, kw_only=True):
 
 
 def serve(upstream: ServerChoice, config: ResponsesProxyConfig, *, api_key_env: str | None) -> int:
-    """Serve until a signal comes; returns the exit code. For the main thread.
+    """Serve until a signal comes; returns the exit code. Main thread only.
 
-    `config` gets its upstream and API key here.
+    The upstream and the API key of `config` are set here.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with contextlib.suppress(KeyboardInterrupt):
@@ -76,7 +76,7 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
 def _server(
     upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile, interrupts: Interrupts
 ) -> Iterator[tuple[str | None, LlamaWorker | None]]:
-    """The URL of a running server, or the worker of one that is started, and stopped at the end.
+    """The URL of a running server, or the worker of one that is started here and stopped at exit.
 
     Raises KeyboardInterrupt if a signal comes before it is READY.
     """
@@ -132,7 +132,7 @@ def _api_key(variable: str | None) -> str | None:
 
 
 def _check_ca_file(path: str | None) -> None:
-    """At the start, not at a client's request."""
+    """Fail at the start, not at a client's request. Raises UsageProblem."""
     if path is None:
         return
     try:

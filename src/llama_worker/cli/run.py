@@ -1,4 +1,4 @@
-"""`llama-worker run`: one model on the terminal."""
+"""`llama-worker run`: asks a model from the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llama_worker.cli.servers import log_tail, make_ready
 from llama_worker.cli.text import harmless
 
 _TICK_S = 0.05
-_LOG_LINES = 10  # of a server that died
+_LOG_LINES = 10  # shown of the log of a server that died
 _JOB = "run"
 
 
@@ -36,8 +36,8 @@ class Talk(Struct, frozen=True, kw_only=True):
 
 
 def run(config: WorkerConfig, talk: Talk) -> int:
-    """Start the server, ask, end the server; returns the exit code. For the main thread."""
-    # the screen shows it already
+    """Start the server, ask, stop the server; returns the exit code. Main thread only."""
+    # the screen shows what would be logged
     logging.getLogger("llama_worker").addHandler(logging.NullHandler())
     screen = Screen(quiet=talk.quiet, shows_text=not talk.as_json)
     with Interrupts() as interrupts, contextlib.closing(LlamaWorker(config)) as worker:
@@ -49,7 +49,7 @@ def run(config: WorkerConfig, talk: Talk) -> int:
 
 
 class _ChatSession:
-    """A worker and the person in front of it."""
+    """Sends the user's prompts to a worker and shows the answers."""
 
     def __init__(
         self, worker: LlamaWorker, screen: Screen, interrupts: Interrupts, talk: Talk
@@ -59,7 +59,7 @@ class _ChatSession:
         self._interrupts = interrupts
         self._talk = talk
         self._warned: set[str] = set()
-        self._tokens: int | None = None  # received of the last answer
+        self._tokens: int | None = None  # received for the last answer
 
     def ask_once(self) -> int:
         try:
@@ -76,7 +76,7 @@ class _ChatSession:
         return interrupts.exit_code if interrupts.asked else run_report.exit_code(result)
 
     def chat(self) -> int:
-        """A conversation until the end of the input; each turn gets what was said before."""
+        """Converse until the end of the input; each request gets the turns before it."""
         history: list[ChatMessage] = []
         try:
             self._make_ready()
@@ -84,7 +84,7 @@ class _ChatSession:
                 self._make_ready()
                 result = self._ask(prompt, history)
                 self._show_end(result)
-                if result["text"]:  # templates want turns to alternate
+                if result["text"]:  # chat templates require alternating turns
                     history += result["conversation"]
                 if self._interrupts.ended_by is not None:
                     break
@@ -110,7 +110,7 @@ class _ChatSession:
                 self._screen.say(f"note: {harmless(line)}")
 
     def _ask(self, prompt: str, history: Sequence[ChatMessage]) -> RequestResult:
-        """The answer, shown as it comes; Ctrl-C cancels it."""
+        """Send the prompt, show the answer as it comes; Ctrl-C cancels it. Raises Problem."""
         talk = self._talk
         admitted = self._worker.submit(
             _JOB, talk.system, prompt, params=talk.params, messages=history
@@ -164,7 +164,7 @@ class _ChatSession:
 def _read_line(interrupts: Interrupts) -> str:
     """A line of stdin, with the terminal's own editing. Raises EOFError at the end.
 
-    Not by `input()`, whose readline misses a Ctrl-C in the moment in which it shows its prompt.
+    `input()` is not used: its readline misses a Ctrl-C that comes while it shows its prompt.
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:

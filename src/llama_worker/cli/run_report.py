@@ -28,8 +28,8 @@ from llama_worker.types.worker import StartFailReason
 
 # `0.00.003.896 I srv    load_model: ` (b11434)
 _LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")
-_LOG_LINES = 12  # of a server that did not start: a model that cannot be loaded takes ten to say so
-_LABEL_CHARS = 200  # a terminal shows what it has room for
+_LOG_LINES = 12  # shown if a server did not start: a failed model load prints ten lines
+_LABEL_CHARS = 200  # a terminal cuts it to its width
 _SLOW_HARDWARE = "for slow hardware: --timeouts slow_prefill"
 _LOOPS = "the model repeats itself: another --temperature, --seed or prompt"
 _HANGS = f"the server showed no sign of work; {_SLOW_HARDWARE}"
@@ -76,26 +76,26 @@ _BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")
 
 
 class Activity(Struct, frozen=True):
-    """What is being waited for; `done` of `total` tokens, if that is known."""
+    """What the command is waiting for; `done` of `total` tokens, if that is known."""
 
     label: str
     done: int = 0
     total: int | None = None
 
     def line(self, elapsed_s: float) -> str:
-        """As text, if no bar can be drawn."""
+        """The activity as text, if no progress bar can be drawn."""
         counted = f": {self.done} of {self.total} tokens" if self.total is not None else ""
         return f"{self.label}{counted} ({seconds(elapsed_s)})"
 
 
 def starting(log_tail: Sequence[str]) -> Activity:
-    """Of a server that is not READY yet: its last line."""
+    """The activity of a server that is not READY yet: the last line of its log."""
     said = _LOG_PREFIX.sub("", log_tail[-1]) if log_tail else ""
     return Activity(one_line(f"starting: {said}" if said else "starting", _LABEL_CHARS))
 
 
 def working(status: RequestStatus) -> Activity:
-    """Of a request that has no output yet, or whose output is not shown."""
+    """The activity of a request that has no output yet, or whose output is not shown."""
     match status["phase"]:
         case RequestPhase.WAITING:
             return Activity("waiting for the server")
@@ -178,13 +178,13 @@ def json_report(result: RequestResult, warnings: Sequence[str]) -> dict[str, Any
 
 
 def json_without_answer(outcome: str, reason: str, detail: str | None) -> dict[str, Any]:
-    """The same keys without a request; `outcome`: `not_started` or `canceled`."""
+    """The same keys if there is no result; `outcome`: `not_started` or `canceled`."""
     facts = {"outcome": outcome, "reason": reason, "detail": detail, "text": "", "reasoning": ""}
     return {**facts, "usage": None, "timings": None, "signals": [], "warnings": []}
 
 
 def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
-    """What to do about a failed request; None if it did not fail."""
+    """What to do about a failed request; None if it did not fail, or was cancelled."""
     reason, detail = result["fail_reason"], result.get("fail_detail", "")
     if reason is None or reason is RequestFailReason.CANCELED:
         return None

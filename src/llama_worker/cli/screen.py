@@ -1,4 +1,4 @@
-"""Where `llama-worker run` writes: an answer's text on stdout, everything else on stderr."""
+"""Writes for `llama-worker run`: an answer's text to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LINE_EVERY_S = 10.0  # if no bar can be drawn
 
 
 class Screen:
-    """For one thread. `quiet`: only problems and, if `shows_text`, the text. Writes raise
-    BrokenPipeError."""
+    """The terminal, or the pipes, of one command. For one thread. `quiet`: show only problems and,
+    if `shows_text`, the answer's text. Writes raise BrokenPipeError."""
 
     def __init__(self, *, quiet: bool = False, shows_text: bool = True) -> None:
         self._console = console_for(sys.stderr)
@@ -32,24 +32,24 @@ class Screen:
         self._shows_text = shows_text
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._styled = is_styled(self._console)
-        self._shown: _Bar | _Lines | None = None  # what is being waited for
+        self._shown: _Bar | _Lines | None = None  # the current activity
         # of the answer that is being shown
-        self._channel: Channel | None = None  # None: nothing has come
+        self._channel: Channel | None = None  # None: no output yet
         self._line_open = False
 
     @property
     def _text_is_on_terminal(self) -> bool:
-        """The answer's text goes to the terminal that the bar is drawn on."""
+        """Whether the answer's text goes to the terminal that the bar is drawn on."""
         return self._shows_text and sys.stdout.isatty()
 
     @property
     def has_room(self) -> bool:
-        """An activity can be shown: it would not interrupt the answer."""
+        """Whether an activity can be shown without interrupting the answer."""
         text_elsewhere = self._channel == "text" and not self._text_is_on_terminal
         return self._channel is None or not self._shows_text or text_elsewhere
 
     def activity(self, activity: Activity) -> None:
-        """Show what is being waited for, until something else is written."""
+        """Show what the command is waiting for, until something else is written."""
         if self._quiet:
             return
         if self._shown is None:
@@ -62,14 +62,14 @@ class Screen:
             self._shown = None
 
     def show(self, reasoning: str, text: str) -> None:
-        """What has come of the answer since the last time."""
+        """Show the next piece of the answer."""
         if piece := harmless(reasoning):
             self._show("reasoning", piece)
         if piece := harmless(text):
             self._show("text", piece)
 
     def end_answer(self) -> None:
-        """Complete the last line; the next answer begins anew."""
+        """Complete the last line, and get ready for the next answer."""
         if self._channel is not None and self._line_open:
             self._show(self._channel, "\n")
         self._channel = None
@@ -96,7 +96,7 @@ class Screen:
             self._line(line, style="dim")
 
     def complain(self, line: str) -> None:
-        """A line that a person must see."""
+        """Show a line that the user must see, even if `quiet`."""
         self._line(line, style="yellow")
 
     def _line(self, line: str, style: str) -> None:
@@ -157,7 +157,7 @@ class _Lines:
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._began_at = time.monotonic()
-        self._last: tuple[str, bool] | None = None  # the activity's kind, and are tokens counted
+        self._last: tuple[str, bool] | None = None  # the activity's kind, has it a token count
         self._written_at = 0.0
 
     def show(self, activity: Activity) -> None:
@@ -172,27 +172,28 @@ class _Lines:
 
 
 def console_for(stream: TextIO) -> Console:
-    """It draws only on a terminal, whatever the environment says; model text is never markup."""
+    """A console that draws only on a terminal, whatever the environment says, and parses no markup
+    in model text."""
     console = Console(
         file=stream, force_terminal=stream.isatty(), markup=False, emoji=False, highlight=False
     )
-    if not console.width:  # COLUMNS=0, as shells without a terminal hand it on
+    if not console.width:  # shells without a terminal pass on COLUMNS=0
         console.width = _UNKNOWN_COLUMNS
     return console
 
 
 def width_of(stream: TextIO) -> int | None:
-    """The columns of the terminal; None if it is no terminal."""
+    """The columns of the terminal; None if the stream is not a terminal."""
     return console_for(stream).width if stream.isatty() else None
 
 
 def is_styled(console: Console) -> bool:
-    """Whether bold, dim and colours may be used there."""
+    """Whether bold, dim and colours may be used."""
     return console.is_terminal and not console.no_color and not console.is_dumb_terminal
 
 
 def discard_output() -> None:
-    """Whoever read stdout or stderr went away: what is still buffered is dropped without an
+    """Call it after the reader of stdout or stderr is gone: drops what is still buffered without an
     error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

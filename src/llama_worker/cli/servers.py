@@ -1,4 +1,4 @@
-"""The llama-server that a command starts: its program, its config, its start."""
+"""Finds, configures and starts the llama-server of a command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TICK_S = 0.05
 def find_server(
     named: str | None, *, option: str = "--server", environment: Mapping[str, str] = os.environ
 ) -> FoundServer:
-    """`named`, the option's value, else where the library looks. Raises Problem `no_server`."""
+    """The program `named`, else the one that the library finds. Raises Problem `no_server`."""
     try:
         return server_program.find_server(named, option=option, environment=environment)
     except server_program.ServerNotFound as error:
@@ -43,10 +43,10 @@ def worker_config(
     timeouts: TimeoutProfile | None = None,
     **config: Any,
 ) -> WorkerConfig:
-    """A worker that is never restarted automatically: the person at the terminal is told.
+    """A config without automatic restarts: the user at the terminal is told instead.
 
-    `server_args`: what --server-arg adds to its command, behind our own `words`. `timeouts`:
-    `slow_prefill` if left out; `config`: further arguments of `WorkerConfig.for_model`. Raises
+    `server_args`: what --server-arg adds to the command, after our own `words`. `timeouts`:
+    `slow_prefill` if None; `config`: further arguments of `WorkerConfig.for_model`. Raises
     UsageProblem. Pure.
     """
     try:
@@ -65,13 +65,13 @@ def worker_config(
 
 
 def make_ready(worker: LlamaWorker, screen: Screen, interrupts: Interrupts) -> None:
-    """Start the server unless it is READY, and show what it says. Raises Problem, or
-    KeyboardInterrupt if a signal comes meanwhile."""
+    """Start the server unless it is READY, and show its last log line meanwhile. Raises Problem, or
+    KeyboardInterrupt if a signal comes."""
     state = worker.get_worker_status().get()["state"]
     if state is WorkerState.READY:
         return
     if state is not WorkerState.STOPPED:
-        # after a failure, stop first: a start would share that failure
+        # after a failure, stop first: otherwise `start` would report that failure
         worker.stop().get()
     starting = worker.start()
     try:

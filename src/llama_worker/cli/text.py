@@ -1,4 +1,4 @@
-"""Text made safe and short enough for a terminal. Pure."""
+"""Makes text safe and short enough for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _PICTURES = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
 _KEPT = {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 _LOST = dict.fromkeys(
     (
-        *range(0x80, 0xA0),  # C1: an 8-bit ESC [ among them
+        *range(0x80, 0xA0),  # C1 controls, among them an 8-bit ESC [
         *range(0x202A, 0x202F),  # changes of the reading direction
         *range(0x2066, 0x206A),
-        *range(0xD800, 0xE000),  # halves of surrogate pairs: no encoding takes them
+        *range(0xD800, 0xE000),  # lone surrogates: they cannot be encoded
     ),
     0xFFFD,
 )
@@ -20,9 +20,9 @@ _HARMLESS: dict[int, int | str] = {**_PICTURES, **_LOST, **_KEPT}
 
 
 def harmless(text: str) -> str:
-    """The text without control characters but newline and tab; carriage returns are dropped.
+    """Replace all control characters except newline and tab; carriage returns are dropped.
 
-    Each character is replaced on its own: text may be cut anywhere and shown piece by piece.
+    Each character is replaced on its own, so text may be cut anywhere and shown piece by piece.
     """
     return text.translate(_HARMLESS)
 
@@ -34,7 +34,7 @@ def one_line(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int | None, hang: int = 2) -> str:
-    """Lines broken at spaces, continued with `hang` more indent. `width` None: unchanged."""
+    """Break lines at spaces, with `hang` more indent after each break. `width` None: unchanged."""
     if width is None:
         return text
     lines = []

@@ -1,5 +1,5 @@
-"""`llama-worker top`: workers in a live table, from a host's metrics endpoint or from the servers
-of a fleet file."""
+"""`llama-worker top`: shows workers in a live table, from a host's metrics endpoint or from the
+servers of a fleet file."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _STATE_STYLES = {
     "failed": "red",
     "down": "red",
 }
-_ANSWER_S = 2.0  # a server answers within 10 ms, also in the midst of a long batch (b11434)
-_METRICS_S = 10.0  # the host asks its workers for each answer
-_MAX_ASKED = 16  # side by side
+_ANSWER_S = 2.0  # a server answers within 10 ms, even during a long batch (b11434)
+_METRICS_S = 10.0  # for each answer the host asks its workers
+_MAX_ASKED = 16  # servers, at the same time
 _QUIT = (b"q", b"Q")
 _ENDS = "q or Ctrl-C ends"
 
 
 def watch(source: MetricsSource | FleetSource, *, once: bool, interval_s: float) -> int:
-    """Show the workers until q, Ctrl-C or a signal; returns the exit code. For the main thread."""
+    """Show the workers until q, Ctrl-C or a signal; returns the exit code. Main thread only."""
     console = console_for(sys.stdout)
     with Interrupts() as interrupts, contextlib.suppress(KeyboardInterrupt), interrupts.raising():
         rows = source.rows()
@@ -85,7 +85,7 @@ def _live(
 
 
 def _quits(wait_s: float) -> bool:
-    """Whether q is pressed, or the terminal closed, within so long."""
+    """Whether q is pressed, or the terminal closed, within `wait_s` seconds."""
     deadline = time.monotonic() + wait_s
     keys = [sys.stdin] if sys.stdin.isatty() else []
     while (left_s := deadline - time.monotonic()) > 0:
@@ -99,13 +99,13 @@ def _quits(wait_s: float) -> bool:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[None]:
-    """Keys are read without Enter, and not echoed."""
+    """In this block keys are read without Enter, and not echoed."""
     if not sys.stdin.isatty():
         yield
         return
     before = termios.tcgetattr(sys.stdin)
     try:
-        # what was pressed during the first look counts
+        # TCSADRAIN keeps the keys that were pressed during the first query
         tty.setcbreak(sys.stdin, termios.TCSADRAIN)
         yield
     finally:
@@ -149,7 +149,7 @@ class MetricsSource:
         self._history = MetricsHistory()
 
     def rows(self) -> list[Row]:
-        """Ask once more. Blocks for seconds at most. Raises Problem if there is no answer."""
+        """Query the endpoint. Blocks for seconds at most. Raises Problem if there is no answer."""
         todo = "give the URL of the host's metrics, such as http://127.0.0.1:8090/metrics"
         try:
             url = urlsplit(self._url)
@@ -190,10 +190,10 @@ def _samples(text: str, url: str) -> Iterator[Sample]:
 
 class FleetSource:
     """The servers of a fleet file, asked directly: their workers live in another process, which is
-    left alone. Not thread-safe."""
+    not contacted. Not thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Raises Problem for a file that cannot be read or is no fleet."""
+        """Raises Problem if the file cannot be read or is not a fleet file."""
         try:
             self._fleet = read_fleet(path)
         except OSError as error:
@@ -206,7 +206,7 @@ class FleetSource:
         self._history = ServersHistory()
 
     def rows(self) -> list[Row]:
-        """Ask once more. Blocks for seconds at most. A server that does not answer has a row,
+        """Query each server. Blocks for seconds at most. A server that does not answer has a row,
         too."""
         with ThreadPoolExecutor(min(_MAX_ASKED, len(self._fleet))) as pool:
             answers = list(pool.map(_ask, self._fleet.values()))

@@ -1,4 +1,4 @@
-"""The rows of `llama-worker top`, from what a metrics endpoint or servers answered. Pure."""
+"""Makes the rows of `llama-worker top` from the answers of a metrics endpoint or servers. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from msgspec import Struct, field
 from llama_worker.cli.text import harmless, one_line
 from llama_worker.config.validation import as_count
 
-# a worker counts a request's tokens when it ends: a shorter window would flicker
+# a worker counts a request's tokens when it ends: in a shorter window the rate would flicker
 _RATE_WINDOW_S = 60.0
 UNKNOWN = "-"
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """One worker; None if the source does not know."""
+    """One worker; a field is None if the source does not know its value."""
 
     worker: str
     state: str
@@ -92,7 +92,7 @@ Sample = tuple[str, Mapping[str, str], float]
 
 
 class MetricsHistory:
-    """One endpoint over time, scrape by scrape."""
+    """Makes rows from the scrapes of one endpoint, and keeps what it needs of earlier ones."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _WorkerHistory] = {}
@@ -105,7 +105,7 @@ class MetricsHistory:
 
 
 class _WorkerHistory:
-    """One worker over time. Tokens per second are those of the last minute."""
+    """One worker's earlier scrapes. Tokens per second are those of the last minute."""
 
     def __init__(self) -> None:
         self._before: _Scrape | None = None
@@ -165,8 +165,8 @@ def _by_worker(samples: Iterable[Sample]) -> dict[str, _Scrape]:
 
 
 def _new_reason(now: _Scrape, before: _Scrape | None) -> str:
-    """Why something failed or restarted since the scrape before; of the first scrape, the only
-    reason there is."""
+    """The most frequent new reason for a failure or a restart since the scrape before; on the first
+    scrape, the reason if there is only one."""
     if before is None:
         reasons = now.reasons()
         return next(iter(reasons)) if len(reasons) == 1 else ""
@@ -178,7 +178,7 @@ def _new_reason(now: _Scrape, before: _Scrape | None) -> str:
 
 
 class Answers(Struct, frozen=True, kw_only=True):
-    """What a server said. `health`: the status of /health, or why there was none."""
+    """What a server answered. `health`: the HTTP status of /health, or why there was none."""
 
     worker: str
     slots_configured: int
@@ -187,7 +187,7 @@ class Answers(Struct, frozen=True, kw_only=True):
 
 
 class ServersHistory:
-    """The same servers over time, round by round."""
+    """Makes rows from the answers of the same servers, and keeps those of the round before."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, dict[tuple[str, str], float]]] = {}

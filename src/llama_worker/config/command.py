@@ -1,4 +1,4 @@
-"""The command of a llama-server: how it is built, checked against its config, and shown. Pure."""
+"""Builds a llama-server command, checks it against its config, and masks its secrets. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llama_worker.errors import MASK, ConfigError, masked
 SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
 BATCH_FLAGS = ("-b", "--batch-size")
 _UBATCH_FLAGS = ("-ub", "--ubatch-size")
-BATCH_SIZE = 512  # what the server computes at once (--ubatch-size) unless its flag says otherwise
-_TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # and no shell to part them
+BATCH_SIZE = 512  # the server's default for --ubatch-size, the tokens that it computes at once
+_TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # no shell would split them
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
 checked_port = partial(checked_int, at_least=1, at_most=65535)
 checked_slots = partial(checked_int, at_least=1, at_most=1024)
@@ -35,15 +35,15 @@ def llama_server_cmd(
     """A command for `WorkerConfig.server_cmd` that agrees with its host, port and slots;
     `WorkerConfig.for_model` makes both at once.
 
-    The word `llama-server` is looked for where the server is started: LLAMA_SERVER, the PATH, this
-    Python environment.
+    An `executable` of `llama-server` is looked up where the server is started: in LLAMA_SERVER, on
+    the PATH, in this Python environment.
 
     It passes `--parallel`: without it a server opens four slots that share one context (b11434).
-    `batch_size` is how many tokens of prompts the server takes at a time: a neighbour's next token
-    and the notice of a cancel wait for so many. None leaves it to the server, whose default is
-    2048; sizes of batches (-b, -ub) among `extra_args` win. `cache_ram_mib` bounds the memory in
-    which the server keeps prompts (0: none, -1: no bound); None leaves it to the server, whose
-    default is 8192 MiB: too much where several servers share a machine.
+    `batch_size` is how many prompt tokens the server processes at a time: another request's next
+    token and the handling of a cancel wait that long. None leaves it to the server, whose default
+    is 2048; batch sizes (-b, -ub) in `extra_args` win. `cache_ram_mib` limits the memory in which
+    the server keeps prompts (0: none, -1: no limit); None leaves it to the server, whose default of
+    8192 MiB is too much if several servers share a machine.
     """
     optional(checked_int, "cache_ram_mib", cache_ram_mib, at_least=-1)
     optional(checked_int, "batch_size", batch_size, at_least=1)
@@ -68,7 +68,7 @@ def llama_server_cmd(
 
 
 def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[str, ...]:
-    """The command as it may be shown: keys are masked. Pure."""
+    """The command with its keys masked, safe to show. Pure."""
     words: list[str] = []
     for word in server_cmd:
         flag, equals, _ = word.partition("=")
@@ -82,7 +82,7 @@ def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[s
 
 
 def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tuple[str, ...]:
-    """A command or a part of one, as a copy."""
+    """Check a command or a part of one; returns a copy. Raises TypeError or ConfigError."""
     if isinstance(value, str):
         masked_words = " ".join(masked_server_cmd(value.split(), None))
         raise TypeError(f"{name} must be a sequence of words, not one str: {masked_words!r}")
@@ -103,7 +103,7 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
 
 
 def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -> None:
-    """The command and the config must mean the same server."""
+    """Raises ConfigError if the command has another host, port or number of slots."""
     for name, flags, value in (
         ("host", ("--host",), host),
         ("port", ("--port",), port),
@@ -117,7 +117,7 @@ def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -
 
 
 def ip_address_of(host: str) -> str | None:
-    """The address in its canonical form; None where it is a name."""
+    """The IP address in its canonical form; None if `host` is a name."""
     try:
         return str(ipaddress.ip_address(without_brackets(host)))
     except ValueError:
@@ -125,13 +125,13 @@ def ip_address_of(host: str) -> str | None:
 
 
 def without_brackets(host: str) -> str:
-    """Only URLs need those around an IPv6 address; a server cannot listen there (b11434)."""
+    """The host without the brackets of an IPv6 URL: a server cannot listen on those (b11434)."""
     return host.removeprefix("[").removesuffix("]")
 
 
 def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Each of the flags that the command has, with its value, or the word behind it ("" where there
-    is none)."""
+    """Each of the flags that the command has, with its value: what follows `=`, or the next word
+    ("" if there is none)."""
     values = []
     for index, word in enumerate(command):
         given, equals, value = word.partition("=")
@@ -141,11 +141,11 @@ def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[st
 
 
 def flag_of(word: str) -> str:
-    """The flag as the server reads it: it takes _ for - in a long one (b11434)."""
+    """The flag as the server reads it: in a long flag, `_` counts as `-` (b11434)."""
     return word.replace("_", "-") if word.startswith("--") else word
 
 
 def canonical(value: str) -> str:
-    """One form for all ways to write a host; of a number the digits."""
+    """The same text for all spellings of a host; a number only loses white space around it."""
     value = value.strip().lower()
     return ip_address_of(value) or ("127.0.0.1" if value == "localhost" else value)

@@ -1,7 +1,5 @@
-"""What the options of a llama-server command break or cost; which of them a build does not know.
-
-Pure.
-"""
+"""Warns of options of a llama-server command that break a promise of this library or cost memory
+or time, and finds options that a build does not know. Pure."""
 
 from __future__ import annotations
 
@@ -34,19 +32,19 @@ _TIMEOUT_FLAGS = ("-to", "--timeout")
 _CACHE_RAM_FLAGS = ("-cram", "--cache-ram")
 
 
-# flags, what follows them
+# an option's flags, and the names of its values
 _HELP_LINE = re.compile(r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)")
 
 
 class _UnsafeOption(Struct, frozen=True):
-    """Flags and variables that break what the library promises. `why` completes "server_cmd has
-    FLAG: "."""
+    """Flags and environment variables that break a promise of this library. `why` completes
+    "server_cmd has FLAG: "."""
 
     flags: tuple[str, ...]
     why: str
     variables: tuple[str, ...] = ()
     off: str | None = None  # the value that turns it off
-    negations: tuple[str, ...] = ()  # flags that turn it off where they come later
+    negations: tuple[str, ...] = ()  # flags that turn it off if they come later
     among_slots: bool = False  # harmless with a single slot
 
 
@@ -97,13 +95,13 @@ _UNSAFE_OPTIONS = (
         among_slots=True,
     ),
 )
-_OFF_VALUES = ("0", "false", "off", "disabled")  # of a variable
+_OFF_VALUES = ("0", "false", "off", "disabled")  # of an environment variable
 
 
 def command_warnings(
     command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile, slots: int
 ) -> list[str]:
-    """What in a server's command breaks a promise of this library: lines for a person."""
+    """Lines for the user: what in a server's command or `env` breaks a promise of this library."""
     lines = []
     for option in _UNSAFE_OPTIONS:
         named = _given(option, command, env)
@@ -125,24 +123,24 @@ def command_warnings(
 
 
 def cache_ram_mib(command: Sequence[str], env: Mapping[str, str]) -> float:
-    """How much memory the server may use to keep prompts: MiB, infinite without a limit, its
+    """MiB of memory that the server may use to keep prompts: infinite without a limit, the server's
     default if not given."""
     try:
         limit = int(_last_value(command, _CACHE_RAM_FLAGS, env.get("LLAMA_ARG_CACHE_RAM", "")))
-    except ValueError:  # not given, or no number, which the server refuses
+    except ValueError:  # not given, or not a number, which the server refuses
         return DEFAULT_CACHE_RAM_MIB
     return limit if limit >= 0 else float("inf")
 
 
 def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) -> int | None:
-    """The tokens of context that the command asks for, of each slot; None where it leaves that to
-    the server."""
+    """The tokens of context per slot that the command asks for; None if it leaves that to the
+    server."""
     tokens = _last_value(command, ("-c", "--ctx-size"), env.get("LLAMA_ARG_CTX_SIZE", ""))
     return int(tokens) // slots if tokens.isdecimal() and int(tokens) > 0 else None
 
 
 def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """A line for a person where whatever waits for a batch waits longer than it has to."""
+    """A line for the user if batches are larger than needed: others wait for them. Else None."""
     size_text = _last_value(command, BATCH_FLAGS, env.get("LLAMA_ARG_BATCH", ""))
     size = int(size_text) if size_text.isdecimal() else DEFAULT_BATCH_SIZE
     if size <= BATCH_SIZE:
@@ -155,8 +153,8 @@ def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
 
 
 def memory_warning(limits: Mapping[str, float], memory_bytes: int) -> str | None:
-    """A line for a person where the prompt caches of these servers, in MiB by worker, may outgrow
-    the machine's memory."""
+    """A line for the user if the servers' prompt caches (`limits`: MiB by worker) may together
+    outgrow the machine's memory. Else None."""
     total = sum(limits.values())
     memory_mib = memory_bytes >> 20
     if total <= memory_mib:
@@ -178,28 +176,28 @@ KnownFlags: TypeAlias = Mapping[str, int]
 
 
 def read_help(text: str) -> KnownFlags | None:
-    """From what `llama-server --help` prints; None where that lists no flags."""
+    """The flags in the output of `llama-server --help`; None if it lists none."""
     counts: dict[str, int] = {}
     for line in text.splitlines():
         match = _HELP_LINE.match(line)
         if match:
             flags, hint = match.groups()
-            # "<tensor name pattern>=<buffer type>,..." is one
+            # "<tensor name pattern>=<buffer type>,..." is one word
             words_count = 1 if "<" in hint else len(hint.split())
             counts |= dict.fromkeys(re.split(", +", flags), words_count)
     return counts or None
 
 
 def program_of(command: Sequence[str]) -> str:
-    """The llama-server of the command, behind a wrapper (`nice`, `numactl`), too; else its first
+    """The llama-server of the command, also after a wrapper (`nice`, `numactl`); else the first
     word."""
     at = _program_at(command)
     return command[at or 0]
 
 
 def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
-    """Words that the build does not know, each with what may have been meant; [] if the program has
-    another name."""
+    """Words that the build does not know, each with what may have been meant; [] if no word of the
+    command names a llama-server."""
     at = _program_at(command)
     words = list(command[at + 1 :]) if at is not None else []
     unknown = []
@@ -223,23 +221,23 @@ def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
 
 
 def _last_value(command: Sequence[str], flags: tuple[str, ...], variable: str = "") -> str:
-    """What counts for the server: the last of the flags, else its variable; "" where neither is."""
+    """The value that the server uses: that of the last flag, else `variable`; "" without both."""
     return ([variable] + [value for _, value in flag_values(command, flags)])[-1]
 
 
 def _program_at(command: Sequence[str]) -> int | None:
-    """Where the llama-server's own name is: behind a wrapper (`numactl`, `nice`) it is not the
-    first word."""
+    """Index of the llama-server's name, which a wrapper (`numactl`, `nice`) may precede; None if
+    there is none."""
     return next(
         (i for i, word in enumerate(command) if os.path.basename(word).startswith(PROGRAM)), None
     )
 
 
 def _given(option: _UnsafeOption, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The flags and variables of the option that are in force."""
+    """The flags and variables of the option that are in effect."""
     given = flag_values(command, (*option.flags, *option.negations))
     if given and given[-1][0] in option.negations:
-        return []  # a flag outdoes a variable
+        return []  # a flag overrides a variable
     named = [flag for flag, value in given if flag not in option.negations and value != option.off]
     values = {name: env.get(name, "") for name in option.variables}
     return named + [
@@ -248,7 +246,7 @@ def _given(option: _UnsafeOption, command: Sequence[str], env: Mapping[str, str]
 
 
 def _says_slots(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """True of another program, too: it may say so itself."""
+    """Whether the number of slots is set. True for another program, too: it may pass the flag."""
     said = flag_values(command, SLOT_FLAGS) or env.get("LLAMA_ARG_N_PARALLEL")
     return bool(said) or _program_at(command) is None
 

@@ -1,4 +1,4 @@
-"""Workers' configurations from one TOML file: a fleet. docs/fleet.md describes the format."""
+"""Reads the configs of a fleet's workers from one TOML file. docs/fleet.md describes the format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Table = Mapping[str, Any]
 T = TypeVar("T")
 
 _IN_CODE_ONLY = {*CALLABLES, "normal_tools", "exit_tools", "canary"}
-# what llama_server_cmd makes a server_cmd of, beside the worker's own host, port and slots
+# arguments of llama_server_cmd, besides the worker's own host, port and slots
 _COMMAND_KEYS = {"model", "executable", "extra_args", "cache_ram_mib", "batch_size"}
 _WORKER_KEYS = {field.name for field in fields(WorkerConfig)} - _IN_CODE_ONLY - {
     "name"
@@ -50,12 +50,12 @@ _MERGED_TABLES = {"env", "default_params", *_PROFILES}
 
 
 def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
-    """The file's workers by name, in its order, with the defaults merged in. Starts nothing.
+    """The file's workers by name, in the file's order, with the defaults merged in. Starts nothing.
 
     What TOML cannot hold (tools, callables, probes) is added afterwards with `dataclasses.replace`.
-    Raises ConfigError, which names the file, the line where there is one, and the key; OSError
-    where it cannot be read. Warns (UserWarning) where the servers' prompt caches together may
-    outgrow this machine's memory.
+    Raises ConfigError, which names the file, the line if there is one, and the key; OSError if the
+    file cannot be read. Warns (UserWarning) if the servers' prompt caches together may outgrow this
+    machine's memory.
     """
     configs = read_fleet(path)
     limits = {name: cache_ram_mib(each.server_cmd, each.env) for name, each in configs.items()}
@@ -65,11 +65,11 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
 
 
 def read_fleet(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
-    """The same without the warning, for a program that starts none of these servers."""
+    """`load_config` without its warning, for a program that starts none of these servers."""
     try:
         text = Path(path).read_bytes().decode()
         data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter of what is nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
     try:
         return _fleet(data)
@@ -91,7 +91,7 @@ class _BadEntry(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """A worker's table, and the defaults that it goes over key by key."""
+    """A worker's own table, and the defaults that it overrides key by key."""
 
     name: str
     own: Table
@@ -118,8 +118,8 @@ class _Worker:
         return _BadEntry(self.place(*keys) or ("workers", self.name), problem)
 
     def build(self, make: Callable[..., T], *keys: str, **arguments: Any) -> T:
-        """`make(**arguments)`, from the table at `keys`; an error is about the first key of that
-        table that its message names."""
+        """`make(**arguments)`, with values of the table at `keys`. An error is reported at the
+        first key of that table that its message names."""
         try:
             return make(**arguments)
         except (TypeError, ConfigError) as error:
@@ -161,7 +161,7 @@ def _level(at: KeyPath, given: object, allowed: set[str]) -> Table:
 
 
 def _config(worker: _Worker) -> WorkerConfig:
-    if "server_cmd" in worker.own:  # a whole command takes nothing from the defaults
+    if "server_cmd" in worker.own:  # a whole command ignores the defaults for its parts
         kept = {k: v for k, v in worker.defaults.items() if k not in _COMMAND_KEYS}
         worker = replace(worker, defaults=kept)
     values = worker.values
@@ -197,7 +197,7 @@ def _profile(
     make: type[Any],
     presets: Mapping[str, Callable[[], Any]],
 ) -> Any:
-    """A preset, and what the worker's table at `at` changes of it."""
+    """The profile that the worker's table at `at` describes: a preset, and changes to it."""
     may_be_none = {field.name: "None" in str(field.type) for field in fields(make)}
     allowed = {*may_be_none, *(["preset"] if presets else [])}
     for key in table:
@@ -242,11 +242,11 @@ def _unknown(key: str, allowed: set[str]) -> str:
 
 
 def _line_of(text: str, path: KeyPath) -> int | None:
-    """The line where the statement begins that brings `path`, or as much of it as there is; None if
-    there is none.
+    """Line number of the statement that defines `path`, or that has a string where `path` has a
+    table; None if there is none.
 
-    tomllib tells no positions. Instead it is asked whether the first n lines, taken up to the end
-    of a statement, hold the path; n is bisected.
+    tomllib reports no positions. So n is bisected for the least number of lines that, taken up to
+    the end of a statement, hold the path.
     """
     lines = text.replace("\r\n", "\n").split("\n")
 

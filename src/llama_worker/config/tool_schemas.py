@@ -1,4 +1,4 @@
-"""Checks of tool definitions: what a model would be told has to be what was meant. Pure."""
+"""Checks tool definitions, and finds mistakes that a model would be told unnoticed. Pure."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _KEYWORDS = (
     *("example", "nullable", "discriminator", "externalDocs"),  # OpenAPI
 )
 _NEAR = 0.8
-# Of a string or an array that has less room than it needs, a server makes a grammar that takes all
-# of the machine's memory (b11434).
+# If a string or an array has a minimum above its maximum, the server builds a grammar that takes
+# all of the machine's memory (b11434).
 _BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
-# What else a schema may get its properties from: then a name that is not among them may be right.
+# Keywords that may define more properties: with one, `required` may name what `properties` lacks.
 _COMPOSING = {"$ref", "allOf", "anyOf", "oneOf", "then", "else", "dependentSchemas"}
 _COMPOSING |= {"patternProperties", "additionalProperties"}
 
 
 def checked_tools(field: str, value: object) -> tuple[ToolDef, ...]:
-    """OpenAI function definitions with distinct names and sound schemas; copies.
+    """Check OpenAI function definitions for distinct names and valid schemas; returns copies.
 
     Raises TypeError or ConfigError; the text names the tool, what is wrong and what would be right.
     """
@@ -69,7 +69,7 @@ def _checked_tool(where: str, given: object) -> ToolDef:
         )
     where = f"{where} ({name})"
     _check_keys(where, function, _FUNCTION_KEYS)
-    # A server answers each request with a 500 where it is anything else, null too (b11434).
+    # The server answers each request with a 500 if it is anything but a str, even null (b11434).
     checked_str(f"{where} description", function.get("description", ""))
     if (parameters := function.get("parameters")) is not None:
         if not isinstance(parameters, dict):
@@ -81,7 +81,7 @@ def _checked_tool(where: str, given: object) -> ToolDef:
 
 
 def _check_keys(where: str, given: Collection[str], known: Collection[str]) -> None:
-    """Other keys are a server's business; one that is nearly a known one is a slip."""
+    """Raises ConfigError for a key that is nearly a known one; others are left to the server."""
     for key in given:
         if key in known or not key.replace("_", "").isalpha() or key.startswith("x"):
             continue
@@ -90,7 +90,7 @@ def _check_keys(where: str, given: Collection[str], known: Collection[str]) -> N
 
 
 def _check_schema(where: str, schema: dict[str, Any]) -> None:
-    # takes longer to import than all of this package
+    # imported here: it takes longer than importing all of this package
     from jsonschema import Draft3Validator, Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for
@@ -124,7 +124,7 @@ def _what_is_wrong(error: Any) -> str:
 
 
 def _object_schemas(path: str, schema: object) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schema and those within that describe a property or an item."""
+    """The schema, and the schemas of its properties and items at any depth, with their paths."""
     if not isinstance(schema, dict):
         return  # true and false are schemas, too
     yield path, schema

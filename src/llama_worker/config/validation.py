@@ -1,4 +1,4 @@
-"""Checks of single values, and of dataclasses whose annotations say what their fields may hold.
+"""Checks single values, and dataclasses whose annotations say what their fields may hold.
 
 Pure. A wrong type raises TypeError, a bad value ConfigError; the text has field and value.
 """
@@ -29,24 +29,24 @@ from typing import (
 from llama_worker.errors import ConfigError
 
 T = TypeVar("T")
-MAX_SECONDS = 1e9  # some 30 years; what Linux and Python can wait for is not much more
+MAX_SECONDS = 1e9  # some 30 years; Linux and Python cannot wait much longer
 _MAX_INT_BITS = 1023
 _SHOWN_CHARS = 80
 _MAX_COUNT = 1 << 63
-_MAX_JSON_DEPTH = 100  # far below where Python gives up; what holds itself ends here, too
+_MAX_JSON_DEPTH = 100  # far below Python's recursion limit; also stops at what contains itself
 
 
 def shown(value: object) -> str:
     """The value for an error message, cut short."""
     try:
         text = repr(value)
-    except Exception:  # a stranger's __repr__ must not hide what is wrong
+    except Exception:  # a host's __repr__ that raises must not hide the actual error
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """`did you mean 'slots'?`; None where nothing known is near."""
+    """`did you mean 'slots'?`; None if no known name is close."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else None
 
@@ -59,7 +59,7 @@ def checked_number(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """A finite int or float within the bounds, which a double can hold."""
+    """Check for a finite int or float within the bounds that fits a double."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}: {shown(value)}")
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
@@ -78,7 +78,7 @@ checked_seconds = functools.partial(checked_number, at_most=MAX_SECONDS)
 
 
 def checked_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:
-    """An int (no bool) within the bounds."""
+    """Check for an int (not a bool) within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}: {shown(value)}")
     checked_number(name, value)
@@ -90,8 +90,8 @@ def checked_int(name: str, value: object, *, at_least: int, at_most: int | None 
 def checked_str(
     name: str, value: object, *, empty: bool = True, nul: bool = True, secret: bool = False
 ) -> None:
-    """Text that can be encoded; servers refuse lone surrogates (b11434). A secret is not shown in
-    the error."""
+    """Check for a str that can be encoded: servers refuse lone surrogates (b11434). If `secret`,
+    the error does not show the value."""
     safe_text = "(not shown)" if secret else shown(value)
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}: {safe_text}")
@@ -108,7 +108,7 @@ def checked_str(
 
 
 def checked_api_key(name: str, key: Any) -> None:
-    """Text for an HTTP header: a line break in it would begin another one."""
+    """Check for text that an HTTP header can hold: a line break would begin another header."""
     checked_str(name, key, empty=False, secret=True)
     if key != key.strip():
         raise ConfigError(
@@ -120,7 +120,7 @@ def checked_api_key(name: str, key: Any) -> None:
 
 
 def checked_path(name: str, value: object) -> str:
-    """The path of a file, as text."""
+    """Check a file's path; returns it as str."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path, not {type(value).__name__}: {shown(value)}")
     path = os.fspath(value)
@@ -129,14 +129,14 @@ def checked_path(name: str, value: object) -> str:
 
 
 def as_count(value: object) -> int | None:
-    """A count that a server reports; None if it is no int, negative, or too large to be one."""
+    """A count that a server reports; None if it is not an int, negative, or 2**63 or more."""
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     return value if 0 <= value < _MAX_COUNT else None
 
 
 def json_of(text: bytes | str) -> Any:
-    """What the JSON says; None where it is not JSON."""
+    """The parsed JSON; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -144,13 +144,13 @@ def json_of(text: bytes | str) -> Any:
 
 
 def plain_str(text: str) -> str:
-    """The same as a str itself: what a subclass holds may be beyond copying, or change."""
+    """The text as a plain str: a subclass may hold what cannot be copied, or change."""
     return str.__str__(text)
 
 
 def checked_json_object(name: str, value: object) -> dict[str, Any]:
-    """A copy of a mapping that JSON can hold, of plain types: str keys, no NaN, no lone
-    surrogates."""
+    """Check for a mapping that JSON can hold (str keys, no NaN, no lone surrogates); returns a copy
+    of plain types."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping, not {type(value).__name__}: {shown(value)}")
     copied = _copied(name, value, 1)
@@ -197,10 +197,10 @@ def _copied(where: str, value: object, depth: int) -> object:
 
 
 def check_takes(field: str, function: object, /, *given: str, **named: str) -> None:
-    """A callable that can be called with so many arguments and these names.
+    """Check that `function` takes so many positional arguments, and keywords of these names.
 
-    The values say what the arguments are, for the error's text. A built-in function that does not
-    tell its signature passes.
+    The values say what the arguments are, for the error's text. A built-in function without a
+    signature passes.
     """
     if not callable(function):
         raise TypeError(f"{field} must be callable, not {shown(function)}")
@@ -221,22 +221,22 @@ def takes(function: Callable[..., object], parameter: str) -> bool:
     """Whether the callable has a parameter of that name."""
     try:
         return parameter in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a built-in function that does not tell
+    except (TypeError, ValueError):  # a built-in function without a signature
         return False
 
 
 def check_callback(
     field: str, function: object, /, *given: str, instead: str = "", **named: str
 ) -> None:
-    """As `check_takes`; neither an `async def` nor an object whose `__call__` is one, whose
-    coroutine nobody would await. `instead`: what to do, for the error's text."""
+    """As `check_takes`; also refuses an `async def`, or an object whose `__call__` is one: nothing
+    would await its coroutine. `instead`: what to do, for the error's text."""
     check_takes(field, function, *given, **named)
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         raise TypeError(f"{field} must not be async: write it with 'def'{instead}")
 
 
 def optional(check: Callable[..., T], name: str, value: object, **bounds: Any) -> T | None:
-    """What the check returns, None for None."""
+    """Apply `check` unless the value is None; returns what `check` returns."""
     if value is None:
         return None
     try:
@@ -271,14 +271,14 @@ CountOrZero: TypeAlias = Annotated[int, functools.partial(checked_int, at_least=
 def check_fields(checked: object) -> None:
     """Check each field of a dataclass against its annotation.
 
-    Checked are `Annotated` fields, by their check, which may return a copy to keep instead; a bool;
-    a Literal, by its choices; another dataclass; and each of these `| None`.
+    It checks `Annotated` fields by their check, which may return a copy to store instead, a bool, a
+    Literal by its choices, another dataclass by its type, and each of these `| None`.
     """
     kind: Any = type(checked)
     for name, check in _field_checks(kind).items():
         kept = check(name, getattr(checked, name))
         if kept is not None:
-            object.__setattr__(checked, name, kept)  # the dataclass is frozen for everybody else
+            object.__setattr__(checked, name, kept)  # the dataclass is frozen
 
 
 @functools.cache
@@ -303,7 +303,7 @@ def _check_of(hint: Any) -> Callable[..., object] | None:
 
 
 def names_near_fields(kind: type[T]) -> type[T]:
-    """For a dataclass: an argument that is no field is a TypeError that says what was meant."""
+    """Decorator of a dataclass: an unknown argument raises a TypeError with the nearest field."""
     make = kind.__init__
 
     @functools.wraps(make)

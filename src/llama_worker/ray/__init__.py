@@ -1,5 +1,4 @@
-"""Workers on more than one machine, placed by Ray. Needs the extra `ray`; docs/ray.md shows how to
-use it."""
+"""Workers on several machines, placed by Ray. Needs the extra `ray`; see docs/ray.md."""
 # ruff: noqa: I001 - the names of a module stand together
 
 try:

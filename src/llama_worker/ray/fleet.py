@@ -1,4 +1,4 @@
-"""A number of equal workers on the machines of a Ray cluster, used as if they were one."""
+"""Equal workers on the machines of a Ray cluster, used as if they were one."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from llama_worker.types.request import (
 )
 from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
-_LEAST_LEASE_S = 10.0  # several times what it takes to call a replica silent
+_LEAST_LEASE_S = 10.0  # several times the 3 s after which a replica is SILENT
 _RESERVED_OPTIONS = ("max_restarts", "max_task_retries")
-# Each host gets a copy, which it may change.
+# Each caller gets a copy, which it may change.
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 P = ParamSpec("P")
@@ -59,8 +59,8 @@ F = TypeVar("F", bound=WorkerFuture[Any])
 def _in_loop(
     method: Callable[Concatenate[Fleet, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Fleet, P], WorkerFuture[T]]:
-    """For a coroutine method: any thread may call it, it runs in the fleet's event loop, and
-    returns a future."""
+    """Decorator of a coroutine method: any thread may call it; it runs in the fleet's event loop
+    and returns a future."""
 
     @wraps(method)
     def call(self: Fleet, /, *args: P.args, **named: P.kwargs) -> WorkerFuture[T]:
@@ -70,20 +70,20 @@ def _in_loop(
 
 
 class Fleet(Startable):
-    """`replicas` equal workers, each a Ray actor with a llama-server, kept alive wherever the
-    cluster has room.
+    """A fixed number of equal workers, each a Ray actor with a llama-server, kept alive wherever
+    the cluster has room.
 
-    The methods that it shares with LlamaWorker have the same answers and futures: what stands here
-    as a coroutine returns a WorkerFuture, which any thread may wait on, or await. Ids are the
-    fleet's own. What comes from the replicas is copied here as it comes, so that a node's death
-    takes nothing along that was received: its requests fail with `server_died` and keep their
-    output, and the replica comes back on another node.
+    The methods that LlamaWorker has too give the same answers and futures. A method defined here as
+    a coroutine returns a WorkerFuture, which any thread may wait on, or await. Request ids are the
+    fleet's own. What replicas send is copied here as it arrives, so that it survives the death of
+    their node: the requests there fail with `server_died` and keep their output, and the replica is
+    created again on another node.
 
     Every method may be called from any thread. All but `close` return at once. After `close` every
     method raises FleetClosed.
     """
 
-    # All state belongs to the event loop, which runs on a thread of the fleet's own.
+    # All state belongs to the event loop, which runs on the fleet's own thread.
 
     def __init__(
         self,
@@ -95,17 +95,17 @@ class Fleet(Startable):
         retry_s: float = 5.0,
         lease_s: float = 30.0,
     ) -> None:
-        """Nothing is started yet.
+        """Starts no replica yet.
 
         Args:
             config_for: `config_for(port)` makes a replica's config, on the node where it will run.
             replicas: how many workers.
             name: for logs and errors.
-            options: those of a Ray actor: `num_gpus`, `resources`, `scheduling_strategy`, ...
-            retry_s: a replica that did not start is tried again after so long; one that was READY
-                and died, at once.
-            lease_s: a replica that is out of reach for so long ends itself and is replaced; it gets
-                no request from 3 s on.
+            options: options of a Ray actor: `num_gpus`, `resources`, `scheduling_strategy`, ...
+            retry_s: seconds after which a replica that did not start is tried again; one that was
+                READY and died is replaced at once.
+            lease_s: after so many seconds out of reach a replica ends itself and is replaced; after
+                3 s it gets no more requests.
 
         Raises:
             ConfigError, TypeError: a value cannot work, or `config_for` cannot be pickled.
@@ -132,9 +132,9 @@ class Fleet(Startable):
             for number in range(replicas)
         ]
         self._ids = itertools.count(1)
-        self._requests: dict[int, RequestCopy] = {}  # until the result was taken
+        self._requests: dict[int, RequestCopy] = {}  # until the result is taken
         self._futures = OpenFutures()
-        self._closing = threading.RLock()  # a signal handler may close while its thread does
+        self._closing = threading.RLock()  # a signal handler may interrupt `close` and call it
         self._ending: Future[None] | None = None
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
@@ -156,15 +156,15 @@ class Fleet(Startable):
         """Create the replicas. Resolves when all have been READY, and waits while Ray has no room
         for one.
 
-        Raises what the first one says that does not start: WorkerStartError, or ReplicaLost. It is
-        tried again, and the others go on, until `close`.
+        Raises the error of the first one that does not start: WorkerStartError, or ReplicaLost.
+        That one is tried again, and the others go on, until `close`.
         """
         await asyncio.gather(*(replica.start() for replica in self._replicas))
         return await self.get_fleet_status()
 
     def close(self, *, timeout_s: float = 60.0) -> None:
-        """Stop every server and end every actor. Blocks; idempotent; after `timeout_s` the rest is
-        killed."""
+        """Stop every server and end every actor. Blocks; idempotent; what has not stopped after
+        `timeout_s` is killed."""
         if os.getpid() != self._pid:
             return  # a forked child has no loop thread, and the replicas are its parent's
         self._is_closing = True
@@ -181,11 +181,11 @@ class Fleet(Startable):
 
     @_in_loop
     async def replace(self, replica: int) -> ReplicaStatus:
-        """Put a new actor in the place of replica 0, 1, ... without losing a request.
+        """Replace the actor of replica 0, 1, ... by a new one, without losing a request.
 
-        It takes no more requests, those in flight end, and `config_for` is called anew wherever Ray
-        puts the next one. Resolves when that is READY. Raises ReplicaLost where the replica is not
-        READY, and what `start` raises.
+        The old actor takes no more requests and finishes those in flight; then `config_for` is
+        called again on the node where Ray puts the new one. Resolves when that is READY. Raises
+        ReplicaLost if the replica is not READY, and what `start` raises.
         """
         chosen = self._replica(replica)
         await chosen.replace()
@@ -210,7 +210,7 @@ class Fleet(Startable):
 
     @_in_loop
     async def get_debug_info(self, replica: int) -> WorkerDebugInfo:
-        """What a person needs to see what happened there. Raises ReplicaLost."""
+        """The debug info of the worker of replica 0, 1, ..., for a person. Raises ReplicaLost."""
         return await self._replica(replica).ask(RayWorker.get_debug_info)
 
     # ------------------------------------------------------------ requests
@@ -226,9 +226,9 @@ class Fleet(Startable):
     ) -> WorkerFuture[SubmitResult]:
         """Admit a request to a replica with a free slot, the emptiest first, or refuse it.
 
-        Where all refuse, NO_SLOT_AVAILABLE if one of them is merely busy. Raises NoLiveReplica
-        where none could be asked. Resolves within milliseconds, or 3 s where the node that was
-        asked has just gone out of reach.
+        If all refuse, the answer is NO_SLOT_AVAILABLE if one of them is merely busy. Raises
+        NoLiveReplica if none could be asked. Resolves within milliseconds, or 3 s if the node that
+        was asked has just gone out of reach.
         """
         self._check_open()
         future: WorkerFuture[SubmitResult] = WorkerFuture()
@@ -241,7 +241,7 @@ class Fleet(Startable):
 
     @_in_loop
     async def get_status(self, request_id: int) -> RequestStatus | NotFound:
-        """How far the request is, as its replica reported last."""
+        """The request's status, as its replica reported it last."""
         request = self._find(request_id)
         return request.status() if request is not None else _NOT_FOUND.copy()
 
@@ -271,7 +271,7 @@ class Fleet(Startable):
     async def read_output(
         self, request_id: int, *, text_offset: int = 0, reasoning_offset: int = 0
     ) -> OutputChunk | NotFound:
-        """What was added behind the offsets (in characters); releases nothing."""
+        """The output after the offsets (in characters); does not release the request."""
         checked_int("text_offset", text_offset, at_least=0)
         checked_int("reasoning_offset", reasoning_offset, at_least=0)
         request = self._find(request_id)
@@ -281,8 +281,8 @@ class Fleet(Startable):
 
     @_in_loop
     async def cancel(self, request_id: int) -> bool:
-        """Cancel a running request. True once it is cancelled; False where it was not running, or
-        was lost."""
+        """Cancel a running request. True once it is cancelled; False if it was not running, or was
+        lost."""
         request = self._find(request_id)
         replica = next((each for each in self._replicas if request_id in each.requests), None)
         return request is not None and replica is not None and await replica.cancel(request)
@@ -298,9 +298,9 @@ class Fleet(Startable):
             raise FleetClosed(self._name)
 
     def _run(self, question: Callable[[], Coroutine[Any, Any, Any]], future: F) -> F:
-        """Ask in the loop; the future gets the answer, or what is raised instead."""
+        """Run `question` in the loop; the future gets its answer or its exception."""
         self._check_open()
-        self._futures.add(future)  # `close` fails those that have no answer then
+        self._futures.add(future)  # `close` fails the futures without an answer
 
         async def answer() -> None:
             try:
@@ -334,7 +334,7 @@ class Fleet(Startable):
         return self._replicas[number]
 
     async def _submit(self, submission: Submission) -> SubmitResult:
-        """Ask the emptiest replica, and the others where it refuses or dies."""
+        """Ask the emptiest replica, and the next ones if it refuses or dies."""
         refusals: list[SubmitErr] = []
         lost: ReplicaLost | None = None
         for replica in sorted(self._replicas, key=lambda each: each.load):

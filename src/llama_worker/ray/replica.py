@@ -1,4 +1,4 @@
-"""One replica of a fleet: keeps an actor alive, and copies what becomes of its requests."""
+"""One replica of a fleet: keeps an actor alive, and copies the progress of its requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types.request import SubmitErr, SubmitResult
 from llama_worker.types.worker import WorkerStatus
 
-_SETTLE_S = 5.0  # for what an actor sent before its end to be taken over
+_SETTLE_S = 5.0  # for receiving what an actor sent before its end
 # An actor answers in milliseconds. Ray 2.60 takes a minute to see that a machine has vanished.
 _RENEW_S = 1.0  # from an answer to the next renewal
 _SILENT_S = 3.0
-_MARGIN_S = 2.0  # the last renewal may have been heard, and its answer lost
-_ANSWER_S = 15.0  # for an admission
+_MARGIN_S = 2.0  # on top of a lease: the last renewal may have arrived, and its answer been lost
+_ANSWER_S = 15.0  # to a submit
 _SHOWN_CHARS = 400
 _RAYS_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
 T = TypeVar("T")
@@ -38,7 +38,8 @@ _logger = logging.getLogger("llama_worker.ray")
 
 
 class Replica:
-    """One actor after the other, each on the node that Ray chooses. For the fleet's event loop.
+    """Keeps one actor alive: when it ends, creates the next one, on the node that Ray chooses. Runs
+    in the fleet's event loop.
 
     | state | what happens | next |
     | --- | --- | --- |
@@ -53,9 +54,9 @@ class Replica:
     a call meant for the old one can never reach the new one, where the same request id is another
     request.
 
-    The actor has a lease, which is renewed every second. One that is out of reach for `lease_s`
-    ends itself, is given up here and replaced: Ray may leave it running for as long as the machine
-    is cut off.
+    The actor has a lease, which is renewed every second. An actor that is out of reach for
+    `lease_s` ends itself, is given up here and replaced: Ray may leave it running for as long as
+    the machine is cut off.
     """
 
     def __init__(
@@ -68,19 +69,19 @@ class Replica:
     ) -> None:
         self.number = number
         self.slots = 0
-        self.requests: dict[int, RequestCopy] = {}  # those that run
+        self.requests: dict[int, RequestCopy] = {}  # the running ones
         self._keeper: asyncio.Task[None] | None = None
-        self._started: WorkerFuture[None] = WorkerFuture()  # READY, or what keeps it from that
+        self._started: WorkerFuture[None] = WorkerFuture()  # resolves at READY, or fails
         self._state = ReplicaState.STARTING
         self._name = f"fleet={fleet!r} replica={number}"
         self._create = create
         self._retry_s = retry_s
         self._lease_s = lease_s
-        self._actor: Any = None  # mypy knows no actor's methods
+        self._actor: Any = None  # Any: mypy does not know an actor's methods
         self._launches = 0
         self._place: Place | None = None
         self._last_error: str | None = None
-        self._why_killed: str | None = None  # Ray cannot tell
+        self._why_killed: str | None = None  # the reason of our own kill, unknown to Ray
         self._admitting = 0
         self._silent = asyncio.Event()
         self._follows: set[asyncio.Task[None]] = set()
@@ -92,12 +93,12 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """How full it is; 1.0 or more where no slot should be free."""
+        """The share of its slots in use; 1.0 or more if no slot should be free."""
         return (len(self.requests) + self._admitting) / max(1, self.slots)
 
     @property
     def _node(self) -> str:
-        """The place, for a person; "" where Ray has found none yet."""
+        """The node, for log lines and errors; "" if Ray has found none yet."""
         return f"{self._place['node_id']} ({self._place['node_ip']})" if self._place else ""
 
     def status(self) -> ReplicaStatus:
@@ -115,7 +116,7 @@ class Replica:
         return status
 
     def describe(self) -> str:
-        """A line for a person."""
+        """The state and the last error, as a line for the user."""
         error = f"; last error: {self._last_error}" if self._last_error else ""
         return f"replica {self.number}: {self.state}{error}"
 
@@ -123,14 +124,14 @@ class Replica:
 
     async def start(self) -> None:
         """Keep an actor alive from now on. Returns when it has been READY; raises ReplicaLost or
-        WorkerStartError where one does not start."""
+        WorkerStartError if it does not start."""
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_alive())
         await self._started
 
     async def _keep_alive(self) -> None:
-        """One actor after the other, until cancelled."""
-        while ray.is_initialized():  # else a call would start a cluster of its own
+        """Run one actor after the other, until cancelled."""
+        while ray.is_initialized():  # otherwise a call would start a new cluster
             try:
                 await self._live()
             except (ReplicaLost, WorkerStartError) as error:
@@ -147,7 +148,7 @@ class Replica:
                 await asyncio.sleep(self._retry_s)
 
     async def close(self, timeout_s: float) -> None:
-        """Stop the server and end the actor; what has not stopped when the time is up is killed."""
+        """Stop the server and end the actor; what has not stopped after `timeout_s` is killed."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
@@ -160,7 +161,7 @@ class Replica:
         self._end_actor()
 
     async def _live(self) -> None:
-        """Raises when the actor's life is over: WorkerStartError, or ReplicaLost."""
+        """Run one actor until it ends. Always raises: WorkerStartError, or ReplicaLost."""
         self._state, self._place, self._why_killed = ReplicaState.STARTING, None, None
         self._launches += 1
         self._silent.clear()
@@ -182,7 +183,7 @@ class Replica:
             raise self._lost(self._why_killed or one_line(error)) from error
 
     async def _serve(self, actor: Any) -> None:
-        """Raises ReplicaLost when the worker has failed."""
+        """Start the worker and wait for its failure. Raises ReplicaLost when it has failed."""
         status: WorkerStatus = await actor.start.remote()
         self.slots = status["slots_total"]
         self._state = ReplicaState.READY
@@ -192,9 +193,9 @@ class Replica:
         raise self._lost(f"its worker failed: {status.get('last_error', 'no reason told')}")
 
     async def _renew(self, actor: Any) -> None:
-        """Raises ReplicaLost when the actor's lease is over and it was killed."""
+        """Renew the actor's lease. When it is over, kill the actor and raise ReplicaLost."""
         now = asyncio.get_running_loop().time
-        answered_at = now()  # when the last renewal that was answered was sent
+        answered_at = now()  # when the last answered renewal was sent
         while True:
             sent_at, over_at = now(), answered_at + self._lease_s + _MARGIN_S
             renewal = asyncio.wrap_future(actor.renew.remote(self._lease_s).future())
@@ -221,12 +222,12 @@ class Replica:
 
     async def replace(self) -> None:
         """Drain the worker, end its actor, and return once the next one is READY. Raises
-        ReplicaLost where it is not READY."""
+        ReplicaLost if the replica is not READY when called."""
         if self._state is not ReplicaState.READY:
             raise self._lost(f"it cannot be replaced, it is {self._state}")
         actor = self._actor
         self._state, self._started = ReplicaState.DRAINING, WorkerFuture()
-        with suppress(RayError):  # it died meanwhile, and is replaced all the same
+        with suppress(RayError):  # it died meanwhile, and is replaced anyway
             await actor.drain.remote()
             await self._settle()
             self._why_killed = "it was drained, to be replaced"
@@ -235,12 +236,12 @@ class Replica:
 
     @property
     def _lost(self) -> Callable[..., ReplicaLost]:
-        """Makes errors of the actor that there is now, whatever comes after it."""
+        """Makes errors about the current actor, also after another one has taken its place."""
         return partial(ReplicaLost, self.number, self._node)
 
     async def _settle(self) -> None:
-        """Let what had come before the end be taken over; requests that are still open then are
-        lost."""
+        """Wait, for `_SETTLE_S` at most, until what the actor sent before its end is received;
+        requests that are still open then are lost."""
         if self._follows:
             _, late = await asyncio.wait(self._follows, timeout=_SETTLE_S)
             for task in late:
@@ -255,11 +256,12 @@ class Replica:
     # ------------------------------------------------------------ requests
 
     async def admit(self, submission: Submission, ids: Iterator[int]) -> RequestCopy | SubmitErr:
-        """Give it, a READY one, a request; the copy grows from now on until it is over.
+        """Submit a request to the replica, which must be READY. The copy that is returned is
+        updated until the request is over.
 
-        An admitted request gets the next of `ids`. Raises ReplicaLost where the replica dies
-        meanwhile, or does not answer: what it then admits all the same is cancelled as soon as it
-        answers again.
+        An admitted request gets the next of `ids`. Raises ReplicaLost if the replica dies
+        meanwhile, or does not answer: if it admits the request anyway, that is cancelled as soon as
+        it answers again.
         """
         actor, lost = self._actor, self._lost
         self._admitting += 1
@@ -286,7 +288,7 @@ class Replica:
         return copy
 
     async def cancel(self, copy: RequestCopy) -> bool:
-        """True once the request, one of `requests`, is cancelled; False where it ends otherwise."""
+        """Cancel one of `requests`. True once it is cancelled; False if it ends otherwise."""
         with suppress(RayError):
             if await self._actor.cancel.remote(copy.remote_id):
                 ended = WorkerFuture[Any]()
@@ -296,7 +298,7 @@ class Replica:
         return False
 
     async def ask(self, method: Callable[[RayWorker], Coroutine[Any, Any, T]]) -> T:
-        """What the worker answers. Raises ReplicaLost where there is none."""
+        """Call a method of the actor. Raises ReplicaLost if there is no actor, or it dies."""
         lost = self._lost
         if self._actor is None:
             raise lost(self._last_error or "no actor was created yet")
@@ -307,17 +309,17 @@ class Replica:
             raise lost(one_line(error)) from error
 
     async def _follow(self, copy: RequestCopy, pieces: Any) -> None:
-        """Ends the copy in any case, in the same step in which it is over, and before there is
-        another actor."""
+        """Update the copy until its request is over. In any case the copy ends and leaves
+        `requests` in one step of the loop, and before there is another actor."""
         why = "its actor sent no result"
         try:
             while not copy.is_over:
                 copy.update(await (await anext(pieces)))
         except StopAsyncIteration:
-            pass  # the copy is not over, and is lost
+            pass  # no result came: the request is lost
         except RayError as error:
             why = one_line(error)
-            if isinstance(error, ActorUnavailableError):  # it may live, and work on for nobody
+            if isinstance(error, ActorUnavailableError):  # it may live, and still run the request
                 self._actor.cancel.remote(copy.remote_id)
         finally:
             copy.lose(str(self._lost(self._why_killed or why, copy.request_id)), time.time())
@@ -325,7 +327,7 @@ class Replica:
 
 
 async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, Any, Any]:
-    """The answer and, where it is one that admits, the pieces that follow and the first of them."""
+    """The answer to a submit and, if it was admitted, the stream of updates and the first one."""
     answer: SubmitResult = await actor.submit.remote(
         submission.job_name,
         submission.system_prompt,
@@ -341,7 +343,7 @@ async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, 
 
 
 async def _take_back(actor: Any, admission: asyncio.Task[tuple[SubmitResult, Any, Any]]) -> None:
-    """The request went elsewhere meanwhile, or was refused: nobody wants this one."""
+    """Cancel the request once the actor admits it: by now it went elsewhere, or was refused."""
     with suppress(RayError):
         answer, _, _ = await admission
         if answer["ok"]:
@@ -349,24 +351,24 @@ async def _take_back(actor: Any, admission: asyncio.Task[tuple[SubmitResult, Any
 
 
 def begin(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-    """Do it in a task, which is one of `tasks` until it is over: the loop holds it only weakly."""
+    """Run `work` in a task, kept in `tasks` until it is over: the loop holds it only weakly."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
 
 
 def kill(actor: Any) -> None:
-    """End an actor's process; its guard sees to its server."""
+    """End an actor's process; the server's guard then ends the server."""
     if ray.is_initialized():
         ray.kill(actor)
 
 
 def one_line(error: RayError) -> str:
-    """What Ray says of a death or a failed call."""
+    """Ray's text about a death or a failed call, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, RayTaskError) or (
         isinstance(error, ActorDiedError) and error.actor_init_failed
     ):
-        lines = lines[-1:]  # the exception; above it stands its traceback
+        lines = lines[-1:]  # the exception, without the traceback above it
     words = " ".join(line for line in lines if not _RAYS_FIELDS.match(line))
     return textwrap.shorten(words, _SHOWN_CHARS, placeholder=" ...")

@@ -1,5 +1,5 @@
-"""What a fleet holds of one request: everything that came, so that nothing dies with a node, and
-who waits for its end. Not thread-safe."""
+"""A fleet's copy of one request: all that was received, so that none of it is lost with a node, and
+the futures that wait for its end. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llama_worker.types.request import (
 
 
 class RequestCopy:
-    """A request as its replica told it, under the fleet's own id. It only grows, until there is a
+    """A request as its replica reported it, under the fleet's own id. It only grows, until it has a
     result."""
 
     def __init__(self, request_id: int, first: RequestUpdate) -> None:
         self.request_id = request_id
-        self.remote_id = first["status"]["request_id"]  # at its replica
+        self.remote_id = first["status"]["request_id"]  # its id at the replica
         self._output = Output(None)
         self._status = first["status"]
         self._result: RequestResult | None = None
@@ -46,11 +46,11 @@ class RequestCopy:
             self._end({**progress["result"], "request_id": self.request_id})
 
     def lose(self, detail: str, now: float) -> None:
-        """The replica is gone: the request fails with what was received. No effect on one that is
+        """Fail the request, whose replica is gone, and keep what was received. No effect if it is
         over.
 
-        `now` is Unix seconds. Without a usage and a trace of tool calls: the replica tells those at
-        the end.
+        `now` is Unix seconds. The result has no usage and an empty `tool_trace`: a replica sends
+        those at the end.
         """
         if self.is_over:
             return
@@ -85,7 +85,7 @@ class RequestCopy:
             waiter.answer(copy.deepcopy(result))
 
     def answer_at_end(self, waiter: WorkerFuture[RequestResult | NotFound]) -> None:
-        """Answer now, or once the request is over. A waiter that nobody holds is forgotten."""
+        """Answer the waiter once the request is over. It is dropped if nothing else holds it."""
         result = self.result()
         if result is None:
             self._waiters.add(waiter)
@@ -93,11 +93,11 @@ class RequestCopy:
             waiter.answer(result)
 
     def status(self) -> RequestStatus:
-        """For one host to keep: no two get the same dicts."""
+        """A copy of the status, which the caller may keep and change."""
         return copy.deepcopy(self._status)
 
     def result(self) -> RequestResult | None:
-        """Also for one host to keep; None while the request runs."""
+        """A copy of the result, for the caller to keep; None while the request runs."""
         return copy.deepcopy(self._result)
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:

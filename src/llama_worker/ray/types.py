@@ -1,5 +1,5 @@
-"""What a Ray actor reports to a fleet, and a fleet to its host, and their errors. Pure; data that
-serialises as it is."""
+"""Types of what a Ray actor reports to a fleet and a fleet to its host, and their errors. Pure;
+data that serialises as it is."""
 
 # No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`.
 
@@ -12,7 +12,7 @@ from llama_worker.errors import LlamaWorkerError, WorkerClosed
 from llama_worker.types.request import OutputChunk, RequestResult, RequestStatus
 
 ConfigFor: TypeAlias = Callable[[int], WorkerConfig]
-"""Makes the config of a worker whose server gets this port. Called where the server will run."""
+"""Makes the config of a worker whose server gets this port. Called on the server's machine."""
 
 
 class Place(TypedDict):
@@ -21,16 +21,16 @@ class Place(TypedDict):
     node_id: str
     node_ip: str
     pid: int
-    """Of the actor's process, the host of its worker."""
+    """Process id of the actor, which is the host of its worker."""
 
 
 class RequestUpdate(TypedDict):
-    """What is new of a request since the `RequestUpdate` before it."""
+    """What is new of a request since its previous `RequestUpdate`."""
 
     status: RequestStatus
     output: OutputChunk
     result: NotRequired[RequestResult]
-    """In the last one, and in no other."""
+    """Only in a request's last update."""
 
 
 class ReplicaState(StrEnum):
@@ -74,10 +74,10 @@ class FleetStatus(TypedDict):
 
 
 class ReplicaLost(LlamaWorkerError):
-    """A replica is gone: its actor, its node, or its worker for good. `node` is "" where Ray had
-    found none yet.
+    """A replica is gone: its actor, its node, or its worker for good. `node` is "" if Ray had found
+    none yet.
 
-    `request_id` is the request that was lost with it, None where the error is not about one.
+    `request_id` is the request that was lost with it, None if the error is not about one.
     """
 
     def __init__(self, replica: int, node: str, detail: str, request_id: int | None = None) -> None:
@@ -94,8 +94,8 @@ class ReplicaLost(LlamaWorkerError):
 
 
 class NoLiveReplica(LlamaWorkerError):
-    """No replica could be asked; `replicas` says of each what it is doing. They come back by
-    themselves."""
+    """No replica could be asked; `replicas` has a line on the state of each. They recover
+    automatically."""
 
     def __init__(self, fleet: str, replicas: Sequence[str]) -> None:
         self.fleet = fleet

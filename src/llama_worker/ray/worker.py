@@ -26,26 +26,26 @@ from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from llama_worker.worker import LlamaWorker, no_such_request
 
 _PORTS_TRIED = 10
-_HEARD_S = 1.0  # from the end of a lease on, for a renewal that has come
-_FOLLOW_INTERVAL_S = 0.05  # between two pieces
-_STATUS_INTERVAL_S = 0.5  # between two looks at the status of a request that puts out nothing
+_HEARD_S = 1.0  # after the end of a lease: for handling a renewal that has already arrived
+_FOLLOW_INTERVAL_S = 0.05  # between two updates
+_STATUS_INTERVAL_S = 0.5  # between two checks of a request without new output
 _logger = logging.getLogger("llama_worker.ray")
 P = ParamSpec("P")
 T = TypeVar("T")
 _Event = dict[str, Any]
-_CLOSED: _Event = {"event": "closed"}  # for listeners alone
+_CLOSED: _Event = {"event": "closed"}  # internal: ends `events`, which does not yield it
 
 
 def _of_handle(
     method: Callable[Concatenate[LlamaWorker, P], WorkerFuture[T]],
 ) -> Callable[Concatenate[RayWorker, P], Coroutine[Any, Any, T]]:
-    """The handle's method; returns what the handle's future resolves to."""
+    """The actor's version of a LlamaWorker method; returns what the method's future resolves to."""
 
     @wraps(method)
     async def call(self: RayWorker, /, *args: P.args, **named: P.kwargs) -> T:
         return await method(self._worker, *args, **named)
 
-    # Ray writes into the signature of whatever it finds behind a method: not into the handle's
+    # Ray sets the signature of the function behind `__wrapped__`: it must not set LlamaWorker's
     call.__dict__.update(__signature__=inspect.signature(method))
     del call.__dict__["__wrapped__"]
     return call
@@ -55,11 +55,11 @@ class RayWorker:
     """One llama-server under supervision, on the node where Ray puts this actor.
 
     `ray.remote(RayWorker).options(num_gpus=1).remote(config_for)` creates one. The methods are
-    those of LlamaWorker, with `.remote` they return object refs, and they raise what LlamaWorker's
-    futures raise; `follow` stands for `iter_output`. It is an asynchronous actor: any number of
-    calls wait side by side, and none holds up another.
+    those of LlamaWorker; with `.remote` they return object refs, and they raise what LlamaWorker's
+    futures raise; `follow` replaces `iter_output`. It is an asynchronous actor: any number of calls
+    may wait at the same time, and none blocks another.
 
-    The server gets the environment of the actor's process, and with it the `CUDA_VISIBLE_DEVICES`
+    The server gets the environment of the actor's process, including the `CUDA_VISIBLE_DEVICES`
     that Ray sets. When the process dies, however it dies, its server is gone within 5 seconds.
     """
 
@@ -67,7 +67,8 @@ class RayWorker:
         """Start the worker's actors, no server yet. `config_for(port)` is called here, on the
         actor's node.
 
-        Raises what `config_for` raises, and ConfigError where its config has another port.
+        Raises what `config_for` raises, TypeError if it returns no config, and ConfigError if the
+        config has another port.
         """
         self._config_for = config_for
         self._was_ready = False
@@ -80,8 +81,8 @@ class RayWorker:
     async def start(self) -> WorkerStatus:
         """Launch the server; READY when it returns. Raises WorkerStartError.
 
-        Where somebody takes the port between the choice and the launch, another is chosen, up to 10
-        in all. A worker that was READY once keeps its port.
+        If another program takes the port between the choice and the launch, another port is chosen,
+        up to 10 in all. A worker that was READY once keeps its port.
         """
         tries_left = _PORTS_TRIED
         while True:
@@ -118,8 +119,8 @@ class RayWorker:
     get_debug_info = _of_handle(LlamaWorker.get_debug_info)
 
     async def close(self) -> None:
-        """`stop()` and the end of the worker; the actor's process stays until Ray ends it."""
-        self._is_closed = True  # first: a `start` that is under way makes no other worker
+        """Stop the server and close the worker; the actor's process stays until Ray ends it."""
+        self._is_closed = True  # first: a running `start` must make no other worker
         await asyncio.to_thread(self._worker.close)
         self._publish(_CLOSED)
 
@@ -127,7 +128,7 @@ class RayWorker:
         """Extend the lease of this process: it ends, and its server with it, in `lease_s` seconds
         unless this is called again.
 
-        So nothing is left on a machine that its fleet does not reach any more. Before the first
+        So no server is left on a machine that the fleet cannot reach any more. Before the first
         call there is no lease.
         """
         checked_seconds("lease_s", lease_s, above=0)
@@ -137,11 +138,10 @@ class RayWorker:
             threading.Thread(target=self._end_without_renewal, daemon=True).start()
 
     async def follow(self, request_id: int) -> AsyncGenerator[RequestUpdate, None]:
-        """Yield what becomes of a request, as it comes; the last piece has its result, which is
-        then forgotten.
+        """Yield updates of a request as they come. The last one has its result; the request is then
+        forgotten.
 
-        The first piece comes at once. Raises LookupError where there is no such request, or no
-        more.
+        The first update comes at once. Raises LookupError if the request is unknown or forgotten.
         """
         worker, wait_s = self._worker, 0.0
         offsets: dict[str, Any] = {}
@@ -167,21 +167,20 @@ class RayWorker:
             await asyncio.sleep(_FOLLOW_INTERVAL_S)
 
     async def get_place(self) -> Place:
-        """Where this actor lives."""
+        """The node, address and process id of this actor."""
         node_id = ray.get_runtime_context().get_node_id()
         node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return {"node_id": node_id, "node_ip": node_ip, "pid": os.getpid()}
 
     async def events(self) -> AsyncGenerator[_Event, None]:
-        """Yield each lifecycle event from now on, as the config's `on_event` gets it too; ends when
-        the worker is closed."""
+        """Yield each lifecycle event from now on, as the config's `on_event` gets it; ends when the
+        worker is closed."""
         with self._listening() as heard:
             while (event := await heard.get()) is not _CLOSED:
                 yield event
 
     async def wait_failed(self) -> WorkerStatus:
-        """Returns when the worker is FAILED: it is locked out, and no request runs on it any
-        more."""
+        """Return when the worker is FAILED: it is locked out, and runs no more requests."""
         with self._listening() as heard:
             while True:
                 status = await self._worker.get_worker_status()
@@ -208,16 +207,16 @@ class RayWorker:
             loop.call_soon_threadsafe(heard.put_nowait, event)
 
     def _end_without_renewal(self) -> None:
-        """On a thread of its own: while the fleet is out of reach, Ray's report of a streamed piece
-        holds up the event loop (2.60)."""
-        # Where this process did not run a renewal may have come, and be about to be heard.
+        """End the process when the lease is over. Runs on its own thread: while the fleet is out of
+        reach, Ray's report of a streamed update blocks the event loop (Ray 2.60)."""
+        # If this process was suspended, a renewal may have arrived that is not handled yet.
         while self._renewed.wait(self._lease_s) or self._renewed.wait(_HEARD_S):
             self._renewed.clear()
         _logger.error("no renewal for %g s: the fleet is out of reach; ending", self._lease_s)
-        os._exit(1)  # Ray's own way out asks the head, which may be out of reach too
+        os._exit(1)  # Ray's own exit calls the head node, which may be out of reach too
 
     def _new_worker(self) -> LlamaWorker:
-        port = free_port("0.0.0.0")  # whatever address the config names
+        port = free_port("0.0.0.0")  # free on every address: the config may name any
         config = self._config_for(port)
         called = f"config_for({port})"
         if not isinstance(config, WorkerConfig):
@@ -229,7 +228,7 @@ class RayWorker:
         own = config.on_event
 
         def publish(event: _Event) -> None:
-            self._publish(event.copy())  # first: the config's own may wait, and change its own
+            self._publish(event.copy())  # first, a copy: `own` may block, and change the event
             if own is not None:
                 own(event)
 
