@@ -1,8 +1,8 @@
 """Supervises one llama.cpp `llama-server` from inside a threaded Python program and runs chat
 requests on it.
 
-The public names stand in `llama_worker.public`, which is imported when one of them is first used
-(PEP 562): the command line is there in a moment, and a Ctrl-C meanwhile shows no traceback.
+The public names are defined in `llama_worker.public`, which is imported when one of them is first
+used (PEP 562): so the command line handles Ctrl-C before the slow imports, without a traceback.
 """
 
 from __future__ import annotations

@@ -18,16 +18,16 @@ def stream(
     reasoning_offset: int = 0,
     poll_interval_s: float = 0.1,
 ) -> AsyncGenerator[OutputChunk, None]:
-    """Yield what the request puts out, from the offsets on; the last chunk, and no other, has
-    `done` True.
+    """Yield the request's output from the offsets on; only the last chunk has `done` True.
 
-    Each chunk holds what is new since the one before; there is at most one per `poll_interval_s`
+    Each chunk holds the output since the previous one. There is at most one per `poll_interval_s`
     seconds, and nothing is polled. The result is not released, and an iteration that ends early
-    (`break`, a cancelled task) leaves the request running. A request that has ended already gives
+    (`break`, a cancelled task) leaves the request running. A request that has already ended gives
     one chunk.
 
-    Raises LookupError if the id is unknown, or the result was taken or has expired;
-    WorkerClosed after `close`.
+    Raises:
+        LookupError: the id is unknown, or the result was taken or has expired.
+        WorkerClosed: after `close`.
     """
     checked_seconds("poll_interval_s", poll_interval_s, above=0)
     return _chunks(worker, request_id, text_offset, reasoning_offset, poll_interval_s)

@@ -1,4 +1,4 @@
-"""The worker behind its handle: sends to the WorkerActor, and ends it with the host."""
+"""Sends a LlamaWorker's calls to its WorkerActor, and closes workers when the host exits."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from llama_worker.server.messages import Stop
 from llama_worker.types.request import NotFound, RequestResult, RequestState, SubmitResult
 
 _logger = logging.getLogger("llama_worker")
-_EXIT_GRACE_S = 2.0  # the host's exit waits no longer than this for a server's regular end
-_LEAVE_S = 5.0  # for the actors to end, once the server is gone
-_LOG_S = 1.0  # for the last log lines, where a handler of the host's is slow
+_EXIT_GRACE_S = 2.0  # at the host's exit: from a server's SIGTERM to its SIGKILL
+_LEAVE_S = 5.0  # how long close() waits for the actors to end after the stop
+_LOG_S = 1.0  # for the last log lines, if one of the host's log handlers is slow
 T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
 
 
 class Backend:
-    """Outlives the handle, which may be lost without `close`. Thread-safe."""
+    """A LlamaWorker's link to its actors; outlives a handle that is lost without `close`.
+    Thread-safe."""
 
     def __init__(self, config: WorkerConfig, runtime: Runtime) -> None:
         self.config = config
@@ -41,10 +42,10 @@ class Backend:
         self._pid = os.getpid()
         self._live = LiveSet()
         self._futures = OpenFutures()
-        self._closing = threading.RLock()  # a signal handler may close while its thread does
+        self._closing = threading.RLock()  # a signal handler may interrupt close() and call it
         # Only the WorkerActor's thread changes it.
         self._handovers: set[_Forward[RequestResult | NotFound]] = set()
-        self._stopping: WorkerFuture[None] | None = None  # since close() was called
+        self._stopping: WorkerFuture[None] | None = None  # set once close() was called
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(
             self._live, runtime, config, self._futures
         )
@@ -52,8 +53,8 @@ class Backend:
         open_backends.add(self)
 
     def check_open(self) -> None:
-        """Raises WorkerClosed after the end, and in a forked child, which has none of the
-        threads."""
+        """Raise WorkerClosed after `close`, after the worker's actor failed, and in a forked
+        child, which has none of the threads."""
         if os.getpid() != self._pid:
             forked = WorkerClosed(self.config.name)
             forked.add_note(f"this process was forked; the worker is that of process {self._pid}")
@@ -62,18 +63,18 @@ class Backend:
             raise WorkerClosed(self.config.name) from self._futures.closed_by
 
     def ask(self, message: HostMessage, future: F) -> F:
-        """Send the message that carries the future; the future is answered in any case."""
+        """Send the message that carries the future, which is resolved even if the actor dies."""
         self.check_open()
         self._futures.add(future)
         self.tell(message)
         return future
 
     def tell(self, message: HostMessage) -> None:
-        """Send; a dead actor has answered every future already."""
+        """Send; if the actor is dead, every future has been failed already."""
         self._worker.tell(message)
 
     def reply_to_ask(self, future: WorkerFuture[RequestResult]) -> Reply[SubmitResult]:
-        """Of the admission; the future gets the result, which the worker then forgets."""
+        """Receives the admission; `future` gets the result, which the worker then forgets."""
         return _Forward(future, lambda admission: self._await_asked(future, admission))
 
     def _await_asked(self, future: WorkerFuture[RequestResult], admission: SubmitResult) -> None:
@@ -84,7 +85,7 @@ class Backend:
         def hand_over(result: RequestResult | NotFound) -> None:
             self._handovers.discard(handover)
             if result["ok"]:
-                # First, so that whoever has the value finds the request released.
+                # Before the future resolves, so that its caller finds the request released.
                 self.tell(ReleaseResult(request_id=result["request_id"]))
                 if result["state"] is RequestState.COMPLETED:
                     future.answer(result)
@@ -99,29 +100,29 @@ class Backend:
         self.tell(AwaitResult(request_id=admission["request_id"], reply=handover))
 
     def close(self) -> None:
-        """Stop the server and end the actors; returns when both is done."""
+        """Stop the server and end the actors; returns when both are done."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads, and the server is its parent's
-        with self._closing:  # one order; everybody waits for its end
+        with self._closing:  # one Stop is sent; every caller waits for it
             stopping = self._stopping = self._stopping or self.begin_close(None)
         self.finish_close(stopping, timeout_s=None)
         self.wait_gone(_LEAVE_S)
         open_backends.discard(self)
 
     def begin_close(self, grace_s: float | None) -> WorkerFuture[None]:
-        """Send the order to stop. Never blocks."""
+        """Send Stop. Never blocks."""
         stopped: WorkerFuture[None] = WorkerFuture()
         self._futures.add(stopped)
         self.tell(Stop(reply=stopped, grace_s=grace_s))
         return stopped
 
     def finish_close(self, stopped: WorkerFuture[None], timeout_s: float | None) -> None:
-        """Wait for the stop, then let the actors end."""
+        """Wait for the stop, then tell the actors to end."""
         self._runtime.wait(stopped, timeout_s)
         try:
             stopped.get(timeout=0)
         except (WorkerClosed, pykka.Timeout) as error:
-            # The actor died, or the time is up: its release kills the rest. The frames of the error
+            # The actor died, or the time is up: its release kills the rest. The error's traceback
             # would keep the handle alive as long as this object lives.
             error.__traceback__ = None
         except WorkerStopError as error:
@@ -130,11 +131,11 @@ class Backend:
         self._worker.stop()
 
     def wait_gone(self, timeout_s: float) -> None:
-        """Wait until the actors have ended, at most so long."""
+        """Wait until the actors have ended, at most `timeout_s`."""
         self._runtime.wait(self._live, timeout_s)
 
     def abandon(self) -> None:
-        """The handle was lost: end without waiting."""
+        """End the actors without waiting: the handle was lost without `close`."""
         if os.getpid() == self._pid:
             self._worker.stop()
         open_backends.discard(self)
@@ -152,7 +153,7 @@ class _Forward(Generic[T]):
         self._on_answer(value)
 
     def done(self) -> bool:
-        """The future, which others may answer, too."""
+        """Whether the future is resolved, which others may do, too."""
         return self._future.done()
 
     def fail(self, error: BaseException) -> None:
@@ -163,7 +164,7 @@ open_backends: set[Backend] = set()
 
 
 def _close_all_at_exit() -> None:
-    """End all open workers at once when the host exits. No thread can be started any more."""
+    """Close all open workers concurrently when the host exits; no thread can be started then."""
     deadline = time.monotonic() + _EXIT_GRACE_S + 1.5
     stopping = [(backend, backend.begin_close(_EXIT_GRACE_S)) for backend in tuple(open_backends)]
     for backend, stopped in stopping:

@@ -16,7 +16,7 @@ CALL_CLOSE = "</tool_call>"
 STATUS_OPEN = "<worker_status>"
 STATUS_CLOSE = "</worker_status>"
 
-# The ready-made exit tools (llama_worker.exit_tools).
+# When to call each exit tool of llama_worker.exit_tools.
 _EXIT_TOOL_USES = {
     "signal_issue": (
         "your confidence is low, the input is missing or contradictory, or a tool fails. "
@@ -39,7 +39,7 @@ _WITHOUT_CALLS = (
 
 
 def tagged_call(name: str, arguments_json: str) -> str:
-    """A call the way prompted mode writes it."""
+    """A tool call as a model writes it in prompted mode."""
     return f'{CALL_OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments_json}}}{CALL_CLOSE}'
 
 
@@ -51,8 +51,7 @@ def default_bios(ctx: BiosContext) -> BiosText:
     """The default BIOS: `now` and `tool_iters_remaining` are in `volatile`, all the rest is in
     `stable`.
 
-    Lines about tools are there only where there are tools. Without any it is three lines and the
-    time.
+    It mentions tools only if there are any; without tools it is three lines and the time.
     """
     sections = [
         f"{ctx.bios_version}\n"
@@ -95,8 +94,8 @@ def default_bios(ctx: BiosContext) -> BiosText:
 def prompted_tools_text(normal_tools: Iterable[ToolDef], exit_tools: Iterable[ToolDef]) -> str:
     """The list of tools and how to write a call, for models whose chat template knows no tools.
 
-    `default_bios` has it. A provider of your own has to include it where `ctx.tool_call_mode` is
-    "prompted": the model learns of the tools nowhere else.
+    `default_bios` includes it. A provider of your own must include it if `ctx.tool_call_mode` is
+    "prompted": nothing else tells the model about the tools.
     """
     lines = [
         "How to call a tool: write, as plain text and nothing but JSON between the tags,",
@@ -119,7 +118,7 @@ def _names(tools: Iterable[ToolDef]) -> str:
 
 
 def no_bios(ctx: BiosContext) -> str:
-    """What `bios_provider=None` stands for: nothing, or the tools where no template brings them."""
+    """The BIOS for `bios_provider=None`: empty, or in prompted mode the list of tools."""
     tools = ctx.normal_tools or ctx.exit_tools
     if tools and ctx.tool_call_mode == "prompted":
         return prompted_tools_text(ctx.normal_tools, ctx.exit_tools)
@@ -127,10 +126,10 @@ def no_bios(ctx: BiosContext) -> str:
 
 
 def run_bios(provider: BiosProvider | None, ctx: BiosContext) -> BiosText | str:
-    """What the provider returns, checked; raises PromptError for anything but proper text."""
+    """Call the provider; raises PromptError if it raises, or returns anything but valid text."""
     try:
         bios = no_bios(ctx) if provider is None else provider(ctx)
-    except BaseException as exc:  # CancelledError and SystemExit, too, are only the provider's
+    except BaseException as exc:  # CancelledError and SystemExit, too: only the prompt fails
         raise PromptError(f"the BIOS provider raised {described_error(exc)}") from exc
     plain: list[str] = []
     for text in (bios.stable, bios.volatile) if isinstance(bios, BiosText) else (bios,):

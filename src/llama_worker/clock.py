@@ -1,8 +1,8 @@
-"""The time that this program has run: the system's clock without what was lost. Sans-IO.
+"""A monotonic clock with timers that stands while this program does not run. Sans-IO.
 
-A machine is suspended, or a program is stopped, starved, or its interpreter held: nobody is to
-blame for a silence then. A timer that comes late shows it. Instants are seconds: `system` that of
-the system's monotonic clock, `now` and `at` the reading of this one.
+While the machine is suspended, or the program is stopped, starved or its interpreter held, silence
+is no sign of a stall. A timer that fires late shows such a gap. Instants are seconds: `system` on
+the system's monotonic clock, `now` and `at` on this one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import itertools
 import math
 from collections.abc import Callable
 
-LATE_S = 1.0  # no thread of a machine that runs is later than this
-# Behind a gap, before anything is due: what came meanwhile is told first, and whoever was stopped
-# with this program goes on, too.
+LATE_S = 1.0  # while the program runs, no timer is later than this
+# How long the clock stands after a gap, before any timer fires: messages that came meanwhile are
+# delivered first, and processes that were stopped with this program go on, too.
 STANDS_S = 1.0
 _WATCH_S = 1.0
 _SWEEP_MIN = 64
@@ -29,7 +29,7 @@ class ClockTimer:
         self._call: Callable[[], object] | None = call
 
     def cancel(self) -> None:
-        """Make no call; one that is being made goes on."""
+        """Do not make the call; one that is being made goes on."""
         self._call = None
 
     def fire(self) -> None:
@@ -44,11 +44,11 @@ class ClockTimer:
 
 
 class PatientClock:
-    """A clock with timers, which never passes one that is still to be fired.
+    """A clock with timers, whose reading never passes a timer that has not fired.
 
-    One that is more than LATE_S overdue shows that the time since was lost. The clock stands at its
-    instant for `stands_s`, and goes on from there; so nobody who reads it learns of the gap, not
-    even who comes first behind it. Not thread-safe, but for `now` and `lost_s`.
+    If a timer is more than LATE_S overdue, the time since its instant was lost. The clock then
+    stands at that instant for `stands_s` and goes on from there, so that no reading includes the
+    gap, not even the first one after it. Only `now` and `lost_s` are thread-safe.
     """
 
     def __init__(self, stands_s: float = STANDS_S) -> None:
@@ -56,24 +56,24 @@ class PatientClock:
         self._heap: list[tuple[float, int, ClockTimer]] = []
         self._numbers = itertools.count()
         self._sweep_at = _SWEEP_MIN
-        self._stands_until: float | None = None  # `system`
-        self._watch: ClockTimer | None = None  # of its own
-        # What was lost, and where the clock stops; replaced as a whole, since threads read it.
+        self._stands_until: float | None = None  # an instant of `system`
+        self._watch: ClockTimer | None = None  # this clock's own timer
+        # Seconds lost, and the instant where the clock stops; replaced as a whole: threads read it.
         self._reading = (0.0, math.inf)
 
     @property
     def lost_s(self) -> float:
-        """All that was lost so far."""
+        """All seconds that were lost so far."""
         return self._reading[0]
 
     def now(self, system: float) -> float:
-        """The reading. It never falls."""
+        """The reading; it never falls. Any thread."""
         lost_s, stops_at = self._reading
         at = system - lost_s
         return at if at < stops_at else stops_at
 
     def call_at(self, at: float, call: Callable[[], object], system: float) -> ClockTimer:
-        """The timer, which `due` returns when it is its turn."""
+        """Add a timer; `due` returns it once `at` is reached."""
         self._sweep()
         timer = ClockTimer(call)
         self._push(at, timer, system)
@@ -81,17 +81,17 @@ class PatientClock:
 
     @property
     def wakes_at(self) -> float | None:
-        """The instant of the *system's* clock at which `due` is to be asked; None: never."""
+        """When to call `due` next, on the *system's* clock; None: there is no timer."""
         if not self._heap:
             return None
         lost_s, stops_at = self._reading
         system = stops_at + lost_s
-        while system - lost_s < stops_at:  # rounded
+        while system - lost_s < stops_at:  # rounding error
             system = math.nextafter(system, math.inf)
         return max(system, self._stands_until or -math.inf)
 
     def due(self, system: float) -> ClockTimer | None:
-        """The next timer that is to be fired; None: none is yet."""
+        """Remove and return the next timer to fire; None: none is due."""
         self._drop_cancelled(system)
         lost_s, at = self._reading
         if system - lost_s < at:
@@ -106,7 +106,7 @@ class PatientClock:
         return timer
 
     def _drop_cancelled(self, system: float) -> None:
-        """Whoever waits is to be woken by none of them; but one that is overdue may show a gap."""
+        """Cancelled timers must wake nobody; but one that is overdue stays: it may show a gap."""
         while self._heap and self._heap[0][2].is_cancelled and self.now(system) < self._reading[1]:
             self._pop()
 
@@ -117,12 +117,12 @@ class PatientClock:
 
     def _go_on_from(self, at: float, system: float) -> None:
         lost_s = system - at
-        while system - lost_s < at:  # rounded
+        while system - lost_s < at:  # rounding error
             lost_s = math.nextafter(lost_s, 0.0)
         self._reading = (lost_s, at)
 
     def _watch_behind(self, fired: ClockTimer, system: float) -> None:
-        """Its receiver may set the next timer only after a gap."""
+        """Set a timer of our own: the receiver of `fired` may set its next one only after a gap."""
         if fired is self._watch:
             self._watch = None
         elif self._watch is None and not fired.is_cancelled:
@@ -141,13 +141,12 @@ class PatientClock:
         return timer
 
     def _sweep(self) -> None:
-        """Now and then forget all that were cancelled: far timers that change often would pile
-        up."""
+        """Now and then drop cancelled timers: distant ones that are reset often would pile up."""
         if len(self._heap) >= self._sweep_at:
-            first, *others = sorted(self._heap)  # a gap may be seen by the first alone
+            first, *others = sorted(self._heap)  # kept even if cancelled: it may show a gap
             self._heap = [first, *(entry for entry in others if not entry[2].is_cancelled)]
             self._sweep_at = max(_SWEEP_MIN, 2 * len(self._heap))
 
 
 def _nothing() -> None:
-    """The watch's call."""
+    """The call of the clock's own timer."""

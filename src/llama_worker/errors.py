@@ -1,4 +1,4 @@
-"""What the library raises on purpose. Pure. Bad types are plain `TypeError`s."""
+"""The library's exceptions, and texts for errors. Pure. Bad types raise plain `TypeError`s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llama_worker.types.worker import StartFailReason
 
 _SHOWN_LOG_LINES = 20
 MASK = "***"
-# What this machine lacks for a moment: descriptors, threads, ports, memory.
+# Temporary shortages of this machine: descriptors, threads, ports, memory.
 _SHORTAGES = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOMEM, errno.ENOBUFS}
 )
@@ -27,7 +27,7 @@ _REFUSALS: dict[SubmitErrorCode, str] = {
 
 
 def described_error(error: BaseException | None) -> str:
-    """An exception's type and text in a line, also of one whose `str()` fails. Never raises."""
+    """An exception's type and text in one line, even if its `str()` fails. Never raises."""
     try:
         return "".join(format_exception_only(error)).strip()
     except Exception:  # a SyntaxError whose arguments are of odd types
@@ -35,7 +35,7 @@ def described_error(error: BaseException | None) -> str:
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether the error, or one that it was raised from, is a shortage of this machine's: it says
+    """Whether the error, or one that it was raised from, is a shortage of this machine, which says
     nothing about the server. Pure."""
     while error is not None:
         if isinstance(error, MemoryError) or (
@@ -44,7 +44,7 @@ def is_shortage(error: BaseException | None) -> bool:
             return True
         if isinstance(error, RuntimeError) and "start new thread" in str(error):
             return True
-        hidden = error.__suppress_context__  # "from None", or from its cause
+        hidden = error.__suppress_context__  # raised "from None" or from a cause
         error = error.__cause__ if hidden else error.__context__
     return False
 
@@ -55,7 +55,7 @@ def masked(text: str, api_key: str | None) -> str:
 
 
 class LlamaWorkerError(Exception):
-    """The root of every error here."""
+    """The base class of all errors of this library."""
 
 
 class ConfigError(LlamaWorkerError, ValueError):
@@ -77,12 +77,12 @@ class WorkerStartError(LlamaWorkerError):
         self.detail = detail
         self.returncode = returncode
         self.log_tail = tuple(log_tail)
-        # as given: so that it can be pickled
+        # the arguments as given, so that it can be pickled
         super().__init__(self.reason, detail, returncode, self.log_tail)
 
     @property
     def advice(self) -> str | None:
-        """The cause and what to do, in one line; None where the server's last lines do not tell."""
+        """The cause and what to do, in one line; None if the server's last lines do not tell."""
         return advice_for(self.reason, self.detail, self.returncode, self.log_tail)
 
     @property
@@ -98,8 +98,8 @@ class WorkerStartError(LlamaWorkerError):
 
 
 class WorkerStopError(LlamaWorkerError):
-    """`stop()` or `drain()` could not end the server: SIGKILL has no effect. `detail`: pid, state,
-    what the kernel waits for."""
+    """`stop()` or `drain()` could not end the server: SIGKILL had no effect. `detail` has its pid,
+    its state and what it waits for in the kernel."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -111,8 +111,8 @@ class WorkerStopError(LlamaWorkerError):
 
 
 class RequestRefused(LlamaWorkerError):
-    """No slot for `ask`, none to come for `wait_slot`, or no server for `count_tokens`. `error`:
-    that of `SubmitErr`, such as NO_SLOT_AVAILABLE."""
+    """`ask` got no slot, `wait_slot` can get none, or `count_tokens` has no READY server. `error`
+    is a code as in `SubmitErr`, such as NO_SLOT_AVAILABLE."""
 
     def __init__(self, error: SubmitErrorCode) -> None:
         self.error = error
@@ -123,8 +123,8 @@ class RequestRefused(LlamaWorkerError):
 
 
 class RequestFailed(LlamaWorkerError):
-    """`ask` ended in any way but `completed`. `result` is what `result` would have returned, with
-    all output that came."""
+    """The request of `ask` ended in another state than `completed`. `result` is what
+    `LlamaWorker.result` would have returned, with all output received."""
 
     def __init__(self, result: RequestResult) -> None:
         self.result = result

@@ -2,8 +2,8 @@
 
     WorkerConfig(..., exit_tools=ALL_EXIT_TOOLS)
 
-A call of one ends up in the `signals` of its request; it is never executed or answered, and stops
-nothing.
+A call of one is recorded in the `signals` of its request; it is never executed or answered, and
+does not end the request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What every message needs: where it goes, where its answer goes, and the one that a timer sends.
+"""The types that all messages share: where one goes, where its answer goes, and a timer's Tick.
 
 All messages are frozen, and what they carry is never changed afterwards. Orders are imperatives,
-facts are past tense. Instants (`*_at`, `now`) are monotonic seconds. News of a launch carry that
-launch's `epoch`, what belongs to a stream its `turn_id`, so that what comes from a life that is
-over can be told and dropped. Orders to a launch's actors carry none: each launch has its own. Each
-room has the messages of its subject.
+facts are past tense. Instants (`*_at`, `now`) are monotonic seconds. Facts about a launch carry its
+`epoch`, those about a stream its `turn_id`, so that stale ones are recognised and dropped. Orders
+to a launch's actors carry none: each launch has its own actors. The other messages are defined in
+the packages that they concern.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Mailbox(Protocol[M_contra]):
-    """The sending side of an actor: `tell` never blocks and is False where the actor is dead."""
+    """The sending side of an actor: `tell` never blocks; False: the actor is dead."""
 
     def tell(self, message: M_contra) -> bool: ...
 
 
 class Reply(Protocol[T_contra]):
-    """Where a host's question is answered, once, from any thread; a second answer is ignored."""
+    """Takes the answer to a host's call, once, from any thread; a second answer is ignored."""
 
     def answer(self, value: T_contra) -> None: ...
 

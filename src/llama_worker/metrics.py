@@ -3,7 +3,7 @@
     collector = WorkerCollector([planner, coder])
     prometheus_client.REGISTRY.register(collector)
 
-Nothing is counted here: each scrape asks the workers for what they have counted themselves.
+Nothing is counted here: each scrape reads the workers' own counters.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _ANSWER_S = 10.0  # workers answer within milliseconds; a scrape that gets no an
 
 
 class WorkerCollector(Collector):
-    """Workers may come and go: add each new one; closed and lost ones vanish by themselves.
-    Thread-safe."""
+    """The metrics of any number of workers. Add each new one; closed and garbage-collected ones are
+    left out. Thread-safe."""
 
     def __init__(self, workers: Iterable[LlamaWorker] = ()) -> None:
         self._lock = threading.Lock()
-        # weakly: a worker that its host forgets must end
+        # weak references: a worker that its host drops must end
         self._workers: weakref.WeakValueDictionary[str, LlamaWorker] = weakref.WeakValueDictionary()
         for worker in workers:
             self.add(worker)
 
     def add(self, worker: LlamaWorker) -> None:
-        """Include the worker from now on. Raises ConfigError where another open worker has its
+        """Include the worker from now on. Raises ConfigError if another open worker has its
         name."""
         name = worker.get_worker_status().get(timeout=_ANSWER_S)["name"]
         with self._lock:
@@ -79,7 +79,7 @@ class WorkerCollector(Collector):
                         del self._workers[name]
 
 
-# By name behind `llama_worker_`: the help, and the labels behind `worker`.
+# By name without `llama_worker_`: the help text, then the labels after `worker`.
 _GAUGES: dict[str, tuple[str, ...]] = {
     "state": ("1 for the state that the worker is in, else 0.", "state"),
     "slots": ("Slots of the worker.",),
@@ -114,7 +114,7 @@ _KINDS = (
 
 
 class _Families:
-    """One scrape's families."""
+    """The metric families of one scrape."""
 
     def __init__(self) -> None:
         self._families: dict[str, Any] = {
@@ -127,7 +127,7 @@ class _Families:
         return iter(self._families.values())
 
     def add(self, status: WorkerStatus, debug: WorkerDebugInfo) -> None:
-        """One worker's samples."""
+        """Add one worker's samples."""
         worker, totals = status["name"], debug["totals"]
         prompt, cached = totals["prompt_tokens"], totals["cached_tokens"]
 
@@ -157,7 +157,7 @@ class _Families:
 
 
 def _buckets(durations: Durations) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus wants them."""
+    """Cumulative buckets, as Prometheus wants them."""
     bounds = [*map(floatToGoString, durations["bounds_s"]), "+Inf"]
     return list(zip(bounds, accumulate(durations["counts"]), strict=True))
 

@@ -1,10 +1,9 @@
-"""What the actors ask of the world: everything that waits, as small Protocols. `runtime.real` has
-the real one.
+"""Protocols for all that actors need from outside: time, threads, processes, HTTP, the host's code.
 
-The simulator has another (tests/simulation). The actors know neither: a WorkerActor is given its
-runtime. No method blocks; what takes time runs elsewhere and tells a mailbox when it is over. Where
-the host lacks threads, descriptors or memory, a method that begins something raises OSError or
-RuntimeError and has begun nothing.
+`runtime.real` implements them, and so does the simulator (tests/simulation); a WorkerActor is given
+its runtime. No method but `wait` blocks: what takes time runs elsewhere and tells a mailbox when it
+is over. If the host lacks threads, descriptors or memory, a method that begins something raises
+OSError or RuntimeError and has begun nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from llama_worker.server.termination import Signal
 
 
 class Timer(Protocol):
-    """One deadline."""
+    """A call that `Host.call_at` has scheduled."""
 
     def cancel(self) -> None:
-        """Forget it; a call that is being made at this moment may still arrive. Idempotent."""
+        """Cancel the call; one that is just being made may still arrive. Idempotent."""
 
 
 class Host(Protocol):
@@ -47,26 +46,26 @@ class Host(Protocol):
         """Seconds of a clock that stands while this program does not run: see `clock`."""
 
     def unix_offset(self) -> float:
-        """What makes Unix seconds of an instant of now: it never falls, and grows only by the
-        time in which this program did not run."""
+        """Seconds to add to an instant of `now()` to get Unix seconds. It never falls, and grows
+        only by the time in which this program did not run."""
 
     def unix_now(self) -> float:
         """Unix seconds; may jump in both directions."""
 
     def call_at(self, at: float, call: Callable[[], object]) -> Timer:
-        """Make the call once `now()` has reached `at`, on a thread of the runtime's. It must only
-        tell."""
+        """Make the call once `now()` has reached `at`, on a thread of the runtime. The call may
+        only `tell`."""
 
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
-        """Run an actor: on the thread that Pykka starts for it, or as whoever simulates one does.
-        Raises RuntimeError where the system has no thread left."""
+        """Run an actor: on the thread that Pykka starts for it, or as the simulator schedules it.
+        Raises RuntimeError if the system has no thread left."""
 
     def call_host(self, call: Callable[[], object], name: str) -> None:
-        """Make a call into the host's code, in order with the others, on a thread that may wait for
-        long. `name` is for the log, should it raise."""
+        """Call the host's code, in order with other such calls, on a thread that it may block. If
+        it raises, the log shows `name`."""
 
     def write_log(self, level: int, line: str) -> None:
-        """Give the line to the host's `logging`, whose handlers may block, and not here."""
+        """Pass the line to the host's `logging`; returns at once even if a handler blocks."""
 
 
 class ServerProcess(Protocol):
@@ -74,21 +73,21 @@ class ServerProcess(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Nothing of it is left; true before its last word is told."""
+        """Whether no process of it is left; true before Exited or LaunchFailed is sent."""
 
     def is_gone(self) -> bool:
-        """Whether it was started and its first process has ended; news of it may be on their way.
-        Quick."""
+        """Whether it was started and its first process has ended; the message that says so may
+        still be on its way. Quick."""
 
     def send(self, signal: Signal) -> None:
-        """Signal the tree; without effect once it is gone."""
+        """Signal the process tree; no effect once it is gone."""
 
 
 class ServerLog(Protocol):
     """The last lines of a worker's servers, newest last."""
 
     def lines(self) -> list[str]:
-        """All that are kept, those of earlier launches and an unfinished one among them."""
+        """All lines kept, including those of earlier launches and an unfinished last line."""
 
     def tail(self, count: int) -> tuple[str, ...]:
         """The newest `count` lines of the present launch."""
@@ -98,17 +97,17 @@ class Abortable(Protocol):
     """A stream or a probe under way."""
 
     def abort(self) -> None:
-        """Close its connection now, in whatever phase it is. Its last word follows."""
+        """Close its connection now, in whatever phase it is. Its last message follows."""
 
 
 class Stream(Abortable, Protocol):
-    """A stream that goes on. No call takes time."""
+    """An open stream."""
 
     def flush(self) -> None:
-        """Tell now what has come and was not told yet."""
+        """Send now what was received and not sent yet."""
 
     def hurry(self) -> None:
-        """Somebody waits for text: what was read is told now, and what comes soon at once; see
+        """A reader waits for text: send what was read now, and what comes soon at once; see
         `stream.lazy_reading`."""
 
 
@@ -119,80 +118,80 @@ class ToolThread(Protocol):
         """Whether it still runs."""
 
     def give_up(self, reply_to: Mailbox[ToolThreadNews]) -> None:
-        """Tell the call, unless it has returned, that nobody waits for it any more. Quick.
+        """Tell the call, unless it has returned, that its result is no longer awaited. Quick.
 
-        `reply_to` gets ToolThreadStuck and, once it returns, ToolThreadReturned.
+        `reply_to` gets ToolThreadStuck and, once the call returns, ToolThreadReturned.
         """
 
 
 class Waitable(Protocol):
-    """Something that is done one day."""
+    """Something whose end a thread can wait for."""
 
     def done(self) -> bool:
-        """Whether it is."""
+        """Whether it has ended."""
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block the calling thread until it is; False: not in time."""
+        """Block the calling thread until it has ended; False: not within `timeout_s`."""
 
 
 class UpstreamRuntime(Host, Protocol):
-    """What is asked of a server that this program did not start."""
+    """The runtime for a server that this program did not start."""
 
     def probe(self, epoch: int, reply_to: Mailbox[Probed]) -> Abortable:
-        """Ask the server anything; `reply_to` gets one Probed: READY whatever it answers."""
+        """Ask whether the server answers; `reply_to` gets one Probed, READY for any answer."""
 
     def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> Abortable:
         """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
 
 class Runtime(Host, Protocol):
-    """What one worker's actors ask of the world."""
+    """The runtime of one worker's actors."""
 
     @property
     def log(self) -> ServerLog:
-        """Read by the actor of the process alone."""
+        """The server's last lines; read by the ProcessActor and the WorkerActor."""
 
     @property
     def probes_count(self) -> int:
-        """Of the liveness probes that `look` can ask."""
+        """How many liveness probes `look` can ask."""
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
-        """Block the calling thread, which is the host's, until it is done; False: not in time."""
+        """Block the calling thread, one of the host's, until `what` is done; False: not in time."""
 
     def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
         """Launch the configured server.
 
         `reply_to` gets Launched or LaunchFailed; after Launched, Died (unless the guard was killed)
-        and then one Exited, its last word.
+        and, last, one Exited.
         """
 
     def process_evidence(self, pid: int) -> Mapping[str, Any]:
-        """What is to be seen of the process tree at this instant, fit for JSON. Takes about a
+        """The state of the process tree at this instant, as JSON values. Takes about a
         millisecond."""
 
     def anon_bytes(self, pid: int) -> int | None:
-        """The anonymous memory of the process tree, swapped out or not; None where it cannot be
-        seen. Quick."""
+        """The anonymous memory of the process tree, swapped out or not; None if it cannot be
+        read. Quick."""
 
     def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Stream:
-        """Post the order's body.
+        """POST the order's body.
 
         Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
-        gets, too. Text that comes fast may wait for more, the order's `tell_s` at most, unless it
-        is flushed or hurried. Everything else, and the first text, is told within 0.3 s.
+        gets, too. Text that comes fast is batched for the order's `tell_s` at most, unless `flush`
+        or `hurry` is called. Everything else, and the first text, is sent within 0.3 s.
         """
 
     def probe_readiness(
         self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]
     ) -> Abortable:
-        """Ask the server whether it is ready; `first` of a launch: whether it is ours, and what it
-        can do.
+        """Ask the server whether it is ready; the `first` probe of a launch also asks whether it is
+        ours, and what it can do.
 
         `reply_to` gets one Probed.
         """
 
     def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-        """Ask liveness probe number `look.probe`, which forgets what it saw before if `look.fresh`.
+        """Ask liveness probe number `look.probe`; if `look.fresh`, it first forgets what it saw.
 
         `reply_to` gets one EvidenceSeen.
         """

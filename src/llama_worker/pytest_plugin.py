@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # every run of pytest in the environment loads this module
 
 @pytest.fixture
 def scripted_server(tmp_path: Path) -> ScriptedServer:
-    """A llama-server that says what the test scripts; a worker starts it."""
+    """A stand-in for llama-server that the test scripts; a worker starts it."""
     from llama_worker.testing import ScriptedServer
 
     return ScriptedServer(tmp_path / "scripted_server")

@@ -27,7 +27,7 @@ OUT_OF_MEMORY = re.compile(
     r"|bad_alloc|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit|mem_buffer != NULL",
     re.IGNORECASE,
 )
-# What the system refuses, to the server or to this program.
+# Resources that the system refuses to the server or to this program.
 _SHORTAGES: tuple[tuple[str, str], ...] = (
     (
         "can't start new thread|resource temporarily unavailable",
@@ -36,7 +36,7 @@ _SHORTAGES: tuple[tuple[str, str], ...] = (
     ),
     ("too many open files", "no more files can be opened: raise `ulimit -n`"),
 )
-# What the server's log says (b11434 and older builds), most telling first; in any case of letters.
+# Patterns in the server's log (b11434 and older), most telling first; case does not matter.
 _BY_LOG: tuple[tuple[str, str], ...] = (
     (ILLEGAL.pattern, NOT_EXECUTED),
     (OUT_OF_MEMORY.pattern, f"it does not fit into the memory: {LESS_MEMORY}"),
@@ -108,7 +108,7 @@ _COMMON = """
 """
 COMMON_OPTIONS = tuple(_COMMON.split())
 _NEAR = 0.75
-_LAST_WORDS = 5  # lines of the log, of a server that died
+_LAST_WORDS = 5  # a dead server's last log lines, which are searched
 _LISTENS = re.compile(r"listening on (\S+)")
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: (
@@ -130,8 +130,8 @@ _BY_ERRNO = {
 def advice_for(
     reason: StartFailReason, detail: str, returncode: int | None, log_tail: Sequence[str]
 ) -> str | None:
-    """The cause and what to do, in one line; None where the log tells nothing, or the error's
-    detail tells all."""
+    """The cause and what to do, in one line; None if the log tells nothing, or the error's detail
+    tells all."""
     match reason:
         case StartFailReason.EXITED:
             return _why_it_ended(detail, returncode, log_tail)
@@ -151,7 +151,7 @@ def advice_for(
 
 
 def described(returncode: int | None) -> str:
-    """`return code 1`, `signal 9`."""
+    """The return code as text: `return code 1`, `signal 9`."""
     if returncode is None:
         return "an unknown return code"
     return f"return code {returncode}" if returncode >= 0 else f"signal {-returncode}"
@@ -163,9 +163,9 @@ def lack_of_memory(
     """The evidence that a server which we did not kill died for lack of memory, if there is any.
 
     Args:
-        returncode: negative, the signal's number.
-        oom_kills: how often the kernel killed in the server's control group while it ran.
-        kernel_line: what the kernel's log says of this process, where it can be read.
+        returncode: the server's; negative: the signal's number.
+        oom_kills: OOM kills in the server's control group while it ran.
+        kernel_line: the kernel log's line about this kill; None if there is none, or no access.
         log_tail: the last lines that the server wrote.
     """
     if returncode == -signal.SIGKILL and kernel_line is not None:
@@ -184,8 +184,8 @@ def lack_of_memory(
 
 
 def not_executed(program: str, number: int, why: str) -> str:
-    """What to tell of a program that the system would not execute, for the error `number` with the
-    text `why`."""
+    """The error text for a program that the system did not execute; `number` is the errno, `why`
+    its text."""
     if number == errno.ENOENT and "/" not in program:
         return (
             f"there is no program {program!r} on the PATH: install llama.cpp's llama-server, or "
@@ -198,7 +198,7 @@ def not_executed(program: str, number: int, why: str) -> str:
 
 
 def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) -> str | None:
-    """`returncode` is negative for a signal, None where it is not known."""
+    """`returncode` is negative for a signal, None if it is not known."""
     log = "\n".join((*log_tail, detail))
     if todo := _advice_by(log, _BY_LOG):
         return todo
@@ -216,7 +216,7 @@ def _advice_by(text: str, table: Sequence[tuple[str, str]]) -> str | None:
 
 
 def _filled_in(todo: str, match: re.Match[str]) -> str:
-    """With the names that the log tells."""
+    """The advice with the path or the option that the log names."""
     parts = match.groupdict()
     option = parts.get("option") or ""
     near = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_NEAR)

@@ -1,4 +1,4 @@
-"""The base of what a `with` block starts and closes. Pure."""
+"""The base class of what a `with` block starts and closes. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class _Starting(Protocol):
 
 
 class Startable(ABC):
-    """Has a `start` and a `close`, and so is a context manager."""
+    """A context manager that calls `start` on entry and `close` on exit."""
 
     @abstractmethod
     def start(self) -> _Starting:
-        """Begin to start. Never blocks: the future resolves once it runs, or raises why it does
-        not."""
+        """Begin to start. Never blocks: the future resolves once it runs, or raises the start's
+        error."""
 
     @abstractmethod
     def close(self) -> None:

@@ -109,7 +109,7 @@ class LlamaWorker(Startable):
 
         Raises:
             ConfigError: no llama-server was found, or a value cannot work.
-            TypeError: a wrong type, or no such field.
+            TypeError: a wrong type, or an unknown field.
             OSError: no port is free.
         """
         named = None if executable is None else checked_path("executable", executable)
@@ -138,14 +138,13 @@ class LlamaWorker(Startable):
         """Launch the server. Resolves when it is READY.
 
         Raises WorkerStartError (in the future), at the latest after `startup_timeout_s` without a
-        sign of work, or after `load_timeout_s` in all; where that is None, after
-        `silent_work_timeout_s`.
+        sign of work, or after `load_timeout_s` in all (if that is None, `silent_work_timeout_s`).
         """
         return self._ask(lambda reply: Start(reply=reply))
 
     def stop(self) -> WorkerFuture[None]:
-        """End requests and server; `start` may follow. Resolves when no process of the server is
-        left, within `stop_grace_s` + 2 s.
+        """End the requests and the server; `start` may follow. Resolves when no process of the
+        server is left, within `stop_grace_s` + 2 s.
 
         Raises WorkerStopError (in the future) if the server has not ended `kill_timeout_s` after
         SIGKILL.
@@ -153,12 +152,12 @@ class LlamaWorker(Startable):
         return self._ask(lambda reply: Stop(reply=reply))
 
     def drain(self) -> WorkerFuture[None]:
-        """Stop without losing what runs.
+        """Stop once the requests in flight have ended.
 
-        From now on `submit` is refused with WORKER_DRAINING; requests in flight go on to their
-        ends, under the usual limits. After the last one, or if none runs, this is `stop`, and
-        resolves as that does. `stop` cuts it short; after `start` the worker starts again once it
-        has stopped.
+        From now on `submit` is refused with WORKER_DRAINING; requests in flight run to their ends,
+        under the usual limits. After the last one, or if none runs, the worker stops, and the
+        future resolves as that of `stop`. `stop` cuts a drain short; `start` during a drain starts
+        the worker again once it has stopped.
         """
         return self._ask(lambda reply: Drain(reply=reply))
 
@@ -169,11 +168,11 @@ class LlamaWorker(Startable):
         the launch has the limits of `start`.
 
         Args:
-            reason: stands in the fail detail of those requests, in the log and in the events.
+            reason: shown in the fail detail of those requests, in the log and in the events.
 
         Raises (in the future):
-            WorkerStartError: the worker is stopped, FAILED or draining (`stopped`), or the new
-                server could not be kept running.
+            WorkerStartError: the worker is stopped, FAILED or draining (reason `stopped`), or the
+                new server could not be kept running.
         """
 
         def order(reply: WorkerFuture[WorkerStatus]) -> Restart:
@@ -200,7 +199,7 @@ class LlamaWorker(Startable):
 
         Args:
             job_name: the caller's name for it, in statuses and logs.
-            system_prompt: stands behind the BIOS text.
+            system_prompt: follows the BIOS text.
             user_prompt: text, or content parts (text, images, audio) for a model that takes them.
             params: further parameters of the chat request, passed on as they are.
             messages: a prior conversation, between the system prompts and `user_prompt`.
@@ -228,18 +227,19 @@ class LlamaWorker(Startable):
         """`submit` and `result` in one: a future of the result, which the worker forgets once the
         future has it.
 
-        Arguments are those of `submit`. Resolves as `result` does. A `get` that times out ends
-        nothing: the request goes on, and its future can be asked again.
+        Arguments are those of `submit`. Resolves as `result` does. A `get` that times out does not
+        end the request: `get` may be called again.
 
         Raises (in the future):
             RequestRefused: the request was not admitted.
-            RequestFailed: it ended in any way but `completed`; `result` has all output that came.
+            RequestFailed: it ended in another state than `completed`; the error's `result` has all
+                output received.
             LookupError: another call took the result.
         """
 
         def order(future: WorkerFuture[RequestResult]) -> Submit:
             prompt = validate_submit(job_name, system_prompt, user_prompt, params, messages)
-            if job_name == "ask":  # nobody named the job
+            if job_name == "ask":  # the caller did not name the job
                 prompt = replace(prompt, question=f"ask {hash(repr(prompt.user_prompt)):x}")
             return Submit(submission=prompt, reply=self._backend.reply_to_ask(future))
 
@@ -259,7 +259,7 @@ class LlamaWorker(Startable):
 
         Raises (in the future):
             RequestRefused: the worker is not READY.
-            LlamaWorkerError: the server, or the BIOS provider, did not answer in time or well.
+            LlamaWorkerError: the server, or the BIOS provider, failed or did not answer in time.
             ConfigError, TypeError: as for `submit`.
         """
 
@@ -284,15 +284,15 @@ class LlamaWorker(Startable):
     def wait_slot(self) -> WorkerFuture[None]:
         """Resolves when the worker is READY and a slot is free, at once if it is so already.
 
-        A hint, no reservation: another thread's `submit` may be first. Raises RequestRefused if the
-        worker is stopped, draining or FAILED, unless `start` was called since: no slot will be free
-        before.
+        A hint, not a reservation: another thread's `submit` may be first. Raises RequestRefused (in
+        the future) if the worker is stopped, draining or FAILED and `start` was not called since:
+        no slot can become free before that.
         """
         return self._ask(lambda reply: WaitSlot(reply=reply))
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
-        """Resolves when the request is terminal, which the limits of its TimeoutProfile and
-        `max_tokens` bound; it is forgotten once a `get` has returned the value."""
+        """Resolves when the request is terminal; TimeoutProfile and `max_tokens` bound the wait.
+        The request is forgotten once a `get` has returned the value."""
         backend = self._backend
 
         def release(value: RequestResult | NotFound) -> None:
@@ -312,10 +312,9 @@ class LlamaWorker(Startable):
         reasoning_offset: int = 0,
         wait: bool = False,
     ) -> WorkerFuture[OutputChunk | NotFound]:
-        """What was added behind the offsets (in characters), for live display; releases nothing.
-
-        With `wait` the future resolves once something was added, or the request has ended: nobody
-        has to poll.
+        """The output after the offsets (in characters), for live display; the result is not
+        released. With `wait` the future resolves once there is new output, or the request has
+        ended, so that no polling is needed.
         """
 
         def question(reply: WorkerFuture[OutputChunk | NotFound]) -> ReadOutput:
@@ -335,19 +334,18 @@ class LlamaWorker(Startable):
     def iter_output(
         self, request_id: int, *, timeout_s: float | None = None
     ) -> Iterator[OutputChunk]:
-        """Yield the output as it comes, from its beginning; the last chunk, and no other, has
-        `done` True.
+        """Yield the output as it comes, from its beginning; only the last chunk has `done` True.
 
-        Blocks the caller between the chunks, and polls nothing. The result is not released; to
-        leave the loop early leaves the request running.
+        Blocks the caller between the chunks, and polls nothing. The result is not released; leaving
+        the loop early leaves the request running.
 
         Args:
             request_id: of a request that runs or has ended.
-            timeout_s: seconds without output after which an empty chunk is yielded, again and
-                again; None: never.
+            timeout_s: an empty chunk is yielded after every so many seconds without output; None:
+                never.
 
         Raises:
-            LookupError: the id is unknown, or the result was taken, or has expired, meanwhile.
+            LookupError: the id is unknown, or the result was taken or has expired meanwhile.
             WorkerClosed: after `close`.
         """
         self._backend.check_open()
@@ -381,7 +379,7 @@ class LlamaWorker(Startable):
         return self._ask(lambda reply: GetWorkerStatus(reply=reply))
 
     def get_debug_info(self) -> WorkerFuture[WorkerDebugInfo]:
-        """Recent logs, events and restarts, and counters: for a person who looks for a cause."""
+        """Recent logs, events and restarts, and counters, for debugging."""
         return self._ask(lambda reply: GetDebugInfo(reply=reply))
 
     def _ask(self, message: Callable[[WorkerFuture[T]], HostMessage]) -> WorkerFuture[T]:

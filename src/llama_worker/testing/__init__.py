@@ -1,6 +1,6 @@
-"""For tests of host programs: a llama-server that follows a script, and futures to resolve.
+"""For tests of host programs: a llama-server that follows a script, and resolved futures.
 
-The fixtures `scripted_server` and `scripted_worker` of the pytest plugin are there wherever
+The pytest plugin's fixtures `scripted_server` and `scripted_worker` are available wherever
 llama_worker is installed. docs/how-to/testing.md shows a test.
 """
 

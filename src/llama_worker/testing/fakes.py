@@ -1,4 +1,4 @@
-"""What a double of a LlamaWorker returns: futures that are resolved, and whole results."""
+"""Return values for a test double of LlamaWorker: resolved futures and complete results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def resolved(value: T) -> WorkerFuture[T]:
-    """A future that has its value. One that gets it later is `WorkerFuture()`, and `answer(value)`
-    or `fail(error)` from any thread."""
+    """A future that is resolved. For one that resolves later, make a `WorkerFuture()` and call its
+    `answer(value)` or `fail(error)` from any thread."""
     future: WorkerFuture[T] = WorkerFuture()
     future.answer(value)
     return future
@@ -26,7 +26,7 @@ def failed(error: BaseException) -> WorkerFuture[Any]:
 
 
 def request_result(text: str = "", **changes: Any) -> RequestResult:
-    """A completed request with this text; `changes` are other keys of RequestResult."""
+    """The result of a completed request with this text; `changes` are other keys of it."""
     usual: RequestResult = {
         "ok": True,
         "request_id": 1,

@@ -21,20 +21,20 @@ _BEFORE_A_REPLY = ("Headers", "HttpError", "Redirect", "Raw", "Fin", "Reset", "T
 
 class ScriptedServer:
     """A stand-in for llama-server: a real process with real sockets, which a worker starts and
-    stops as it does the real one. Any thread may call.
+    stops like the real one. Any thread may call.
 
-    Replies may be added while the server runs. They are used in order, also over restarts, and the
-    last one repeats. Without any the server says "Hello".
+    Replies may be added while the server runs. They are used in order, also across restarts, and
+    the last one repeats. Without any the server says "Hello".
 
     Attributes:
         journal: what the server saw: requests, closed connections, signals, and more.
     """
 
     def __init__(self, folder: str | os.PathLike[str], script: Script | None = None) -> None:
-        """Write the script down; nothing is started.
+        """Write the script to `folder`; nothing is started.
 
         Args:
-            folder: an empty one, or one that does not exist: for the script and the journal.
+            folder: for the script and the journal; empty, or not there yet.
             script: how the server starts and what else it does; replies are added by `reply`.
         """
         self._folder = Path(folder)
@@ -46,9 +46,9 @@ class ScriptedServer:
         self._write()
 
     def config(self, *, slots: int = 2, port: int | None = None, **fields: Any) -> WorkerConfig:
-        """A worker on this server: a free port, quick restarts, short limits.
+        """The config of a worker on this server: a free port, quick restarts, short limits.
 
-        `fields` are further ones of WorkerConfig. One server is for one worker.
+        `fields` are further fields of WorkerConfig. Use one server per worker.
         """
         port = free_port(HOST) if port is None else port
         command = scripts.scripted_server_cmd(
@@ -68,14 +68,14 @@ class ScriptedServer:
 
         Args:
             said: text, and steps such as `Tokens(20, interval_s=0.05)`, `Reasoning("...")`,
-                `ToolCall("add", {"a": 1})`, `KillSelf()` or `HttpError(500)`. They stand within a
-                whole reply, unless they begin with what takes its place (`Headers`, `HttpError`).
-            to: for requests whose last user message holds this; None: for all others.
+                `ToolCall("add", {"a": 1})`, `KillSelf()` or `HttpError(500)`. They are wrapped into
+                a whole reply, unless the first one replaces it (`Headers`, `HttpError`).
+            to: for requests whose last user message contains this; None: for all others.
             times: how often; None: for ever.
-            reason: the finish reason: `tool_calls` behind calls of tools, `length` where it is cut.
+            reason: the finish reason: `tool_calls` after tool calls, `length` for a cut reply.
 
         Raises:
-            TypeError: what was given is neither text nor a step.
+            TypeError: an argument is neither text nor a step.
         """
         for each in said:
             if not isinstance(each, str) and not (isinstance(each, dict) and "do" in each):
@@ -89,17 +89,17 @@ class ScriptedServer:
             self._write()
 
     def hold(self) -> Hold:
-        """A place for a reply where the server waits until the test lets go."""
+        """A gate for a reply: the server waits there until the test calls `release`."""
         return Hold(self._folder, f"hold-{next(self._numbers)}", self.journal)
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """The bodies of the chat requests so far, in their order."""
+        """The bodies of the chat requests so far, in order."""
         facts = self.journal.facts("request", path="/v1/chat/completions")
         return [fact["body"] for fact in facts]
 
     def wait_request(self, count: int = 1, timeout_s: float = 20.0) -> dict[str, Any]:
-        """The body of the `count`-th chat request; TimeoutError where it does not come."""
+        """Wait for the body of the `count`-th chat request; TimeoutError if it does not come."""
         path = "/v1/chat/completions"
         fact = self.journal.wait("request", timeout=timeout_s, count=count, path=path)
         body: dict[str, Any] = fact["body"]
@@ -112,7 +112,7 @@ class ScriptedServer:
     def _write(self) -> None:
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(scripts.to_json(self._script)))
-        new.replace(self._path)  # a server that reads it sees all of one or of the other
+        new.replace(self._path)  # atomic: a server reads the old or the new script
 
 
 class Hold:
@@ -124,9 +124,9 @@ class Hold:
         self.step: Step = scripts.Repeat(1, [scripts.Note(name), scripts.Gate(str(self._gate))])
 
     def wait_reached(self, timeout_s: float = 20.0) -> None:
-        """Until the server waits there; TimeoutError where it does not come."""
+        """Block until the server waits there; TimeoutError if it does not."""
         self._journal.wait("note", timeout=timeout_s, name=self._gate.name)
 
     def release(self) -> None:
-        """The server goes on, here and at every later time."""
+        """Let the server go on, now and each time it comes here again."""
         self._gate.touch()

@@ -5,9 +5,9 @@
     cmd = scripted_server_cmd(script, host="127.0.0.1", port=port, slots=1, journal=path)
 
 The steps are the server's own functions that are marked `@step`. `steps_json` puts them into one
-request: `params={"scripted_reply": steps_json(Text("a"), Finish())}`; they win over the server's
-own script. A reply whose steps are used up ends regularly. Waits of every kind notice the client's
-close at once, journal it and end the reply.
+request: `params={"scripted_reply": steps_json(Text("a"), Finish())}`; they take precedence over the
+server's own script. A reply ends regularly after its last step. Every waiting step notices at once
+that the client closes, journals it and ends the reply.
 """
 
 # ruff: noqa: F403, F405 - the steps come by a star import, whose names `__all__` lists
@@ -25,7 +25,7 @@ from llama_worker.testing.scripted_llama_server.steps import *
 from llama_worker.testing.scripted_llama_server.stream import Step as Step
 from llama_worker.testing.scripted_llama_server.wire import Json as Json
 
-# what hosts may use; the other steps are for the tests here
+# for hosts; the other steps are for the tests of this repository
 __all__ = [
     "Answer", "Burn", "ChildProcess", "DoneMarker", "ErrorData", "Exit", "Fin", "Finish",
     "Flood", "FreezeEndpoints", "Headers", "HttpError", "JournalReader", "KillSelf",
@@ -39,7 +39,7 @@ SERVER = Path(__file__).with_name("scripted_llama_server")
 
 @dataclass(frozen=True)
 class ScriptedReply:
-    """For requests whose last user message holds `marker`, or (None) for the others.
+    """A reply to requests whose last user message contains `marker`; None: to all others.
 
     Replies of one marker are used in order, each `times` times (None: for ever); the last repeats.
     """
@@ -51,9 +51,9 @@ class ScriptedReply:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a plain endpoint answers, `times` times (None: from then on; the last one repeats).
+    """An answer of a plain endpoint, `times` times (None: from then on; the last one repeats).
 
-    `body`: JSON (None: what llama-server says); `text`: another body.
+    `body`: JSON (None: what llama-server says); `text`: a plain-text body instead.
     """
 
     status: int = 200
@@ -66,8 +66,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Startup:
-    """`load_s`: answering 503 for so long (None: for ever), idle or at work; SIGTERM kills
-    meanwhile."""
+    """How the server starts. For `load_s` seconds (None: for ever) it answers 503, idle or at
+    work; SIGTERM kills it meanwhile."""
 
     log: Sequence[str] = ()
     bind_delay_s: float = 0.0
@@ -94,7 +94,7 @@ class Exit:
 @dataclass(frozen=True)
 class ChildProcess:
     """A process spawned at launch, in the same group, another session, or double-forked into one;
-    deaf to SIGTERM."""
+    it ignores SIGTERM."""
 
     kind: Literal["group", "session", "daemon"]
     keep_output: bool = True
@@ -102,7 +102,7 @@ class ChildProcess:
 
 @dataclass(frozen=True)
 class Flood:
-    """Output without end: `lines_per_s` (None: as fast as the pipe takes it)."""
+    """Endless output of `lines_per_s` (None: as fast as the pipe takes it)."""
 
     lines_per_s: float | None = None
     newline: bool = True
@@ -110,10 +110,11 @@ class Flood:
 
 @dataclass(frozen=True)
 class Script:
-    """One server; or, with `launches`, what each launch is in turn (the last repeats).
+    """What a server does; with `launches`, what each launch does in turn (the last repeats).
 
-    Launches are counted in the journal. SIGTERM: `ignore_term`; `term_waits` until open chats are
-    closed, as llama-server does (a second one exits 1); `term_delay_s` passes before the exit.
+    Launches are counted in the journal. SIGTERM: `ignore_term` ignores it; `term_waits` waits until
+    open chats are closed, as llama-server does (a second SIGTERM exits 1); `term_delay_s` passes
+    before the exit.
     `limit_slots`: a request beyond `--parallel` waits silently. The process ends itself after
     `lifetime_s`.
     """
@@ -131,7 +132,7 @@ class Script:
     ignore_term: bool = False
     term_waits: bool = True
     term_delay_s: float = 0.0
-    journal_tokens: bool = False  # and every send that has to wait
+    journal_tokens: bool = False  # and every send that has to wait for the client
     lifetime_s: float = 3600.0
     launches: Sequence[Script] = ()
 
@@ -161,13 +162,13 @@ def scripted_server_cmd(
 
 
 class JournalReader:
-    """What a fake server has seen so far; the file may not exist yet. Any number of readers."""
+    """Reads what a scripted server journals; the file may not exist yet. Many may read it."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
     def facts(self, fact: str | None = None, /, **match: Json) -> list[dict[str, Json]]:
-        """All whole lines so far whose fact is `fact` (None: any) and whose fields equal
+        """All complete lines so far whose fact is `fact` (None: any) and whose fields equal
         `match`."""
         data = self.path.read_bytes() if self.path.exists() else b""
         lines = data[: data.rfind(b"\n") + 1].splitlines()
@@ -180,7 +181,7 @@ class JournalReader:
     def wait(
         self, fact: str, /, timeout: float = 5.0, count: int = 1, **match: Json
     ) -> dict[str, Json]:
-        """The `count`-th such fact, waited for; TimeoutError with the last facts after `timeout`
+        """Wait for the `count`-th such fact; TimeoutError, with the last facts, after `timeout`
         seconds."""
         end_at = time.monotonic() + timeout
         while True:

@@ -1,1 +1,1 @@
-"""What goes into a worker and what comes out of it: plain data that serialises as it is. Pure."""
+"""A worker's input and output: plain data that can be serialised as it is. Pure."""

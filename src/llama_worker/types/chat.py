@@ -1,4 +1,4 @@
-"""Messages and tools in OpenAI's shapes; a server may know more keys. Pure."""
+"""Messages and tools in OpenAI's format; a server may accept more keys. Pure."""
 
 # No `from __future__ import annotations` here: with it Python 3.11 does not see `NotRequired`, and
 # the classes' `__required_keys__` are wrong.
@@ -8,7 +8,7 @@ from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
 
 
 class ToolFunctionDef(TypedDict):
-    """A function as a model is told of it; `parameters` is a JSON schema."""
+    """A function as described to a model; `parameters` is a JSON schema."""
 
     name: str
     description: NotRequired[str]
@@ -24,14 +24,14 @@ class ToolDef(TypedDict):
 
 
 class ToolCallFunction(TypedDict):
-    """`arguments` is the text of a JSON object."""
+    """The function that a model calls; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
 
 
 class ToolCall(TypedDict):
-    """A call as it stands in an assistant message."""
+    """A tool call in an assistant message."""
 
     id: NotRequired[str]
     type: NotRequired[Literal["function"]]
@@ -39,13 +39,13 @@ class ToolCall(TypedDict):
 
 
 ContentPart: TypeAlias = Mapping[str, Any]
-"""A part of a message, as OpenAI has it: `{"type": "text", "text": ...}`,
+"""A part of a message, in OpenAI's format: `{"type": "text", "text": ...}`,
 `{"type": "image_url", "image_url": {"url": ...}}` or
 `{"type": "input_audio", "input_audio": {"data": ..., "format": ...}}`."""
 
 
 class ChatMessage(TypedDict, total=False):
-    """One message of a conversation; a server may know more keys."""
+    """One message of a conversation; a server may accept more keys."""
 
     role: Required[str]
     content: str | Sequence[ContentPart] | None

@@ -17,8 +17,8 @@ SystemPromptMode: TypeAlias = Literal["merged", "separate"]
 
 @dataclass(frozen=True, slots=True)
 class BiosText:
-    """`stable` is the same for a whole request and stands first; `volatile` ends the last message
-    of each turn."""
+    """The BIOS text of a turn: `stable` is the same for a whole request and comes first; `volatile`
+    ends the last message of each turn."""
 
     stable: str
     volatile: str = ""
@@ -47,14 +47,14 @@ class BiosProvider(Protocol):
 
 class EventHandler(Protocol):
     """Gets each lifecycle event, in order, as a dict like those of `recent_events`. Called on the
-    callback thread: it may use the worker, and should not wait long."""
+    callback thread: it may use the worker, and should not block for long."""
 
     def __call__(self, event: dict[str, Any], /) -> object: ...
 
 
 class SignalHandler(Protocol):
     """Gets each call of an exit tool, in order. Called on the callback thread: it may use the
-    worker, and should not wait long."""
+    worker, and should not block for long."""
 
     def __call__(self, signal: ExitSignal, /, *, request_id: int, job_name: str) -> object: ...
 
@@ -73,7 +73,7 @@ class RunningCall:
 class ToolRunner(Protocol):
     """Runs normal tools. Called on a tool thread; several threads may call at once.
 
-    `run_tool` may be `async def`: it then runs in an event loop of its own thread, and is cancelled
+    `run_tool` may be `async def`: it then runs in an event loop on its own thread, and is cancelled
     once nobody waits for its result.
     """
 
@@ -102,7 +102,7 @@ class CancellableToolRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LivenessEvidence:
-    """One look at the server's processes. `alive`: work was seen since the look before."""
+    """What one look at the server's processes saw. `alive`: work since the previous look."""
 
     alive: bool
     detail: str
@@ -114,14 +114,14 @@ class LivenessEvidence:
 
 @runtime_checkable
 class LivenessProbe(Protocol):
-    """Looks from outside whether the server works. It compares with what it saw before, so each
-    worker needs one of its own; one thread at a time then calls it."""
+    """Observes from outside whether the server works. It compares with what it saw before, so each
+    worker needs its own instance; one thread at a time then calls it."""
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """Look at the tree of `root_pid`; `now` is monotonic seconds. None is no news, and never a
-        failure."""
+        """Look at the process tree of `root_pid`; `now` is monotonic seconds. None means that
+        nothing could be said, and never counts as a failure."""
         ...
 
     def reset(self) -> None:
-        """Forget what was seen: watching begins anew, perhaps of another process."""
+        """Forget what was seen: the next `probe` may be of another process."""
         ...

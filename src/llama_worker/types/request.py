@@ -14,7 +14,7 @@ from llama_worker.types.chat import ChatMessage
 
 
 class RequestState(StrEnum):
-    """Where a request is; the last three are terminal."""
+    """The state of a request; the last three are terminal."""
 
     RUNNING = "running"
     TOOL_RUNNING = "tool_running"
@@ -107,7 +107,7 @@ SubmitResult: TypeAlias = SubmitOk | SubmitErr
 
 
 class NotFound(TypedDict):
-    """No such request, or not any more.
+    """There is no such request, or no longer.
 
     Attributes:
         ok: False.
@@ -148,7 +148,7 @@ class ExitSignal(TypedDict):
 
 class ToolTraceEntry(TypedDict):
     """One call of a normal tool; `error` says why, if it failed or was not run (cut off, unknown,
-    over the budget, behind one that failed).
+    over the budget, after one that failed).
 
     Attributes:
         tool_call_id: the worker's own id, as the server gets it; "" or the server's own id if the
@@ -203,7 +203,7 @@ class Usage(TypedDict):
 
 
 class ContextUse(TypedDict):
-    """A prompt that did not fit, in tokens.
+    """The size of a prompt that did not fit, in tokens.
 
     Attributes:
         n_prompt_tokens: of the prompt.
@@ -215,7 +215,7 @@ class ContextUse(TypedDict):
 
 
 class OutputLoop(TypedDict, total=False):
-    """Output that repeated itself without end: by lines, or without line ends.
+    """Output that kept repeating: whole lines, or text without line ends.
 
     Attributes:
         line: the repeated line, or the last one of the repeated block; up to 200 characters.
@@ -243,7 +243,7 @@ class Timings(TypedDict, total=False):
 
 
 class RequestStatus(TypedDict):
-    """How far a request is.
+    """The state and progress of a request.
 
     Attributes:
         ok: True.
@@ -299,7 +299,7 @@ class RequestStatus(TypedDict):
 
 
 class TokenCount(TypedDict):
-    """Whether a prompt fits.
+    """The size of a prompt, and whether it fits.
 
     Attributes:
         ok: True.
@@ -315,7 +315,7 @@ class TokenCount(TypedDict):
 
 
 class OutputChunk(TypedDict):
-    """What was added since the offsets asked for.
+    """The output after the requested offsets.
 
     Attributes:
         ok: True.

@@ -134,7 +134,7 @@ class WorkerTotals(TypedDict):
 
 
 class WorkerDebugInfo(TypedDict):
-    """What a person needs in order to see what happened.
+    """Recent logs, events, restarts and counters, for debugging.
 
     Attributes:
         recent_logs: the last lines that the server wrote, newest last.
