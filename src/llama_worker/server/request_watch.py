@@ -234,15 +234,16 @@ class RequestWatch:
         """The task queue is stuck if `/slots` answered before and no longer does, while the rest of
         HTTP still answers.
 
-        Builds of 2025 and of spring 2026 answer it only between two batches, and image encoding was
-        not measured: for both, silence counts only if this launch has answered during a batch.
+        Builds of 2025 and of spring 2026 answer it only between two batches: for them, silence
+        counts only if this launch has answered during a batch. While an image may be encoded,
+        which was not measured, it never counts.
         """
         slots, since = self.slots, self.slots.silent_since
         if since is None:
             return None
-        has_media = self._may_encode_media() or any(each.has_media for each in heard)
-        may_be_a_batch = has_media or not self.build_answers_in_batches
-        if slots.silent_looks < SILENT_LOOKS or (may_be_a_batch and not slots.answers_in_batches):
+        may_encode = self._may_encode_media() or any(each.has_media for each in heard)
+        answers_in_batches = self.build_answers_in_batches or slots.answers_in_batches
+        if slots.silent_looks < SILENT_LOOKS or may_encode or not answers_in_batches:
             return None
         since = newest(since, self.data_at, self._reads_at)
         silent_s = now - since

@@ -330,6 +330,7 @@ def is_loading(now: float) -> ProbeOutcome:
         "no HTTP": (SILENT_FROM_180, WROTE, {"readiness": is_loading}),
         "a long batch, of an old build": (SILENT_IN_PREFILL, reads, {"build": 10019}),
         "an image, perhaps": (SILENT_IN_PREFILL, reads_an_image, {}),
+        "an image behind a batch": (falls_silent(180.0, reads_batches), reads_an_image, {}),
         "it answers now and then": (now_and_then, WROTE, {}),
         "all is slow": (SILENT_FROM_180, WROTE, {"probes_take_s": lambda now: 3.0 * (now > 180.0)}),
         "its memory comes from disk": (SILENT_FROM_180, WROTE, {"reads": lambda now: now > 180.0}),
