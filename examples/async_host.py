@@ -1,5 +1,5 @@
-"""An asyncio program: requests side by side, live, while the event loop goes on; one is given up at
-its deadline.
+"""An asyncio program: runs requests side by side with live output while its event loop goes on, and
+cancels one request at its deadline.
 
     python examples/async_host.py --server llama-server --model model.gguf
 """
@@ -19,7 +19,7 @@ PROMPTS = {
 
 
 async def main() -> None:
-    """Start, ask, stop."""
+    """Start the server, ask, stop the server."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,7 +48,7 @@ async def main() -> None:
 
 
 async def ask(worker: LlamaWorker, name: str, prompt: str) -> None:
-    """One request, shown as it grows."""
+    """Submit one request and print its output as it grows."""
     admitted = await worker.submit(name, "You are terse.", prompt, params={"max_tokens": 64})
     assert admitted["ok"], admitted
     async for chunk in stream(worker, admitted["request_id"]):
@@ -60,7 +60,7 @@ async def ask(worker: LlamaWorker, name: str, prompt: str) -> None:
 
 
 async def ask_until(worker: LlamaWorker, name: str, prompt: str, *, deadline_s: float) -> None:
-    """A request with a deadline of its own: what it had said by then is kept."""
+    """Cancel the request at its deadline; the output until then is kept."""
     admitted = await worker.submit(name, "", prompt, params={"max_tokens": -1, "ignore_eos": True})
     assert admitted["ok"], admitted
     request_id = admitted["request_id"]
@@ -76,7 +76,7 @@ async def ask_until(worker: LlamaWorker, name: str, prompt: str, *, deadline_s: 
 
 
 async def heartbeat() -> None:
-    """Whatever else the program does in its event loop."""
+    """Stands for whatever else the program does in its event loop."""
     while True:
         print("      . | the event loop goes on", flush=True)
         await asyncio.sleep(0.5)

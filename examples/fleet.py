@@ -1,13 +1,13 @@
-"""Many prompts over all workers of a fleet: each goes to a worker with a free slot; the answers are
-gathered.
+"""Spreads many prompts over all workers of a fleet, each to a worker with a free slot, and prints
+the answers.
 
     python examples/fleet.py fleet.toml "What is 2 + 2?" "Name three rivers."
     python examples/fleet.py model.gguf --gpus 0,1 "What is 2 + 2?" "Name three rivers."
 
-With --gpus, each GPU named gets a worker with the model; one that is named twice gets two.
-A worker that is busy, starting again or locked out is passed over. A request that its server's
-death or restart cost is submitted again, elsewhere if need be: a worker replays nothing by itself,
-the program that routes may.
+With --gpus, each named GPU gets a worker with the model; a GPU that is named twice gets two.
+A worker that is busy, restarting or locked out is passed over. A request that failed because its
+server died or was restarted is submitted again, to another worker if need be: a worker replays
+nothing by itself, but the program that routes may.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORTH_ANOTHER_TRY = {
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt, and how often it was tried."""
+    """A prompt, and how often it was tried before."""
 
     name: str
     prompt: str
@@ -73,7 +73,7 @@ def main() -> None:
                 f"{placed.job.name} by {placed.worker_name}, {reason}: {result['text']!r}",
                 flush=True,
             )
-        # side by side; close() alone is one by one
+        # stop them side by side; close() alone would stop one after the other
         for stopping in [worker.stop() for worker in workers.values()]:
             stopping.get()
     print("stopped.")
@@ -85,7 +85,7 @@ def from_file(path: str) -> dict[str, LlamaWorker]:
 
 
 def on_gpus(model: str, gpus: list[str]) -> dict[str, LlamaWorker]:
-    """A worker for each GPU; its server sees no other."""
+    """A worker for each GPU; its server sees no other GPU."""
     workers = {}
     for number, gpu in enumerate(gpus, start=1):
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu}
@@ -109,8 +109,7 @@ def start(workers: Mapping[str, LlamaWorker]) -> None:
 def answers(
     workers: Mapping[str, LlamaWorker], jobs: list[Job]
 ) -> Iterator[tuple[Placed, RequestResult]]:
-    """Every job's result, as they come. Raises RuntimeError where no worker will take a job any
-    more."""
+    """Yield every job's result as it comes. Raises RuntimeError if every worker is locked out."""
     waiting = deque(jobs)
     running = 0
     ended: queue.SimpleQueue[Placed] = queue.SimpleQueue()
@@ -122,7 +121,7 @@ def answers(
         if waiting and not running and all_failed(workers):
             raise RuntimeError(f"every worker is locked out; {len(waiting)} jobs are left")
         try:
-            # at the latest then a worker that was starting again is asked once more
+            # after 1 s at the latest, ask again: a worker that was restarting may be ready
             placed = ended.get(timeout=1.0)
         except queue.Empty:
             continue
@@ -154,7 +153,7 @@ def place(workers: Mapping[str, LlamaWorker], job: Job) -> Placed | None:
 
 
 def tell_when_ended(worker: LlamaWorker, placed: Placed, ended: queue.SimpleQueue[Placed]) -> None:
-    """Put it into the queue once its request is terminal; no thread waits for that."""
+    """Put `placed` into the queue once its request has ended; no thread waits for that."""
     worker.result(placed.request_id).add_done_callback(lambda _: ended.put(placed))
 
 
@@ -167,7 +166,7 @@ def free_slots(worker: LlamaWorker) -> int:
 
 
 def all_failed(workers: Mapping[str, LlamaWorker]) -> bool:
-    """No worker will ever take a job again, unless somebody starts it."""
+    """Whether every worker is FAILED: none takes a job again until `start()` is called."""
     return all(
         worker.get_worker_status().get()["state"] is WorkerState.FAILED
         for worker in workers.values()

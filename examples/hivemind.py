@@ -1,13 +1,14 @@
-"""Two workers: one asks for a decision through an exit tool, the other takes it, a new request
-carries it back.
+"""Two workers: one asks for a decision through an exit tool, the other decides, and a new request
+carries the decision back.
 
     python examples/hivemind.py --server llama-server --model model.gguf
 
-The program in the middle, the orchestrator, is this file. An exit tool is one-way: the model that
-asks gets no answer in its conversation. What follows is the orchestrator's choice: here, a question
-to another worker, at once, while the first model still speaks, and then a new request to it.
+This file is the program in the middle, the orchestrator. An exit tool is one-way: the model that
+asks gets no answer in its conversation. The orchestrator decides what follows. Here it asks another
+worker at once, while the first model is still generating, and then sends the first a new request.
 
-A large model needs no grammar; it is there because a small one seldom writes a tool call by itself.
+The grammar is there because a small model seldom writes a tool call by itself; a large one needs
+none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from llama_worker.exit_tools import REQUEST_DECISION
 
 TASK = "Plan our team's picnic on Saturday. The weather forecast says rain."
 
-# A call of `request_decision`, written the way of prompted mode, and then a long invitation.
+# A call of `request_decision`, written as in prompted mode, and then a long invitation.
 ASKING = r"""
 root ::= call " " invitation
 call ::= "<tool_call>{\"name\": \"request_decision\", \"arguments\": " arguments "}</tool_call>"
@@ -44,7 +45,7 @@ def note(signal: ExitSignal, *, request_id: int, job_name: str) -> None:
 
 
 def main() -> None:
-    """Ask, decide, go on."""
+    """Let the planner ask, let the judge decide, let the planner go on."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +77,7 @@ def main() -> None:
         state = status["state"] if status["ok"] else "over"
         print(f"judge decides: {decision} (the planner's draft: {state})")
 
-        planner.cancel(request_id).get()  # what it says without the decision is of no use any more
+        planner.cancel(request_id).get()  # its draft lacks the decision, and is of no use any more
         try:
             print("planner's draft:", draft.get(timeout=300)["state"])
         except RequestFailed as cut_short:
@@ -101,14 +102,14 @@ def decide(judge: LlamaWorker, asked: dict[str, Any]) -> str:
 
 
 def ask(worker: LlamaWorker, prompt: str, grammar: str) -> RequestResult:
-    """One request, waited for. An orchestrator with more to do would keep the future and go on."""
+    """Make one request and wait. An orchestrator with more to do would keep the future and go on."""
     return worker.ask(
         prompt, system_prompt="You are a planner. Be brief.", params=params(grammar)
     ).get(timeout=300)
 
 
 def params(grammar: str) -> dict[str, Any]:
-    """For a model that cannot be relied on."""
+    """Request params that make a small model write what the example needs."""
     return {"temperature": 0, "max_tokens": 400, "grammar": grammar}
 
 

@@ -1,4 +1,4 @@
-"""Thirty jobs over three workers: each takes the next job as soon as it has a free slot.
+"""Runs thirty jobs on three workers: each takes the next job as soon as it has a free slot.
 
 LLAMA_SERVER=llama-server python examples/job_runner.py model.gguf
 """
@@ -15,7 +15,7 @@ ANSWERS: dict[str, str] = {}
 
 
 def serve(worker: LlamaWorker) -> None:
-    """Give the worker jobs until there are none left, then gather what it said."""
+    """Give the worker jobs until none is left, then collect its answers."""
     asked = {}
     while JOBS:
         worker.wait_slot().get()

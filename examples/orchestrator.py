@@ -1,12 +1,12 @@
 """A hivemind: models with roles that send each other messages. While they work, one is swapped for
-another model, and one is killed.
+another model, and the server of one is killed.
 
     python examples/orchestrator.py planner.gguf coder.gguf critic.gguf \\
         --next-coder better.gguf "Write a program that prints the first ten primes."
 
-A model is heard by two exit tools: `tell` sends text to another role, `declare_outcome` ends the
-work. This program is a loop over one queue: the workers' callbacks only put into it what is to be
-done, so that nothing here needs a lock. A worker neither queues nor replays; this program does.
+A model speaks through two exit tools: `tell` sends text to another role, `declare_outcome` ends the
+work. This program is a loop over one queue: the workers' callbacks only put work into it, so that
+nothing here needs a lock. A worker neither queues nor replays; this program does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WORTH_ANOTHER_TRY = {"server_died", "worker_restarted", "stream_disconnected", "
 
 @dataclass(frozen=True)
 class Message:
-    """From one role to another; `tries`: how often a server was lost over it."""
+    """A message between two roles; `tries`: how often it failed because a server was lost."""
 
     sender: str
     to: str
@@ -68,17 +68,17 @@ class Hive:
         self.outcome: str | None = None
         self.at_first_request: dict[str, Callable[[], None]] = {}  # by role
         self._stack = stack
-        self._open_count = 0  # messages whose model has not ended yet
+        self._open_count = 0  # messages whose request has not ended yet
         self._waiting: defaultdict[str, deque[Message]] = defaultdict(deque)
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Do what is to be done until a model has declared the outcome, or all are silent."""
+        """Do the queued work until a model has declared the outcome, or no request is left."""
         while self.outcome is None and self._open_count:
             self._todo.get()()
 
     def launch(self, role: str, model: str) -> WorkerFuture[Any]:
-        """A worker for the role, from now on; the future says when it is READY."""
+        """Make a worker for the role and start it; the future resolves when it is READY."""
         worker = LlamaWorker.from_model(
             model,
             name=f"{role}-{Path(model).stem}",
@@ -94,7 +94,7 @@ class Hive:
     # ------------------------------------------------------------ messages
 
     def deliver(self, message: Message) -> None:
-        """Give it to its model, now or once there is a free slot."""
+        """Submit the message to its model, now or once there is a free slot."""
         self._open_count += 1
         self._waiting[message.to].append(message)
         self._submit_next(message.to)
@@ -113,7 +113,7 @@ class Hive:
             self._then(worker.wait_slot(), lambda free: self._slot_is_free(role, free))
 
     def _slot_is_free(self, role: str, free: WorkerFuture[None]) -> None:
-        free.get()  # raises where none ever will be: the worker is FAILED
+        free.get()  # raises if none ever will be: the worker is FAILED
         self._submit_next(role)
 
     def _ended(self, message: Message, ended: WorkerFuture[Any]) -> None:
@@ -126,7 +126,7 @@ class Hive:
         self._open_count -= 1
 
     def _route(self, sender: str, sent: ExitSignal) -> None:
-        """A model has called an exit tool. What it wrote is checked: a schema is no guarantee."""
+        """A model has called an exit tool. Check its arguments: a schema guarantees nothing."""
         arguments = sent["arguments"]
         if sent["tool_name"] == "declare_outcome":
             self.outcome = str(arguments.get("outcome"))
@@ -136,7 +136,7 @@ class Hive:
     # ------------------------------------------------------------ workers
 
     def swap(self, role: str, model: str) -> None:
-        """Another model takes the role's next messages; the one that has it ends its work first."""
+        """Give the role's next messages to another model; the old one finishes its requests."""
         old = self.workers[role]
         ready = self.launch(role, model)  # messages wait for its first free slot
         self._then(
@@ -150,7 +150,7 @@ class Hive:
         old.close()
 
     def kill(self, role: str) -> None:
-        """As the kernel might, for lack of memory. The worker starts another server by itself."""
+        """Kill the role's server, as the kernel's OOM killer would; the worker starts another."""
         os.kill(self.workers[role].get_worker_status().get()["pid"], signal.SIGKILL)
         print(f"{role}: killed", flush=True)
 
@@ -161,7 +161,7 @@ class Hive:
             self.at_first_request.pop(role)()
 
     def _then(self, future: WorkerFuture[Any], do: Callable[[WorkerFuture[Any]], Any]) -> None:
-        """Once the future has its value, on the loop's own thread."""
+        """Call `do` with the future, on the loop's own thread, once the future has its value."""
         future.add_done_callback(lambda done: self._todo.put(partial(do, done)))
 
 

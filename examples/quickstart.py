@@ -1,4 +1,4 @@
-"""Two prompts side by side on two slots, live; a third is refused; a clean stop.
+"""Answers two prompts side by side on two slots, live; a third is refused; stops cleanly.
 
 python examples/quickstart.py --server llama-server --model model.gguf
 """
@@ -19,7 +19,7 @@ PARAMS = {"max_tokens": 96, "temperature": 0}
 
 
 def main() -> None:
-    """Run the model on the server and show what comes."""
+    """Run the model on the server and show its output."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
 
     def wait_for_more(name: str, offset: int) -> None:
         more = worker.read_output(jobs[name], text_offset=offset, wait=True)
-        # one loop for all, no thread that waits
+        # one loop serves all requests; no thread waits
         more.add_done_callback(lambda more: came.put((name, more.get())))
 
     for name in jobs:
@@ -92,7 +92,7 @@ def show_live(worker: LlamaWorker, jobs: dict[str, int]) -> None:
 
 
 def broken(text: str) -> list[str]:
-    """The lines of the text; the last one, which still grows, is broken at spaces where it is too
+    """The lines of the text; the last one, which still grows, is broken at spaces if it is too
     long."""
     *whole, last = text.split("\n")
     while len(last) > WIDTH and " " in last[:WIDTH]:

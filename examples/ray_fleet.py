@@ -1,11 +1,11 @@
-"""The same model on several machines: Ray places the replicas, a request goes to one with a free
-slot.
+"""Runs the same model on several machines: Ray places the replicas, and each request goes to
+one with a free slot.
 
     python examples/ray_fleet.py --server llama-server --model model.gguf --gpus 1 \\
         --address 10.0.0.1:6379
 
 Without --address it starts a Ray of its own on this machine. llama_worker, the server and the model
-have to be there, under these names, on every machine where a replica may run.
+must be present, under these names, on every machine where a replica may run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ray
 from llama_worker import WorkerConfig, llama_server_cmd
 from llama_worker.ray import Fleet
 
-HOST = "127.0.0.1"  # each server listens on its own machine alone: its replica is there, too
+HOST = "127.0.0.1"  # each server is reached only by its replica, on the same machine
 PROMPTS = {
     "haiku": "Write a haiku about the sea.",
     "sum": "What is 2 + 2? Answer in one short sentence.",
@@ -28,7 +28,7 @@ PROMPTS = {
 
 
 def main() -> None:
-    """Start, ask, show what comes, stop."""
+    """Start the fleet, ask, show the output, stop the fleet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,7 +75,7 @@ def config_for(server: str, model: str, port: int) -> WorkerConfig:
 
 
 def submit(fleet: Fleet, name: str, prompt: str) -> int:
-    """The id of the request, once a replica has taken it. A program with more to do would not wait
+    """Return the request's id once a replica has taken it. A program with more to do would not wait
     here."""
     while True:
         answer = fleet.submit(name, "You are terse.", prompt, params={"max_tokens": 64}).get()

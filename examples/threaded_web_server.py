@@ -1,9 +1,9 @@
-"""A worker behind a threaded web server: Flask under waitress. Answers are polled for, or streamed
-as they come.
+"""A worker behind a threaded web server: Flask under waitress. Clients poll for an answer, or
+get it as a stream.
 
     python examples/threaded_web_server.py --server llama-server --model model.gguf --port 8000
 
-The first request answers 202 and says where to poll; the last one answers with JSON lines, live:
+The first command gets 202 and the address to poll; the last one gets JSON lines as they come:
 
     curl -i localhost:8000/chat --json '{"prompt": "Name three rivers."}'
     curl localhost:8000/chat/1
@@ -34,8 +34,8 @@ from llama_worker import (
 
 HOST = "127.0.0.1"
 SLOTS = 2
-BUSY_RETRY_S = 5  # how long until a slot is free nobody knows
-HEARTBEAT_S = 1.0  # a prompt may be read for minutes: the line says that all is well
+BUSY_RETRY_S = 5  # a guess: nobody knows when a slot will be free
+HEARTBEAT_S = 1.0  # a prompt may take minutes to read: an empty line shows that all is well
 
 
 def create_app(worker: LlamaWorker) -> Flask:
@@ -90,7 +90,7 @@ def answer(
 
 
 def refusal(worker: LlamaWorker, refused: SubmitErr) -> Response:
-    """429 where all slots are used, 503 where the server is not there, and when to try again."""
+    """429 if all slots are used, 503 if the server is not ready; and when to retry, if known."""
     if refused["error"] == "NO_SLOT_AVAILABLE":
         return answer(429, refused, {"Retry-After": str(BUSY_RETRY_S)})
     if refused["error"] in ("WORKER_FAILED", "WORKER_DRAINING"):
@@ -101,8 +101,8 @@ def refusal(worker: LlamaWorker, refused: SubmitErr) -> Response:
 
 
 def stream(worker: LlamaWorker, request_id: int, gone: Callable[[], bool]) -> Iterator[str]:
-    """The output as JSON lines, with an empty line after each silence; the last one says how it
-    ended. A client that leaves ends the request."""
+    """The output as JSON lines, with an empty line after each silence; the last line says how the
+    request ended. If the client leaves, the request is cancelled."""
     done = False
     try:
         for chunk in worker.iter_output(request_id, timeout_s=HEARTBEAT_S):
@@ -114,7 +114,7 @@ def stream(worker: LlamaWorker, request_id: int, gone: Callable[[], bool]) -> It
         assert result["ok"], result
         outcome = {key: result[key] for key in ("state", "finish_reason", "fail_reason")}
         yield json.dumps(outcome) + "\n"
-    finally:  # also where waitress closes the generator, since a write failed
+    finally:  # also if waitress closes the generator because a write failed
         if not done:
             worker.cancel(request_id).get()
         worker.release(request_id)
@@ -147,14 +147,14 @@ def main() -> None:
         port=server_port,
         server_cmd=command,
         slots=SLOTS,
-        result_ttl_s=600.0,  # what nobody polls for is forgotten
+        result_ttl_s=600.0,  # a result that nobody polls for is forgotten
         restart=RestartPolicy(restart_backoff_s=1.0),
     )
     with LlamaWorker(config) as worker:
-        # it warns of a queue while its threads only start
+        # waitress warns of a queue while its threads are still starting
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
-        # A stream holds a thread; the rest are for polling. The lookahead is what tells of clients
-        # that left.
+        # A stream holds a thread; the rest are for polling. Without the lookahead waitress does not
+        # notice that a client has left.
         server = waitress.create_server(
             create_app(worker),
             host=HOST,

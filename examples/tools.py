@@ -1,11 +1,10 @@
-"""A tool that answers and an exit tool: the model asks for a sum, gets it, and signals that it is
-done.
+"""A normal tool and an exit tool: the model asks for a sum, gets it, and signals that it is done.
 
     python examples/tools.py --server llama-server --model model.gguf
 
-A large model needs none of the help that is given to a small one here: a grammar, and a
-conversation that shows how it is done. The grammar writes tool calls the way of prompted mode, so
-that mode is set; else leave it to "auto".
+The example helps a small model with a grammar, and with a conversation that shows how it is done; a
+large model needs neither. The grammar writes tool calls as in prompted mode, so that mode is set;
+otherwise leave it at "auto".
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ ADD: ToolDef = {
     },
 }
 
-# Every turn either calls `add`, or answers in one sentence and declares the outcome. Which of them,
-# and with what, is up to the model.
+# Every turn either calls `add`, or answers in one sentence and declares the outcome. The model
+# chooses which of the two, and the numbers.
 GRAMMAR = r"""
 root ::= add | answer
 add ::= "<tool_call>{\"name\": \"add\", \"arguments\": {\"a\": " number ", \"b\": " number "}}</tool_call>"
@@ -51,7 +50,7 @@ string ::= "\"" [a-zA-Z0-9 ,.]{1,60} "\""
 
 
 def shown(a: int, b: int) -> list[ChatMessage]:
-    """How it is done, once, as if it had been said before."""
+    """One finished example, as if it were part of the conversation."""
     call = f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
     outcome = f'{{"outcome": "success", "summary": "Added {a} and {b}."}}'
     return [
@@ -72,8 +71,8 @@ def shown(a: int, b: int) -> list[ChatMessage]:
 
 
 def bios(ctx: BiosContext) -> str:
-    """Without the clock and the iterations left, which the default puts at the end: they distract a
-    small model."""
+    """The default without its volatile part (the time, the iterations left), which distracts a small
+    model."""
     return default_bios(ctx).stable
 
 
@@ -91,7 +90,7 @@ class Calculator:
 
 
 def main() -> None:
-    """One request with two turns."""
+    """Make one request with two turns."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,7 +122,7 @@ def main() -> None:
         try:
             result = asked.get(timeout=300)
         except RequestFailed as failed:
-            result = failed.result  # what came is in it all the same
+            result = failed.result  # it still has all output that came
     for call in result["tool_trace"]:
         print(
             f"called: {call['tool_name']}({call['arguments']}), {call['duration_s'] * 1000:.1f} ms"
