@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
-from llama_worker.types.request import RequestFailReason, RequestState
+from llama_worker.types.request import RequestFailReason, RequestPhase, RequestState
 from tests.simulation.bench import FAST, Bench, quiet_bench
 from tests.simulation.server import Build, Reply
+from tests.simulation.world import TOOL
 from tests.tables import cases
 
 LONG = Reply(key="long", prompt_tokens=9000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
@@ -42,18 +44,30 @@ def is_cancelled(bench: Bench) -> None:
     bench.worker.cancel(1)
 
 
+def is_cancelled_while_its_tool_runs(bench: Bench) -> None:
+    calls = replace(LONG, prompt_tokens=10, calls_tool=True)
+    bench.machine.reply_to = lambda request_id, turn: calls if request_id == 1 else LONG
+    bench.machine.tool_call = lambda request_id: (None, True)
+    bench.worker.submit("job", "", "the first")
+    in_time = bench.scheduler.now + 60.0
+    assert bench.scheduler.run_until(lambda: bool(bench.runtime.tool_threads), in_time)
+    assert bench.answer(bench.worker.get_status(1))["phase"] is RequestPhase.TOOL
+    bench.worker.cancel(1)
+
+
 @cases(
     "first, limit",
     {
         "refused": (is_refused, "headers_timeout_s"),
         "an error of the server's": (breaks_down, "headers_timeout_s"),
+        "cancelled while its tool runs": (is_cancelled_while_its_tool_runs, "headers_timeout_s"),
         "cancelled in a batch": (is_cancelled, "idle_stream_timeout_s"),
     },
 )
 def test_only_what_was_broken_off_may_still_hold_headers_back(
     first: Callable[[Bench], None], limit: str
 ) -> None:
-    bench = quiet_bench(replace(FAST, shows_slots=False))
+    bench = quiet_bench(replace(FAST, shows_slots=False), normal_tools=(TOOL,), tool_runner=Mock())
     bench.machine.reply_to = lambda request_id, turn: LONG
     with bench.ready():
         first(bench)

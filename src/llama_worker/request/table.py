@@ -43,9 +43,11 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def is_broken_off(self) -> bool:
-        """Whether the server may still compute a batch of it: it was cancelled, or given up."""
+        """Whether the server may still compute a batch of it: it was cancelled, or given up, and
+        not while its tools ran."""
         fail_reason = self.result["fail_reason"]
-        return fail_reason is not None and fail_reason not in _NO_WORK_LEFT
+        has_work = fail_reason is not None and fail_reason not in _NO_WORK_LEFT
+        return has_work and self.ended_in is not RequestPhase.TOOL
 
     @property
     def job(self) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
-from llama_worker.types.request import RequestFailReason
+from llama_worker.types.request import RequestFailReason, RequestPhase
 
 IDS = range(1, 13)
 
@@ -109,3 +109,9 @@ def test_what_the_server_has_ended_is_not_broken_off(
 ) -> None:
     result: Any = {"fail_reason": fail_reason}
     assert replace(record(1), result=result).is_broken_off is is_broken_off
+
+
+def test_what_ends_while_its_tools_run_is_not_broken_off() -> None:
+    result: Any = {"fail_reason": RequestFailReason.CANCELED}
+    ended = replace(record(1), result=result, ended_in=RequestPhase.TOOL)
+    assert not ended.is_broken_off
