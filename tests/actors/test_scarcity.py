@@ -129,6 +129,21 @@ def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped
     rig.wait_gone(0.0)
 
 
+def test_without_a_name_server_a_request_fails_and_the_server_stays(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_worker(restart=SUSPICIOUS)
+    with monkeypatch.context() as patched:
+        unknown = Mock(side_effect=socket.gaierror(socket.EAI_AGAIN, "no name server"))
+        patched.setattr(socket, "getaddrinfo", unknown)
+        result = rig.run()
+    assert (result["fail_reason"], "no name server" in result["fail_detail"]) == (
+        "unknown_error",
+        True,
+    )
+    assert_as_before(rig)
+
+
 def test_a_zone_is_read_once(make_worker: MakeWorker) -> None:
     """Every prompt has the time."""
     rig = make_worker(timezone_name="Europe/Vienna", restart=SUSPICIOUS)

@@ -207,16 +207,14 @@ def ask(
 
 
 def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailure:
-    """What `send` raised, as the failure of a chat request. A shortage of this machine says nothing
-    about the server."""
-    if is_shortage(error):
+    """What `send` raised, as the failure of a chat request. A shortage of this machine, or a failed
+    name lookup, says nothing about the server."""
+    if is_shortage(error) or isinstance(error, socket.gaierror):
         detail = f"no connection could be made: {described_error(error)}"
         return StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=detail)
     if abort.connected:
         return disconnected("before the response headers", str(error) or type(error).__name__)
     match error:
-        case socket.gaierror():
-            detail = f"cannot resolve the host: {error}"
         case TimeoutError():
             detail = f"no connection within {endpoint.connect_timeout_s} s"
         case Aborted():
