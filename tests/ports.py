@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llama_worker.runtime.process.free_port import can_listen
+from llama_worker.runtime.process.free_port import addresses_of, can_listen
 
 # Below those that the kernel hands out by itself. The servers that outlive a test have a range of
 # their own.
@@ -33,7 +33,7 @@ def held_ports(ports: range = PORTS) -> Iterator[Callable[[], int]]:
                 held.callback(os.close, lock)
                 with contextlib.suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if can_listen(("127.0.0.1", port)):
+                    if can_listen(addresses_of("127.0.0.1", port)):
                         return port
             raise RuntimeError("no free port")
 

@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +18,7 @@ from llama_worker import WorkerStartError, WorkerStopError
 from llama_worker.server import termination
 from llama_worker.testing.scripts import ChildProcess, Script
 from llama_worker.types.worker import WorkerState
-from tests.actors.conftest import MakeWorker, Rig, fast_timeouts
+from tests.actors.conftest import WAIT_S, MakeWorker, Rig, fast_timeouts
 from tests.conftest import Leftovers, trace, wait_traced
 
 
@@ -51,6 +54,25 @@ def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_go
         assert psutil.pid_exists(pid), "nobody waited for it"
     rig.wait_gone()
     assert leftovers.wait_none() == []
+
+
+def test_a_server_that_is_gone_is_not_unkillable_because_its_name_is_looked_up_slowly(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_worker(timeouts=fast_timeouts(kill_timeout_s=0.5))
+    look_up, stopped = socket.getaddrinfo, threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        stopped.wait(WAIT_S)
+        return look_up(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", slow)
+        try:
+            rig.stop()
+        finally:
+            stopped.set()
+    rig.wait_gone(0.0)
 
 
 def test_no_server_is_started_beside_a_child_of_the_last_one(

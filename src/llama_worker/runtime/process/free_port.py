@@ -7,9 +7,13 @@ import itertools
 import os
 import random
 import socket
+from collections.abc import Iterable
+from typing import Any
 
 from llama_worker.config.command import without_brackets
 from llama_worker.config.validation import checked_str
+
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # as `getaddrinfo` returns them
 
 _PORTS = range(20000, 32000)  # below the kernel's ephemeral ports
 _turns = itertools.count(random.randrange(len(_PORTS)))
@@ -26,23 +30,28 @@ def free_port(host: str = "127.0.0.1") -> int:
     for _ in _PORTS:
         turn = next(_turns) + 97 * os.getpid()  # a forked process inherits its parent's count
         port = _PORTS[turn % len(_PORTS)]
-        if can_listen((without_brackets(host), port)):
+        if can_listen(addresses_of(without_brackets(host), port)):
             return port
     raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free on {host}")
 
 
-def can_listen(address: tuple[str, int]) -> bool:
-    """Whether a server could listen there now; True if unknown (the server will report it)."""
+def addresses_of(host: str, port: int) -> list[Address]:
+    """Where a server would listen; none if that is unknown. Waits for the name's lookup."""
     try:
-        addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):  # UnicodeError: IDNA does not allow the name
-        return True
-    for family, kind, protocol, _, sockaddr in addresses:
+        return []
+    return [(family, address) for family, _, _, _, address in found]
+
+
+def can_listen(addresses: Iterable[Address]) -> bool:
+    """Whether a server could listen there now; True if unknown (the server will report it)."""
+    for family, address in addresses:
         try:
-            with socket.socket(family, kind, protocol) as probe:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
                 # ignore former connections in TIME_WAIT
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(sockaddr)
+                probe.bind(address)
                 probe.listen(1)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:

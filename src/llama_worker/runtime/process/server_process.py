@@ -31,7 +31,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import never_wait_here
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.process import guard
-from llama_worker.runtime.process.free_port import can_listen
+from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
 from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, ServerNews
@@ -68,7 +68,8 @@ class GuardedServer:
         self._config = config
         self._mark = f"{os.getpid()}.{epoch}.{time.monotonic_ns()}"
         self._folder = folder  # working directory; None, or if it is gone: the host's
-        self._address = config.host, config.port
+        # looked up once: at the server's end a slow lookup would look like a server that lives on
+        self._addresses: list[Address] = []
         self._log = log
         self._reply_to = reply_to
         self._lock = threading.Lock()
@@ -139,8 +140,9 @@ class GuardedServer:
 
     def _live(self, cleanup: contextlib.ExitStack) -> LaunchFailed | Exited:
         """Start the guard and watch until it has ended; returns the thread's last message."""
-        if not can_listen(self._address):
-            host, port = self._address
+        host, port = self._config.host, self._config.port
+        self._addresses = addresses_of(host, port)
+        if not can_listen(self._addresses):
             taken = f"{host}:{port} is taken by another process: end it, or take another port"
             return self._not_started(taken, StartFailReason.PORT_IN_USE)
         try:
@@ -278,7 +280,7 @@ class GuardedServer:
             epoch=self._epoch,
             returncode=self._returncode,
             log_tail=self._log.tail(40),
-            port_taken=not can_listen(self._address),
+            port_taken=not can_listen(self._addresses),
             lack_of_memory=self._lack_of_memory or self._judge_memory(),
         )
 
