@@ -67,8 +67,8 @@ class ResponsesProxyConfig:
 
     @property
     def base_url(self) -> str:
-        """The upstream without a slash at the end."""
-        return (self.upstream or "").rstrip("/")
+        """The upstream without a slash at the end, and without the `/v1` of a client's base URL."""
+        return (self.upstream or "").rstrip("/").removesuffix("/v1")
 
 
 def _address(host: str) -> str:

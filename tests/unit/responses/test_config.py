@@ -38,6 +38,12 @@ def test_an_upstream_is_a_url(url: str) -> None:
         ResponsesProxyConfig(upstream=url)
 
 
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_a_clients_base_url_is_an_upstream_too(path: str) -> None:
+    for server in ("http://gpu:80", "http://gpu/a"):
+        assert ResponsesProxyConfig(upstream=server + path).base_url == server
+
+
 @pytest.mark.parametrize(
     ("host", "upstream", "is_itself"),
     [
