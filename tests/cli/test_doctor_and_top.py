@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
-from llama_worker.cli import top_rows
+from llama_worker.cli import doctor_facts, top_rows
+from llama_worker.cli.interrupts import Interrupts
+from llama_worker.config.server_program import FoundServer
 from llama_worker.metrics import WorkerCollector
 from llama_worker.testing.scripts import Exit, HttpError, Script, Text, WaitClose, plain_reply
 from tests.actors.conftest import HOST, MakeWorker, eventually, running
@@ -214,6 +219,24 @@ def test_the_doctor_leaves_no_silent_program_running(
     assert screen.wait() == 143
     seen = {int(pid_file.read_text()): time.time()}
     eventually(lambda: not running(seen), "the program's end")
+
+
+def test_a_signal_while_a_program_is_started_ends_it_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[Any] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    program = FoundServer(shell_program(tmp_path / "silent", "exec sleep 1000"), "")
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.raising():
+        doctor_facts.ask_version(program, interrupts)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 # ---------------------------------------------------------------- top

@@ -13,6 +13,7 @@ import pytest
 from llama_worker.cli import doctor_facts, doctor_findings
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial, trial_of
 from llama_worker.cli.gguf import ContextNeeds, Model
+from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, ServersHistory, plain_table
 from tests.conftest import shell_program
 
@@ -82,7 +83,7 @@ def test_available_is_what_machine_and_container_have(
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(doctor_facts, "CGROUP", tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=32 * GIB))
-    assert doctor_facts.look_at_machine().available_bytes == available
+    assert doctor_facts.look_at_machine(Interrupts()).available_bytes == available
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_gpus_are_named_with_memory_and_driver(
 ) -> None:
     shell_program(tmp_path / "nvidia-smi", f"cat <<'END'\n{said}\nEND\nexit {18 * (gpus is None)}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert doctor_facts.look_at_machine().gpus == gpus
+    assert doctor_facts.look_at_machine(Interrupts()).gpus == gpus
 
 
 # of the server, which counts for more than what this process sees

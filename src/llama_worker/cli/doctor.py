@@ -70,8 +70,8 @@ def _examine(
     findings: list[Finding] = []
     with interrupts.raising():  # a signal also ends a program that hangs
         found = _found(findings, "llama-server", find_server, server_named)
-        server = doctor_facts.look_at_server(found) if found is not None else None
-        machine = doctor_facts.look_at_machine()
+        server = doctor_facts.look_at_server(found, interrupts) if found is not None else None
+        machine = doctor_facts.look_at_machine(interrupts)
     if server is not None:
         findings += doctor_findings.of_server(server)
     findings += doctor_findings.of_gpus(machine, server)
@@ -90,7 +90,7 @@ def _examine(
         command = config.server_cmd
         if server_args:
             with interrupts.raising():
-                known = doctor_facts.known_flags(server.path)
+                known = doctor_facts.known_flags(server.path, interrupts)
             findings += doctor_findings.of_command("command", config, known)
         findings += doctor_findings.of_batch("batches", config)
         findings += doctor_findings.of_caches({"it": config}, machine.memory_bytes)
@@ -113,9 +113,9 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
         except (ConfigError, OSError) as error:
             todo = "docs/fleet.md describes the file"
             return [Finding("problem", "fleet", harmless(str(error)), todo)], {}
-        machine = doctor_facts.look_at_machine()
+        machine = doctor_facts.look_at_machine(interrupts)
         for name, config in fleet.items():
-            findings += _examine_program(name, config)
+            findings += _examine_program(name, config, interrupts)
             for _, named in flag_values(config.server_cmd, ("-m", "--model")):
                 if os.path.expanduser(named) != named:
                     text = f"there is no file {harmless(named)}: llama-server does not know ~"
@@ -138,7 +138,7 @@ def _found(
         return None
 
 
-def _examine_program(name: str, config: WorkerConfig) -> list[Finding]:
+def _examine_program(name: str, config: WorkerConfig, interrupts: Interrupts) -> list[Finding]:
     """Check a worker's command, and its program in the environment that the server would get."""
     environment = server_environment(host_environment(), config.env)
     first, *words = config.server_cmd
@@ -147,11 +147,11 @@ def _examine_program(name: str, config: WorkerConfig) -> list[Finding]:
     except Problem as problem:
         return [doctor_findings.of_problem(name, problem)]
     program = program_of((found.path, *words))
-    server = doctor_facts.ask_version(FoundServer(program, found.how), environment)
+    server = doctor_facts.ask_version(FoundServer(program, found.how), interrupts, environment)
     # any other program may be a script that starts a server and takes no options
     if server.version is None and os.path.basename(first).startswith(PROGRAM):
         return [doctor_findings.of_broken_server(name, server)]
-    known = doctor_facts.known_flags(program, environment)
+    known = doctor_facts.known_flags(program, interrupts, environment)
     return [
         *doctor_findings.of_command(name, config, known),
         *doctor_findings.of_build(name, server.build, config.server_cmd),

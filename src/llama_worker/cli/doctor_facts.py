@@ -83,15 +83,17 @@ class Trial:
     system_role: bool | None
 
 
-def look_at_server(found: FoundServer) -> ServerFacts:
+def look_at_server(found: FoundServer, interrupts: Interrupts) -> ServerFacts:
     """Run the program for its version and its devices."""
-    server = ask_version(found)
-    return replace(server, devices=_devices(found.path)) if server.version else server
+    server = ask_version(found, interrupts)
+    return replace(server, devices=_devices(found.path, interrupts)) if server.version else server
 
 
-def ask_version(found: FoundServer, environment: Mapping[str, str] | None = None) -> ServerFacts:
+def ask_version(
+    found: FoundServer, interrupts: Interrupts, environment: Mapping[str, str] | None = None
+) -> ServerFacts:
     """Run the program for its version only. `environment` None: that of this process."""
-    code, said = _run(found.path, "--version", environment=environment)
+    code, said = _run(interrupts, found.path, "--version", environment=environment)
     found_versions = re.findall("^version:(.*)", said, re.MULTILINE) if code == 0 else []
     return ServerFacts(
         path=found.path,
@@ -104,19 +106,21 @@ def ask_version(found: FoundServer, environment: Mapping[str, str] | None = None
     )
 
 
-def _devices(program: str) -> tuple[str, ...] | None:
-    code, listed = _run(program, "--list-devices")
+def _devices(program: str, interrupts: Interrupts) -> tuple[str, ...] | None:
+    code, listed = _run(interrupts, program, "--list-devices")
     lines = map(str.strip, listed.partition("Available devices:")[2].splitlines())
     return tuple(line for line in lines if line not in ("", "(none)")) if code == 0 else None
 
 
-def known_flags(program: str, environment: Mapping[str, str] | None = None) -> KnownFlags | None:
+def known_flags(
+    program: str, interrupts: Interrupts, environment: Mapping[str, str] | None = None
+) -> KnownFlags | None:
     """The flags that the program's --help lists; None if it lists none, or cannot be run."""
-    _, said = _run(program, "--help", environment=environment)
+    _, said = _run(interrupts, program, "--help", environment=environment)
     return read_help(said)
 
 
-def look_at_machine() -> MachineFacts:
+def look_at_machine(interrupts: Interrupts) -> MachineFacts:
     """Read limits and /proc, run nvidia-smi."""
     try:
         port = free_port()
@@ -125,7 +129,7 @@ def look_at_machine() -> MachineFacts:
     me = os.getpid()
     return MachineFacts(
         free_port=port,
-        gpus=_gpus(),
+        gpus=_gpus(interrupts),
         nvml=_has_nvml(),
         proc_stat=bool(_read(f"/proc/{me}/stat")),
         proc_io=bool(_read(f"/proc/{me}/io")),
@@ -178,28 +182,36 @@ def _props(endpoint: Endpoint) -> dict[str, Any]:
     return props if isinstance(props, dict) else {}
 
 
-def _run(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-    """(return code, output); the code is None if it did not end, or could not be run."""
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_ASK_S,
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"it did not end within {_ASK_S:g} s"
-    except OSError as error:
-        return None, str(error)
-    return done.returncode, done.stdout.decode(errors="replace")
+def _run(
+    interrupts: Interrupts, *command: str, environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str]:
+    """(return code, output); the code is None if it did not end, or could not be run. A signal that
+    raises ends the program, too."""
+    with contextlib.ExitStack() as cleanup:
+        try:
+            with interrupts.deferring():  # raised during the start, it would lose the process
+                process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+                cleanup.enter_context(process)
+                cleanup.callback(process.kill)
+            output, _ = process.communicate(timeout=_ASK_S)
+        except subprocess.TimeoutExpired:
+            return None, f"it did not end within {_ASK_S:g} s"
+        except OSError as error:
+            return None, str(error)
+    return process.returncode, output.decode(errors="replace")
 
 
-def _gpus() -> tuple[str, ...] | None:
+def _gpus(interrupts: Interrupts) -> tuple[str, ...] | None:
     if shutil.which("nvidia-smi") is None:
         return None
     code, said = _run(
+        interrupts,
         "nvidia-smi",
         "--query-gpu=name,memory.total,memory.free,driver_version",
         "--format=csv,noheader",
