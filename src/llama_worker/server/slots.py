@@ -137,8 +137,8 @@ class SlotsWatch:
         self.still_since = 0.0  # the first look since which nothing moved
         # the latest look after which something moved, of any round
         self.moved_at: float | None = None
-        self.tells = False  # `/slots` answered the latest look
-        self.is_silent = False  # it neither answered nor refused the latest look
+        self.tells = False  # `/slots` answered the latest look that was not refused
+        self.is_silent = False  # it did not
         self.may_read_unseen = False  # true of some slot in the latest answer
         self.answers_in_batches = False  # it answered while a slot stood still that later went on
         self._stood_still: SlotsLook | None = None  # the latest look that showed no change
@@ -185,8 +185,9 @@ class SlotsWatch:
             self._paused_until = now + NO_ANSWER_PAUSE_S
         if not self._active:
             return
-        self.tells = isinstance(look, SlotsLook)
-        self.is_silent = isinstance(look, SlotsSilence)
+        if look is not None:  # else it was refused, or could not be asked
+            self.tells = isinstance(look, SlotsLook)
+            self.is_silent = not self.tells
         if is_refused:
             self.stop_looking()
         elif isinstance(look, SlotsLook):

@@ -140,12 +140,12 @@ def _limits(
         if progress.only_repeats_since(since) and not waits_unseen:
             what = "nothing new, only the same again,"
             yield _Limit("idle_stream_timeout_s", stall, what, since)
-    idle_s = profile.idle_stream_timeout_s
-    if generating and not slots.tells and idle_s is not None and moving_at - new_at >= idle_s:
+    idle_s, since = profile.idle_stream_timeout_s, newest(new_at, slots.moved_at)
+    if generating and not slots.tells and idle_s is not None and moving_at - since >= idle_s:
         # A generating request gets a token with every batch, however long another's prompt is.
         what = "no data, while others get theirs,"
         yield _Limit(
-            "idle_stream_timeout_s", stall, what, new_at, multiple=DEAD_BESIDE_MULTIPLE, alone=True
+            "idle_stream_timeout_s", stall, what, since, multiple=DEAD_BESIDE_MULTIPLE, alone=True
         )
     if waiting or prefill:
         yield _Limit(

@@ -137,6 +137,19 @@ def test_one_that_holds_its_text_back_is_spared() -> None:
     )
 
 
+@pytest.mark.parametrize("missed", [None, SlotsSilence()])
+def test_a_missed_look_undoes_nothing(missed: SlotsSilence | None) -> None:
+    """Not for one that holds its text back beside one that does not."""
+
+    def slots(now: float) -> tuple[Slot, ...] | SlotsSilence | None:
+        seen = slot(decoded=int(now))
+        return missed if 700.0 <= now < 703.0 else (seen, replace(seen, slot_id=1, task=2))
+
+    watch = watched(slots, lambda now: generating(min(now, 100.0)), lambda now: generating(now, 2))
+    assert watch.run(1000.0, Stalled) is None
+    assert any(700.0 <= at < 703.0 for at in watch.slots_asked_at)
+
+
 def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     watch = watched(writes_on, lambda now: generating(now if now < 100.0 or now > 162.0 else 99.9))
     assert watch.run(1000.0, Stalled) is None
@@ -225,23 +238,26 @@ def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
 UNSEEN_SLOT = replace(slot(prompt=0), shows_reading=False)
 
 
+def cannot_be_asked_once(now: float) -> SlotsSilence | None:
+    return None if 500.0 <= now < 507.0 else SlotsSilence()
+
+
 @pytest.mark.parametrize(
     ("slots", "build"),
     [
-        ((UNSEEN_SLOT, replace(UNSEEN_SLOT, slot_id=1, task=2)), 9093),
-        (SlotsSilence(), 10019),
-        (SlotsSilence(), None),
+        (lambda now: (UNSEEN_SLOT, replace(UNSEEN_SLOT, slot_id=1, task=2)), 9093),
+        (lambda now: SlotsSilence(), 10019),
+        (lambda now: SlotsSilence(), None),
+        (lambda now: in_a_batch(now) if now < 0.1 else cannot_be_asked_once(now), 10019),
     ],
 )
-def test_who_waits_behind_an_unseen_prefill_is_spared(
-    slots: tuple[Slot, ...] | SlotsSilence, build: int | None
-) -> None:
+def test_who_waits_behind_an_unseen_prefill_is_spared(slots: SlotsAt, build: int | None) -> None:
     def waits(now: float) -> Progress:
         last = now // 10 * 10
         repeated_at = (last - 20.0, last - 10.0, last)
         return replace(silent(PREFILL, prompt_progress_at=0.0), repeated_at=repeated_at)
 
-    at = stalled_at(lambda now: slots, waits, build=build, until=4000.0)
+    at = stalled_at(slots, waits, build=build, until=4000.0)
     assert at is not None
     assert at >= (PROFILE.silent_work_timeout_s or 0.0)
 

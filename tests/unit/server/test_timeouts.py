@@ -120,6 +120,12 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             STALL,
         ),
         "dead beside a live one, no slots": (WRITES, heard(3199.0, 2000.0), 1580.0, STALL),
+        "no slots any more, its own moved": (
+            WRITES,
+            heard(3199.0, 2000.0, SlotSigns(moved_at=1200.0)),
+            1680.0,
+            STALL,
+        ),
         "a neighbour that went on for a while": (WRITES, heard(2299.0, 1219.0), 2419.0, STALL),
         "repeats, and neighbours stand still": (REPEATS, heard(1219.0, 1100.5), 1220.5, STALL),
         "repeats, and no slot moves any more": (
