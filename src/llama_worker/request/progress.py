@@ -58,6 +58,11 @@ class Progress:
         return len(self.repeated_at) == REPEATS_KEPT and self.repeated_at[0] > at
 
     @property
+    def may_encode(self) -> bool:
+        """Whether the server may be encoding its media, which it does before the first token."""
+        return self.has_media and self.phase in (RequestPhase.WAITING, RequestPhase.PREFILL)
+
+    @property
     def is_served(self) -> bool:
         """Whether it has its headers and the server has not finished with it."""
         streams = self.phase in (RequestPhase.PREFILL, RequestPhase.GENERATING)

@@ -101,7 +101,7 @@ class RequestWatch:
         had_its_time = left_at is None or (limit_s is not None and now - left_at >= limit_s)
         if in_a_batch and had_its_time:
             self._batch_left.begin(now)
-        if order.has_media:
+        if order.has_media and order.ended_in is not RequestPhase.GENERATING:
             self._media_left.begin(now)
         if order.ended_in is RequestPhase.WAITING:
             self._batch_left.queue(order.request_id, now)
@@ -241,7 +241,7 @@ class RequestWatch:
         slots, since = self.slots, self.slots.silent_since
         if since is None:
             return None
-        may_encode = self._may_encode_media() or any(each.has_media for each in heard)
+        may_encode = self._may_encode_media() or any(each.may_encode for each in heard)
         answers_in_batches = self.build_answers_in_batches or slots.answers_in_batches
         if slots.silent_looks < SILENT_LOOKS or may_encode or not answers_in_batches:
             return None

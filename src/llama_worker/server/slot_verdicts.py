@@ -80,7 +80,7 @@ class SlotsRound:
         has_headers = (
             self.suspect.headers_at is not None and self.suspect.headers_at < self._began_at
         )
-        would_be_placed = bool(self._served) and not self.suspect.has_media
+        would_be_placed = bool(self._served) and not self.suspect.may_encode
         return one_is_free and explained and (has_headers or would_be_placed)
 
     def _judge_standstill(self) -> Verdict | None:
@@ -103,7 +103,7 @@ class SlotsRound:
 
     def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:
         """The limit for the batch in progress, from earlier ones; None if they do not compare."""
-        if any(each.has_media for each in (self.suspect, *self.others)):
+        if any(each.may_encode for each in (self.suspect, *self.others)):
             return None
         tokens, depth = 0, 0
         for slot in busy:

@@ -234,6 +234,13 @@ def test_a_prefill_is_measured_by_earlier_ones(
     assert found(2 * limit_s, is_cold=True).reason is STALL
 
 
+def test_an_image_that_was_read_hides_no_standstill() -> None:
+    writes, seen = replace(QUIET, has_media=True), looks(in_batch(512, 512), STUCK)
+    found = judge(seen, REPORTED, writes, still_s=1e6, pace=learnt((512, 512, 1.0)))
+    assert isinstance(found, Verdict)
+    assert found.reason is STALL
+
+
 @cases(
     "suspect, track",
     {

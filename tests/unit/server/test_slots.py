@@ -214,8 +214,12 @@ def test_a_request_that_ends_before_it_is_asked_teaches() -> None:
     assert watch.watch._requests.pace.expected_s(512, 512) == 2.0
 
 
-@pytest.mark.parametrize("has_media", [True, False])
-def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_media", "ended_in"), [(True, PREFILL), (True, GENERATING), (False, PREFILL)]
+)
+def test_a_gone_requests_image_may_be_encoded_still(
+    has_media: bool, ended_in: RequestPhase
+) -> None:
     batches = (Batch(10.0, 11.0, 512, 512),)
 
     def writes(now: float) -> Progress:
@@ -231,8 +235,9 @@ def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
     watch = watched(lambda now: seen, writes, shows)
     assert watch.run(40.0, Stalled) is None
     gone = Unwatch(request_id=2, data_at=None, completed=False, is_broken_off=True)
-    watch.tell(structs.replace(gone, has_media=has_media, ended_in=PREFILL))
-    assert (watch.run(1000.0, Stalled) is None) is has_media
+    watch.tell(structs.replace(gone, has_media=has_media, ended_in=ended_in))
+    may_encode = has_media and ended_in is PREFILL
+    assert (watch.run(1000.0, Stalled) is None) is may_encode
 
 
 UNSEEN_SLOT = replace(slot(prompt=0), shows_reading=False)
@@ -285,6 +290,10 @@ def reads_an_image(now: float) -> Progress:
     return replace(reads(now), has_media=True)
 
 
+def wrote_about_an_image(now: float) -> Progress:
+    return replace(WROTE(now), has_media=True)
+
+
 def now_and_then(now: float) -> tuple[Slot, ...] | SlotsSilence:
     return SlotsSilence() if int(now) // 50 % 2 else writes_on(now)
 
@@ -321,6 +330,7 @@ def stalled_at(
     "slots, request_at, build, since",
     {
         "while it writes": (SILENT_FROM_180, WROTE, 11434, 180.0),
+        "while it writes about an image": (SILENT_FROM_180, wrote_about_an_image, 11434, 180.0),
         "answered at READY alone, writing": (SILENT_BEHIND_READY, WROTE, 11434, 100.0 + ANSWER_S),
         "answered at READY alone, reading": (SILENT_BEHIND_READY, reads, 11434, ANSWER_S),
         "had answered in a batch": (falls_silent(180.0, in_a_batch), reads, 11434, 180.0),
