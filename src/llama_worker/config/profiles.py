@@ -95,7 +95,7 @@ class TimeoutProfile:
         )
 
     def without_evidence(self) -> Self:
-        """The same limits for a server whose processes cannot be seen.
+        """The same limits for a server whose processes cannot be seen, or a reply in one piece.
 
         Some builds hold the response headers back until the prompt is read, and every build does
         that for a reply in one piece: missing headers are then no sign of a hang.

@@ -65,6 +65,8 @@ def verdict(
     If several limits are exceeded, the first one exceeded gives the reason: a late tick decides the
     same as a punctual one, and a verdict, once due, stays the same until something new is heard.
     """
+    if progress.in_one_piece:  # nothing comes before it is complete, not even headers
+        profile = profile.without_evidence()
     over = []
     for limit in _limits(progress, liveness_at, neighbours, slots, profile):
         limit_s = getattr(profile, limit.setting)

@@ -102,6 +102,12 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             2350.0,
             STALL,
         ),
+        "the same, of a server whose work does not show": (
+            replace(QUEUED, in_one_piece=True),
+            heard(slots=SlotSigns(any_moved_at=1150.0)),
+            2350.0,
+            HEADERS,
+        ),
         "silent prefill, from the headers on": (READS, heard(), 1610.0, STALL),
         "headers are no data for silent work": (READS, heard(work=2199.0), 2200.0, STALL),
         "a role chunk is data": (HAS_A_ROLE, heard(), 1616.0, STALL),
