@@ -53,8 +53,10 @@ class Client:
         prompt: str = "",
         ca_file: Path | None = None,
         connect_timeout_s: float = WAIT_S,
+        silence_s: float | None = None,
     ) -> None:
         self.abort = Abort()
+        self.waits = 0  # for the headers
         self.opened = False
         self.events: list[StreamEvent] = []
         endpoint = Endpoint(
@@ -66,8 +68,8 @@ class Client:
             self.abort,
             endpoint,
             LeasedExchange(self.abort),
-            before_reading=lambda: None,
-            silence_s=None,
+            before_reading=self._before_reading,
+            silence_s=silence_s,
         )
         self._thread = threading.Thread(target=self._run, args=(prompt,), name="client")
         self._thread.start()
@@ -83,6 +85,9 @@ class Client:
         failure = self.ended()
         assert failure is not None
         return failure.reason, failure.detail
+
+    def _before_reading(self) -> None:
+        self.waits += 1
 
     def _run(self, prompt: str) -> None:
         if self._chat.open({"prompt": prompt}, {}):
@@ -164,6 +169,12 @@ def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
     _, client = connect(serve, prompt="x" * (32 << 20), connect_timeout_s=timeout_s)
     assert client.ended() is None
     assert client.opened
+
+
+def test_a_wait_for_the_headers_ends_after_each_silence(connect: Connect) -> None:
+    """Also after a TLS server's session tickets: they can be read, and hold none of the reply."""
+    _, client = connect(sends(), silence_s=0.01)
+    eventually(lambda: client.waits >= 10, "heartbeats for the client")
 
 
 def never_ends(connection: socket.socket) -> None:
@@ -460,10 +471,14 @@ def test_a_server_that_reads_nothing_is_left_when_the_time_is_up(make_server: Ma
     left.set()
 
 
-def test_a_reply_that_is_there_when_the_time_is_up_counts(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_reply_that_is_there_when_the_time_is_up_counts(
+    make_server: MakeServer, certificate: Path, tls: bool
+) -> None:
     """As after a stop of the host."""
-    server = make_server(sends(EMPTY_OBJECT))
-    endpoint = Endpoint(base_url=server.url, connect_timeout_s=WAIT_S)
+    head, body = EMPTY_OBJECT[:-2], EMPTY_OBJECT[-2:]
+    server = make_server(sends(head, body), certificate if tls else None)
+    endpoint = Endpoint(base_url=server.url, connect_timeout_s=WAIT_S, ca_file=str(certificate))
     abort = Abort()
     with abort.within(WAIT_S):
         reply = session.send(abort, endpoint, "GET", "/")

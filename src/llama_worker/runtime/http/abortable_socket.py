@@ -164,7 +164,7 @@ class AbortableSocket(_Abortable, socket.socket):
         self.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(silence_s))
 
     def receive(self, max_bytes: int) -> bytes | None:
-        """The next bytes; b"" at the connection's end; None on timeout."""
+        """The next bytes; b"" at the connection's end; None if nothing came in time."""
         try:
             return self.recv(max_bytes)  # one system call; a timeout of Python's would need two
         except BlockingIOError:
@@ -172,17 +172,33 @@ class AbortableSocket(_Abortable, socket.socket):
 
 
 class _TlsSocket(_Abortable, ssl.SSLSocket):
+    # Not blocking while it reads: a socket may be readable without a byte of the reply, as after
+    # the session tickets of TLS 1.3, and a blocking `recv` would then wait for ever.
+
+    def read_reply(self, max_bytes: int) -> bytes:
+        self.setblocking(False)
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                return super().read_reply(max_bytes)
+
     def sendall(self, data: Any, flags: int = 0) -> None:
         if self.waiter is not None:
             self.waiter.before_reading()
         super().sendall(data, flags)
 
     def set_silence(self, silence_s: float | None) -> None:
-        self.setblocking(True)
+        self.setblocking(False)
         self._silence_s = silence_s
 
     def receive(self, max_bytes: int) -> bytes | None:
-        return self.recv(max_bytes) if self.abort.wait_readable(self._silence_s) else None
+        with contextlib.suppress(ssl.SSLWantReadError):
+            if self.abort.wait_readable(self._silence_s):
+                return self.recv(max_bytes)
+        return None
+
+    def shutdown(self, how: int) -> None:
+        """Python's own also forgets the TLS state: what is still read would come encrypted."""
+        socket.socket.shutdown(self, how)
 
 
 # ---------------------------------------------------------------- connecting
