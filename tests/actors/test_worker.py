@@ -18,6 +18,7 @@ import pytest
 from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
 from llama_worker.actors.messages import GetWorkerStatus
 from llama_worker.runtime.host.timers import call_at
+from llama_worker.stream.lazy_reading import LazyReading
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts
 from tests.conftest import Leftovers
@@ -113,9 +114,9 @@ def test_a_lost_handle_takes_its_server_along(
     assert leftovers.wait_none() == []
 
 
-@pytest.mark.parametrize("thread", ["worker", "timers"])
+@pytest.mark.parametrize("thread", ["worker", "timers", "stream"])
 def test_a_close_on_a_thread_that_it_would_wait_for_returns(
-    make_worker: MakeWorker, thread: str
+    make_worker: MakeWorker, thread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a `__del__` of the host's, which the garbage collector calls on any thread."""
     rig = make_worker(fs.Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.2))
@@ -127,6 +128,9 @@ def test_a_close_on_a_thread_that_it_would_wait_for_returns(
 
     if thread == "timers":
         call_at(0.0, close)
+    elif thread == "stream":
+        monkeypatch.setattr(LazyReading, "took", close)
+        rig.submit(fs.Text("Hello"), fs.WaitClose())
     else:
         rig.worker._backend.tell(GetWorkerStatus(reply=Mock(answer=close)))
     assert closed.wait(WAIT_S)

@@ -20,6 +20,7 @@ from llama_worker import ConfigError, LlamaWorker, Recycle, WorkerState
 from llama_worker.actors.messages import BeginLease, RequestMessage
 from llama_worker.actors.request import RequestActor
 from llama_worker.mailbox import Tick
+from llama_worker.request.leased import LeasedRequest
 from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.runtime.http import session
@@ -102,6 +103,24 @@ def ended(events: Sequence[Event]) -> Json:
     """The terminal event's response."""
     response: Json = events[-1]["response"]
     return response
+
+
+def test_a_close_on_the_thread_of_a_response_returns(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a `__del__` of the host's, which the garbage collector calls on any thread."""
+    stage, closed, heard = make_stage(), threading.Event(), LeasedRequest.heard
+
+    def close(*args: Any) -> None:
+        monkeypatch.setattr(LeasedRequest, "heard", heard)
+        stage.rig.worker.close()
+        closed.set()
+        heard(*args)
+
+    monkeypatch.setattr(LeasedRequest, "heard", close)
+    with stage.client.ask(*HALF, fs.WaitClose()):
+        assert closed.wait(WAIT_S)
+        stage.rig.wait_gone()
 
 
 # ---------------------------------------------------------------- a hang is found

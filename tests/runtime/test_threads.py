@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from llama_worker.runtime.host import threads
+from llama_worker.runtime.host.futures import WorkerFuture, may_wait_here
 from llama_worker.runtime.host.threads import ProbeQueue, run_on_thread
 from tests.actors.conftest import WAIT_S, eventually, no_threads
 
@@ -55,6 +56,21 @@ def test_a_thread_is_used_again(spare: list[object]) -> None:
     again.let_go.set()
     eventually(lambda: len(spare) == 1, "the thread to have nothing left to do")
     assert made_by(lambda call: run_on_thread("three", call)) == first
+
+
+def test_it_waits_for_no_actor_but_in_the_hosts_code(spare: list[object]) -> None:
+    future: WorkerFuture[None] = WorkerFuture()
+    waited: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def call() -> None:
+        waited.put(future.wait(None))
+        with may_wait_here():
+            waited.put(future.wait(WAIT_S))
+
+    run_on_thread("one", call)
+    assert not waited.get(timeout=WAIT_S)
+    future.answer(None)
+    assert waited.get(timeout=WAIT_S)
 
 
 def test_few_threads_are_kept(spare: list[object]) -> None:

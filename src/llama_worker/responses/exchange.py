@@ -19,7 +19,7 @@ from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import ProxyMessage, ResponseBegun, ResponseEnded
-from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.futures import WorkerFuture, may_wait_here
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
@@ -174,7 +174,8 @@ def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
     """Wait for the actor's answer; raises ApiError (503) without one. Not for an actor's thread."""
     try:
         if actor.tell(question):
-            return reply.get(timeout=_ANSWER_S)
+            with may_wait_here():
+                return reply.get(timeout=_ANSWER_S)
     except pykka.Timeout:
         pass
     raise ApiError(

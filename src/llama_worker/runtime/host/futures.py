@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import pykka
@@ -40,6 +40,18 @@ def never_wait_here() -> None:
     closes a worker: it gets no answer, rather than wait for ever.
     """
     _this_thread.never_waits = True
+
+
+@contextlib.contextmanager
+def may_wait_here() -> Iterator[None]:
+    """Lift the mark of `never_wait_here` within the block, which holds no lock: for the host's own
+    code, which may use the worker."""
+    before = getattr(_this_thread, "never_waits", False)
+    _this_thread.never_waits = False
+    try:
+        yield
+    finally:
+        _this_thread.never_waits = before
 
 
 class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):

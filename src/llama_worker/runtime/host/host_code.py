@@ -20,7 +20,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.tools import call_result
 from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.futures import log_exception
+from llama_worker.runtime.host.futures import log_exception, may_wait_here
 from llama_worker.runtime.host.threads import run_probe, start_thread
 from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types.hooks import LivenessProbe, RunningCall
@@ -112,9 +112,10 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
     or returns something invalid counts as no news."""
     alive, reads, detail, blind = False, False, "", False
     try:
-        if order.fresh:
-            probe.reset()
-        evidence = probe.probe(root_pid, time.monotonic())
+        with may_wait_here():
+            if order.fresh:
+                probe.reset()
+            evidence = probe.probe(root_pid, time.monotonic())
         if evidence is not None:
             alive, detail = bool(evidence.alive), str(evidence.detail)
             reads = bool(getattr(evidence, "reads", False))  # older evidence lacks it

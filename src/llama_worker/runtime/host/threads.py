@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from llama_worker.runtime.host.futures import log_exception
+from llama_worker.runtime.host.futures import log_exception, never_wait_here
 from llama_worker.runtime.host.timers import call_at, now
 
 PATIENCE_S = 0.05  # how long a probe keeps the next one waiting; a server answers within 10 ms
@@ -45,6 +45,7 @@ def run_on_thread(name: str, call: _Call) -> None:
 
 
 def _work(call: _Call) -> None:
+    never_wait_here()  # others wait for the locks that these calls hold
     thread, mailbox = threading.current_thread(), queue.SimpleQueue[tuple[str, _Call]]()
     while True:
         call()

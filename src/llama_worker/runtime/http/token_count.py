@@ -12,6 +12,7 @@ from llama_worker.config.validation import json_of
 from llama_worker.errors import LlamaWorkerError, described_error, masked
 from llama_worker.request.messages import CountTokens
 from llama_worker.request.prompt import Prompts, bios_text
+from llama_worker.runtime.host.futures import may_wait_here
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.host.timers import call_at, now
 from llama_worker.runtime.http.abortable_socket import Abort
@@ -54,7 +55,8 @@ def count_tokens(
     def written(*, prompted: bool) -> Any:
         """The prompt as the server's template writes it."""
         left = config.max_tool_iterations
-        bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
+        with may_wait_here():
+            bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
         body = Prompts(config, order.submission, prompted=prompted).next_body(bios)
         return asked("/apply-template", body, "prompt")
 
