@@ -267,3 +267,22 @@ def test_the_last_lines_of_the_log_are_written_before_the_exit(
     host = [sys.executable, "-c", _LOGS, str(port), *command]
     log = subprocess.run(host, timeout=60, capture_output=True, text=True).stderr
     assert "state='stopped'" in log.splitlines()[-1]
+
+
+_LATE = """
+import atexit, sys
+from llama_worker import LlamaWorker, WorkerConfig, backend
+class Holder:
+    def __init__(self):
+        command = ["llama-server", "--model", "x"]
+        self.worker = LlamaWorker(WorkerConfig("late", "127.0.0.1", 1234, command))
+    def __del__(self):
+        self.worker.close()
+holder = Holder()
+atexit.unregister(backend._close_all_at_exit)  # as if its time had been up
+"""
+
+
+def test_a_close_after_the_last_thread_has_ended_returns() -> None:
+    """As by a `__del__` while the interpreter clears the modules."""
+    assert subprocess.run([sys.executable, "-c", _LATE], timeout=60).returncode == 0

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -112,14 +113,15 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until resolved. Returns False after `timeout_s` seconds, and at once on a thread
-        that called `never_wait_here`."""
+        that called `never_wait_here`, or if the interpreter ends and nobody is left to answer."""
         if self._get_hook is not None:
             try:
                 self.get(timeout=timeout_s)
             except Exception as error:  # get() will raise it again
                 return not isinstance(error, pykka.Timeout)
             return True
-        if not self.done() and not getattr(_this_thread, "never_waits", False):
+        in_vain = getattr(_this_thread, "never_waits", False) or sys.is_finalizing()
+        if not self.done() and not in_vain:
             woken = threading.Lock()
             woken.acquire()
             self._on_resolved(woken.release)
