@@ -79,6 +79,28 @@ def test_a_relative_path_counts_from_the_folder_in_which_the_worker_was_made(
     rig.worker.restart().get(timeout=WAIT_S)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("LLAMA_SERVER", "./llama-server"), ("PATH", f".:{os.defpath}")]
+)
+def test_so_does_one_in_the_environment(
+    make_worker: MakeWorker,
+    free_port: Callable[[], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+) -> None:
+    port = free_port()
+    words = fs.scripted_server_cmd(fs.Script(), host=HOST, port=port, slots=1)
+    shell_program(tmp_path / "llama-server", f"exec {shlex.join(words)}")
+    monkeypatch.delenv("LLAMA_SERVER", raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    rig = make_worker(server_cmd=("llama-server",), port=port, start=False)
+    monkeypatch.chdir("/")
+    rig.start()
+
+
 @pytest.mark.parametrize("gone", ["before", "after"])
 def test_a_server_starts_where_the_folder_is_gone(
     make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str

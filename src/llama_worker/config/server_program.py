@@ -77,13 +77,30 @@ def find_server(
     )
 
 
-def located(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+def located(
+    command: Sequence[str], environment: Mapping[str, str], folder: str | None
+) -> tuple[str, ...]:
     """The command as it can be executed: if the first word is `llama-server` or begins with `~`, it
-    becomes the path that `find_server` returns. Raises ServerNotFound."""
+    becomes the path that `find_server` returns. `folder`: the base of relative paths in the
+    environment; None: the working directory. Raises ServerNotFound."""
     program, *words = command
     if program == PROGRAM or program.startswith("~"):
+        if folder is not None:
+            environment = _absolute(environment, folder)
         program = find_server(program, option="executable", environment=environment).path
     return (program, *words)
+
+
+def _absolute(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The environment with the places of a llama-server as absolute paths."""
+    absolute = dict(environment)
+    if "PATH" in absolute:
+        folders = absolute["PATH"].split(os.pathsep)
+        absolute["PATH"] = os.pathsep.join(os.path.join(folder, each) for each in folders)
+    named = absolute.get("LLAMA_SERVER", "")
+    if os.sep in named and not named.startswith("~"):  # else it is on the PATH, or at home
+        absolute["LLAMA_SERVER"] = os.path.join(folder, named)
+    return absolute
 
 
 def _executable(named: str, how: str, how_to_get: str, search: str | None) -> FoundServer:

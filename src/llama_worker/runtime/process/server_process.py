@@ -158,7 +158,7 @@ class GuardedServer:
         host = host_environment()
         environment = server_environment(host, self._config.env)
         # The server does not inherit LLAMA_SERVER, which is needed here to find it.
-        command = located(self._config.server_cmd, {**host, **environment})
+        command = located(self._config.server_cmd, {**host, **environment}, self._folder)
         guards_end, control = _socket_pair(cleanup)
         _controls.add(control)
         cleanup.callback(_controls.discard, control)
