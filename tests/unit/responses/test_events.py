@@ -32,11 +32,13 @@ HEARTBEAT = object()
 NOW = 100.0
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 NAMESPACE = {"type": "namespace", "name": "n", "tools": [TOOL]}
+GRAMMAR = {"type": "grammar", "grammar": {"definition": "start: /a/"}}
+NESTED = {"type": "custom", "custom": {"name": "h", "format": GRAMMAR}}  # as in chat completions
 BODIES: list[dict[str, Any]] = [
     {"input": "a", **body}
     for body in (
         {},
-        {"tools": [TOOL, {"type": "custom", "name": "g"}, NAMESPACE]},
+        {"tools": [TOOL, {"type": "custom", "name": "g"}, NESTED, NAMESPACE]},
         {"model": "m", "store": False, "metadata": {"a": "b", "c": 1}, "instructions": "i"},
         {
             "user": "u",

@@ -184,7 +184,17 @@ def _custom(entry: Json) -> dict[str, Any]:
         "name": _name(custom, "a custom tool"),
         "description": as_text(custom.get("description")),
     }
-    return {**tool, "format": dict(form)} if isinstance(form, Mapping) else tool
+    return {**tool, "format": _format(form)} if isinstance(form, Mapping) else tool
+
+
+def _format(form: Json) -> dict[str, Any]:
+    """The format of a custom tool's input, flat: a grammar, or else text."""
+    grammar = inner(form, "grammar")
+    definition = grammar.get("definition")
+    if not isinstance(definition, str):
+        return {"type": "text"}
+    syntax = "regex" if grammar.get("syntax") == "regex" else "lark"
+    return {"type": "grammar", "syntax": syntax, "definition": definition}
 
 
 def _tool_search(entry: Json) -> dict[str, Any]:
@@ -221,11 +231,10 @@ def _tool(tool: Json, namespace: str | None, model_name: str) -> Tool:
 
 def _custom_description(tool: Json) -> str | None:
     """The description with the grammar, which nothing else tells the model."""
-    grammar = inner(tool.get("format") or {}, "grammar")
-    definition = grammar.get("definition")
-    if not isinstance(definition, str):
+    grammar = tool.get("format") or {}
+    if "definition" not in grammar:
         return as_text(tool["description"])
-    rule = f"`input` must match this grammar ({grammar.get('syntax', 'lark')}):\n{definition}"
+    rule = f"`input` must match this grammar ({grammar['syntax']}):\n{grammar['definition']}"
     return f"{tool['description']}\n\n{rule}" if tool["description"] else rule
 
 
