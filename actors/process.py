@@ -149,7 +149,7 @@ class _LaunchNews:
     worker's end waits for it until LaunchFailed or Exited was passed on."""
 
     def __init__(
-        self, me: Mailbox[messages.ServerNews], worker: Mailbox[WorkerMessage], live: LiveSet
+        self, me: Mailbox[messages.LaunchReport], worker: Mailbox[WorkerMessage], live: LiveSet
     ) -> None:
         self._me = me
         self._worker = worker
@@ -157,7 +157,7 @@ class _LaunchNews:
         self.last_kill: _LastKill | None = None
         live.enter(self)
 
-    def tell(self, message: messages.ServerNews) -> bool:
+    def tell(self, message: messages.LaunchReport) -> bool:
         self._me.tell(message)
         is_heard = self._worker.tell(message)
         if isinstance(message, messages.LaunchFailed | messages.Exited):

@@ -78,7 +78,7 @@ class RequestDispatcher:
         self._children = children
         self._in_flight: dict[int, _InFlight] = {}
 
-    def broken(self) -> Iterator[str]:
+    def violations(self) -> Iterator[str]:
         """Which invariants do not hold; for a person."""
         active = {admitted.request_id for admitted in self._table.active}
         if active != self._in_flight.keys():

@@ -14,7 +14,7 @@ from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server import lifecycle, messages
 from llama_worker.server import lifecycle_states as states
-from llama_worker.server.blame import ProbeNow, RequestEnds, RestartCause, succeeded
+from llama_worker.server.blame import FailureCounts, ProbeNow, RestartCause, succeeded
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained, LifecycleMessage
 from llama_worker.server.restart_budget import recycle_due
@@ -47,16 +47,16 @@ class ServerLife:
         self._life = states.Lifecycle(
             policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s
         )
-        self._request_ends = RequestEnds()
+        self._failure_counts = FailureCounts()
         self._waiting: list[messages.Start | messages.Restart | messages.Stop | messages.Drain] = []
 
     @property
     def lifecycle(self) -> states.Lifecycle:
         return self._life
 
-    def broken(self) -> Iterator[str]:
+    def violations(self) -> Iterator[str]:
         """Which invariants do not hold; for a person."""
-        yield from self._life.broken()
+        yield from self._life.violations()
         waiting = {type(order).__name__ for order in self._waiting}
         match self._life.state:
             case states.Stopped() | states.Failed():
@@ -165,7 +165,7 @@ class ServerLife:
         self._requests_count += 1
         if succeeded(record, self._config.restart):
             self._life = lifecycle.request_completed(self._life)
-        self._request_ends, cause = self._request_ends.ended(record, self._config.restart)
+        self._failure_counts, cause = self._failure_counts.after(record, self._config.restart)
         match cause:
             case _ if self._life.is_draining:
                 pass  # this server gets no further request
@@ -221,7 +221,7 @@ class ServerLife:
             return
         given_up = Abandon(request_id=request_id, reason=verdict.reason, detail=verdict.detail)
         self._dispatcher.tell(admitted, given_up)
-        if stalled.costs_the_server and self._config.restart.restart_on_stall:
+        if stalled.restarts_server and self._config.restart.restart_on_stall:
             self.handle(RestartCause(str(verdict.reason), verdict.detail), now)
 
     # ------------------------------------------------------------ effects
@@ -238,10 +238,10 @@ class ServerLife:
             if state is WorkerState.READY:
                 self._last_ready_unix = self._journal.unix(now)
                 self._requests_count = 0
-                self._request_ends = RequestEnds()
+                self._failure_counts = FailureCounts()
         match self._life.state:
             case states.Ending():
-                self._children.watchdog.tell(messages.StandDown())
+                self._children.watchdog.tell(messages.StopWatching())
             case states.Stopped() | states.Failed() | states.BackingOff():
                 self._children.end()
             case _:

@@ -36,7 +36,7 @@ from llama_worker.runtime.host.open_futures import OpenFutures, WeakList
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.messages import Observed
-from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
+from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, Member, RollCall
 from llama_worker.server.traits import unsupported
 from llama_worker.types.request import SubmitResult
 from llama_worker.types.worker import WorkerDebugInfo, WorkerState
@@ -132,7 +132,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
 
     def _check_invariants(self, message: messages.WorkerMessage) -> None:
         """Raises AssertionError, which ends the worker."""
-        broken = [*self._table.broken(), *self._server.broken(), *self._dispatcher.broken()]
+        parts = (self._table, self._server, self._dispatcher)
+        broken = [line for part in parts for line in part.violations()]
         if broken:
             raise AssertionError(f"after {type(message).__name__}: {'; '.join(broken)}")
 
@@ -225,7 +226,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         """Answer all of them once a slot is free, or once none will be unless the host acts."""
         life, refusal = self._server.lifecycle, self._server.lifecycle.refusal
         starting = refusal == "WORKER_NOT_READY" and life.public_state is WorkerState.RUNNING
-        if starting or life.is_to_start_again:
+        if starting or life.will_start_again:
             return
         if refusal is None and not self._table.has_free_slot:
             return
@@ -302,9 +303,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
 
     def _call_roll(self, now: float) -> None:
         """Ask other actors to report in, unless idle; one that does not answer counts as dead."""
-        for member in self._roll_call.silent(now):
+        for member in self._roll_call.overdue(now):
             self._roll_call.answered(member)
-            detail = f"it has not answered for {ANSWER_S:g} s"
+            detail = f"it has not answered for {ANSWER_TIMEOUT_S:g} s"
             if self._children.give_up(member, detail):
                 # First: giving the actor up may cause news of the server's death.
                 self._end_launch(member, detail, now)

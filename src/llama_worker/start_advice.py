@@ -157,7 +157,7 @@ def described(returncode: int | None) -> str:
     return f"return code {returncode}" if returncode >= 0 else f"signal {-returncode}"
 
 
-def lack_of_memory(
+def oom_evidence(
     returncode: int | None, *, oom_kills: int, kernel_line: str | None, log_tail: Sequence[str]
 ) -> str | None:
     """The evidence that a server which we did not kill died for lack of memory, if there is any.

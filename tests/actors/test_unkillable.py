@@ -56,7 +56,7 @@ def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_go
 def test_no_server_is_started_beside_a_child_of_the_last_one(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(termination, "_LOOK_S", 0.3)  # at a guard that owes news
+    monkeypatch.setattr(termination, "_CHECK_INTERVAL_S", 0.3)  # at a guard that owes news
     rig = make_worker(
         Script(children=[ChildProcess("group")]), timeouts=fast_timeouts(kill_timeout_s=1.0)
     )

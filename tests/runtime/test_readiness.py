@@ -37,13 +37,13 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), ProbeOutcome.FAILED),
         (TimeoutError("the time for the reply is up"), ProbeOutcome.FAILED),
         *(
-            (OSError(lack, os.strerror(lack)), ProbeOutcome.NO_NEWS)
+            (OSError(lack, os.strerror(lack)), ProbeOutcome.NOT_ASKED)
             for lack in (errno.EMFILE, errno.ENFILE)
         ),
-        (OSError(errno.ENOMEM, "no memory"), ProbeOutcome.NO_NEWS),
-        (MemoryError(), ProbeOutcome.NO_NEWS),
-        (socket.gaierror(socket.EAI_AGAIN, "no name server"), ProbeOutcome.NO_NEWS),
-        (RuntimeError("can't start new thread"), ProbeOutcome.NO_NEWS),
+        (OSError(errno.ENOMEM, "no memory"), ProbeOutcome.NOT_ASKED),
+        (MemoryError(), ProbeOutcome.NOT_ASKED),
+        (socket.gaierror(socket.EAI_AGAIN, "no name server"), ProbeOutcome.NOT_ASKED),
+        (RuntimeError("can't start new thread"), ProbeOutcome.NOT_ASKED),
         (RuntimeError("a mistake"), ProbeOutcome.FAILED),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
 @pytest.mark.parametrize(
     ("failure", "outcome"),
     [
-        (OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NO_NEWS),
+        (OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NOT_ASKED),
         (TimeoutError("the time for the reply is up"), ProbeOutcome.READY),
     ],
 )

@@ -15,7 +15,7 @@ from llama_worker.request.messages import PostChat, RequestEnded, RequestInput, 
 from llama_worker.request.request import Request
 from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
 from llama_worker.server.messages import Died
-from llama_worker.server.roll_call import ANSWER_S, EVERY_S
+from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, ASK_INTERVAL_S
 from llama_worker.server.termination import Signal
 from llama_worker.types.request import RequestFailReason, RequestResult, RequestState
 from tests.simulation.bench import Bench, quiet_bench
@@ -24,7 +24,7 @@ from tests.simulation.server import Reply
 from tests.simulation.world import TOOL
 from tests.tables import cases
 
-FOUND_S = EVERY_S + ANSWER_S + 5.0
+FOUND_S = ASK_INTERVAL_S + ANSWER_TIMEOUT_S + 5.0
 RESTARTED_S = 30.0
 
 
@@ -70,7 +70,7 @@ def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: boo
         assert result["state"] is RequestState.FAILED
         if name == "request[0]":
             assert result["fail_reason"] is RequestFailReason.UNKNOWN_ERROR
-            assert f"has not answered for {ANSWER_S:g} s" in (result["fail_detail"] or "")
+            assert f"has not answered for {ANSWER_TIMEOUT_S:g} s" in (result["fail_detail"] or "")
         assert blocked.actor.is_given_up
 
         bench.answer(worker.start(), RESTARTED_S)
@@ -208,7 +208,7 @@ def test_a_handler_that_returns_in_time_costs_nothing() -> None:
             scheduler.run_for(1.0)
             blocked = request.bench.actor_of(name)
             scheduler.block_actor(blocked)
-            scheduler.run_for(ANSWER_S - 1.0)
+            scheduler.run_for(ANSWER_TIMEOUT_S - 1.0)
             scheduler.unblock_actor(blocked)
         assert request.ended(600.0)["state"] is RequestState.COMPLETED
 

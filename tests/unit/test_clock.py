@@ -14,7 +14,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.progress import Progress
 from llama_worker.server.messages import ProbeOutcome, Stalled, StartupFailed
-from llama_worker.server.slots import Slot, SlotsSilence
+from llama_worker.server.slots import Slot, SlotsTimeout
 from llama_worker.types.request import RequestPhase
 from tests.virtual_watch import VirtualWatch, generating
 
@@ -253,9 +253,9 @@ def test_what_moves_spares_on_a_machine_that_hardly_runs() -> None:
 def test_what_moved_between_looks_without_an_answer_spares(hangs: bool) -> None:
     """A build that answers between two batches only, now and then. The limit is 300 s."""
 
-    def slots(now: float) -> tuple[Slot, ...] | SlotsSilence:
+    def slots(now: float) -> tuple[Slot, ...] | SlotsTimeout:
         if int(now / 2.0) % 3:
-            return SlotsSilence()
+            return SlotsTimeout()
         return holds_text_back(min(now, 100.0) if hangs else now)
 
     watch = VirtualWatch.ready(UNPROBED, slots=slots, build=10019)

@@ -21,7 +21,7 @@ from llama_worker import (
     WorkerStopError,
 )
 from llama_worker.errors import described_error
-from llama_worker.start_advice import described, lack_of_memory, not_executed
+from llama_worker.start_advice import described, not_executed, oom_evidence
 from tests.conftest import Speechless
 
 
@@ -187,6 +187,6 @@ LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
 def test_what_tells_a_lack_of_memory(
     returncode: int | None, kills: int, line: str | None, log: tuple[str, ...], says: str | None
 ) -> None:
-    cause = lack_of_memory(returncode, oom_kills=kills, kernel_line=line, log_tail=log)
+    cause = oom_evidence(returncode, oom_kills=kills, kernel_line=line, log_tail=log)
     assert (cause is None) == (says is None)
     assert (says or "") in (cause or "")

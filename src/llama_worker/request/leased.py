@@ -107,7 +107,7 @@ class LeasedRequest:
         api_key: str | None,
         unix_offset: float,
         has_media: bool = False,
-        picks_slots: bool = False,
+        needs_specific_slots: bool = False,
         in_one_piece: bool = False,
         answers: int = 1,
         offers_tools: bool = False,
@@ -127,7 +127,7 @@ class LeasedRequest:
             iterations_left=0,
             question=question,
             has_media=has_media,
-            picks_slots=picks_slots,
+            needs_specific_slots=needs_specific_slots,
             is_leased=True,
             in_one_piece=in_one_piece,
         )

@@ -143,9 +143,9 @@ class CheckServer(AskIfServerDied, frozen=True, kw_only=True):
 
 
 class OpenStream(PostChat, frozen=True, kw_only=True):
-    """`PostChat` with a mailbox, which gets the `StreamNews`."""
+    """`PostChat` with a mailbox, which gets the `StreamReport`."""
 
-    reply_to: Mailbox[StreamNews]
+    reply_to: Mailbox[StreamReport]
 
 
 class CloseStream(Struct, frozen=True, kw_only=True):
@@ -275,9 +275,9 @@ Question = GetStatus | ReadOutput
 """About one request: passed on to the RequestActor while it runs, and answered from its record once
 it has ended."""
 
-StreamNews = StreamOpened | StreamEvents | StreamClosed
+StreamReport = StreamOpened | StreamEvents | StreamClosed
 
-ToolThreadNews = ToolThreadStuck | ToolThreadReturned
+ToolThreadReport = ToolThreadStuck | ToolThreadReturned
 
 TransportMessage = (
     OpenStream | CloseStream | CloseAllStreams | FlushStream | HurryStream | StreamClosed
@@ -285,7 +285,9 @@ TransportMessage = (
 
 ToolMessage = RunTool | DropTool
 
-RequestInput = StreamNews | ServerChecked | BiosWritten | CallEnded | CancelRequest | Abandon | Tick
+RequestInput = (
+    StreamReport | ServerChecked | BiosWritten | CallEnded | CancelRequest | Abandon | Tick
+)
 """The messages that a request takes; its actor handles the others itself."""
 
 RequestOutput = (

@@ -304,7 +304,7 @@ def answers_asked(body: Mapping[str, Any]) -> int:
     return max(_count(body.get(key)) or 1 for key in ("n", "n_cmpl"))
 
 
-def picks_slots(body: Mapping[str, Any]) -> bool:
+def needs_specific_slots(body: Mapping[str, Any]) -> bool:
     """Whether the body asks for one slot by its number, or for several answers, so several slots:
     the request waits for those even if another slot is idle (b11434)."""
     return _count(body.get("id_slot")) is not None or answers_asked(body) > 1

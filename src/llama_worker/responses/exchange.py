@@ -14,7 +14,7 @@ from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.config.settings import Endpoint
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.leased import LeasedRequest
-from llama_worker.request.prompt import picks_slots
+from llama_worker.request.prompt import needs_specific_slots
 from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
@@ -110,7 +110,7 @@ class Exchange:
             new=partial(
                 LeasedRequest,
                 has_media=_has_media(messages),
-                picks_slots=picks_slots(chat),
+                needs_specific_slots=needs_specific_slots(chat),
                 in_one_piece=chat.get("stream") is not True,
                 answers=answers,
                 offers_tools=bool(chat.get("tools")),

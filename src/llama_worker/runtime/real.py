@@ -37,9 +37,9 @@ from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.server.messages import (
     EvidenceSeen,
     GpuFaulted,
+    LaunchReport,
     Look,
     Probed,
-    ServerNews,
     SlotsSeen,
 )
 
@@ -109,7 +109,7 @@ class RealRuntime(UpstreamQuestions):
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         return what.wait(timeout_s)
 
-    def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> GuardedServer:
+    def start_server(self, epoch: int, reply_to: Mailbox[LaunchReport]) -> GuardedServer:
         return GuardedServer(
             epoch=epoch, config=self._config, folder=self._folder, log=self.log, reply_to=reply_to
         )

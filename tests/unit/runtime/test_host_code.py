@@ -72,7 +72,7 @@ def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
         (False, ""),
         (True, "work"),
     ]
-    assert not mailbox[0].blind
+    assert not mailbox[0].by_shortage
     assert logging_raises or "a liveness probe failed" in caplog.text
 
 

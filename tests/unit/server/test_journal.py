@@ -291,7 +291,13 @@ def test_tokens_add_up_also_those_of_requests_without_usage(journal: Journal) ->
 
 @pytest.mark.parametrize(
     ("seconds", "index"),
-    [(0.0, 0), (0.1, 0), (0.11, 1), (3600.0, len(BOUNDS_S) - 1), (3601.0, len(BOUNDS_S))],
+    [
+        (0.0, 0),
+        (0.1, 0),
+        (0.11, 1),
+        (3600.0, len(BOUNDS_S) - 1),
+        (3601.0, len(BOUNDS_S)),
+    ],
 )
 def test_a_duration_counts_once_where_it_is_not_above_the_bound(
     journal: Journal, seconds: float, index: int

@@ -244,7 +244,7 @@ def test_the_first_launch_and_last_restart_are_final(
 def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
     why: str | None, reason: str
 ) -> None:
-    ending, effects = died(ready(), 10.0, lack_of_memory=why)
+    ending, effects = died(ready(), 10.0, oom_evidence=why)
     detail = "the server ended with signal 9" + (f": {why}" if why else "")
     assert effects == (
         RecordRestart(reason=reason, detail=detail, delay_s=5.0),
@@ -253,7 +253,7 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
     )
     assert ending.state == Ending(goal=ToRestart(15.0))
     # the first that is heard of it
-    life, told = exited(ready(), 10.0, returncode=-9, lack_of_memory=why)
+    life, told = exited(ready(), 10.0, returncode=-9, oom_evidence=why)
     assert (life.state, told) == (BackingOff(resume_at=15.0), effects[:2])
     life, effects = exited(ending, 10.2)
     assert (life.state, effects, life.budget.restart_count) == (BackingOff(resume_at=15.0), (), 1)
@@ -265,9 +265,9 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
 
 def test_a_launch_that_lacks_memory_says_so() -> None:
     lack = "the kernel killed it for lack of memory"
-    _, effects = exited(launching(), 20.0, returncode=-9, lack_of_memory=lack)
+    _, effects = exited(launching(), 20.0, returncode=-9, oom_evidence=lack)
     assert error_of(effects).detail == f"the server ended before it was ready: {lack}"
-    life, effects = exited(relaunched(), 20.0, returncode=-9, lack_of_memory=lack)
+    life, effects = exited(relaunched(), 20.0, returncode=-9, oom_evidence=lack)
     detail = f"the server ended with signal 9 before it was ready: {lack}"
     assert effects == (RecordRestart(reason="out_of_memory", detail=detail, delay_s=10.0),)
     assert life.last_error == f"out_of_memory: {detail}"

@@ -66,7 +66,7 @@ def judge(
     is_cold: bool = False,
 ) -> Any:
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
-    times: Any = {"still_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
+    times: Any = {"unchanged_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
     times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
@@ -76,7 +76,13 @@ def judge(
     {
         "swallowed before its prefill": ([IDLE], IN_PREFILL, [], LOST, True),
         "swallowed while it generated": ([IDLE], WRITES, [], LOST, True),
-        "lost by a picked slot": ([IDLE], replace(REPORTED, picks_slots=True), [], LOST, True),
+        "lost by a picked slot": (
+            [IDLE],
+            replace(REPORTED, needs_specific_slots=True),
+            [],
+            LOST,
+            True,
+        ),
         "lost beside a live one": ([IDLE, MOVES], IN_PREFILL, [SERVED], LOST, True),
         "queued although a slot is idle": ([IDLE, MOVES], WAITS, [SERVED], LOST, True),
         "livelock in decode": ([STUCK], WRITES, [], STALL, False),
@@ -96,12 +102,12 @@ def test_a_wedge_is_found_in_one_round(
 ) -> None:
     found = judge(looks(*tracks), suspect, *others)
     assert isinstance(found, Verdict)
-    assert (found.reason, found.alone, found.accuses) == (reason, alone, True)
+    assert (found.reason, found.alone, found.counts_against_server) == (reason, alone, True)
     assert "request 1 in phase" in found.detail
     assert "last sign of work 7.0 s ago" in found.detail
 
 
-UNSEEN: Track = [replace(slot(prompt=0), shows_reading=False)] * LOOKS_COUNT
+UNSEEN: Track = [replace(slot(prompt=0), shows_prompt_progress=False)] * LOOKS_COUNT
 DRAFTS: Track = [replace(slot(decoded=1), speculates=True)] * LOOKS_COUNT
 REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
 
@@ -121,7 +127,8 @@ def test_who_may_read_unseen_is_not_given_up(
 ) -> None:
     assert judge(looks(*tracks), suspect, *others, still_s=500.0) is None
     seen = [
-        [replace(each, shows_reading=True, speculates=False) for each in track] for track in tracks
+        [replace(each, shows_prompt_progress=True, speculates=False) for each in track]
+        for track in tracks
     ]
     if STUCK not in tracks:
         assert isinstance(judge(looks(*seen), suspect, *others, still_s=500.0), Verdict)
@@ -153,13 +160,13 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         ),
         "no headers: it waits for a slot of its own": (
             [IDLE, MOVES],
-            replace(WAITS, picks_slots=True),
+            replace(WAITS, needs_specific_slots=True),
             [SERVED],
             False,
         ),
         "headers at once, of an old build, and no slot": (
             [IDLE, MOVES],
-            replace(IN_PREFILL, picks_slots=True),
+            replace(IN_PREFILL, needs_specific_slots=True),
             [SERVED],
             False,
         ),

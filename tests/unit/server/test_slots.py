@@ -26,7 +26,7 @@ from llama_worker.server.slots import (
     PAUSE_S,
     SILENT_S,
     Slot,
-    SlotsSilence,
+    SlotsTimeout,
     parse_slots,
 )
 from llama_worker.types.request import RequestFailReason, RequestPhase
@@ -106,7 +106,7 @@ def decoded(count: int) -> list[dict[str, int]]:
 )
 def test_a_slot_may_read_unseen(body: Any, unseen: bool) -> None:
     (found,) = parse_slots([body]) or ()
-    assert found.may_read_unseen is unseen
+    assert found.may_progress_unseen is unseen
 
 
 # ---------------------------------------------------------------- when it is asked
@@ -145,8 +145,8 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     assert 99.9 + ANSWER_S <= min(asked) <= max(asked) < 180.0
 
 
-@pytest.mark.parametrize("answer", [None, SlotsSilence()])
-def test_who_refuses_at_ready_is_left_alone_for_a_minute(answer: SlotsSilence | None) -> None:
+@pytest.mark.parametrize("answer", [None, SlotsTimeout()])
+def test_who_refuses_at_ready_is_left_alone_for_a_minute(answer: SlotsTimeout | None) -> None:
     impatient = replace(PROFILE, suspect_after_s=10.0)
     watch = VirtualWatch.ready(impatient, slots=lambda now: answer)
     watch.begin(lambda now: generating(0.0))
@@ -222,19 +222,19 @@ def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
     assert (watch.run(1000.0, Stalled) is None) is has_media
 
 
-UNSEEN_SLOT = replace(slot(prompt=0), shows_reading=False)
+UNSEEN_SLOT = replace(slot(prompt=0), shows_prompt_progress=False)
 
 
 @pytest.mark.parametrize(
     ("slots", "build"),
     [
         ((UNSEEN_SLOT, replace(UNSEEN_SLOT, slot_id=1, task=2)), 9093),
-        (SlotsSilence(), 10019),
-        (SlotsSilence(), None),
+        (SlotsTimeout(), 10019),
+        (SlotsTimeout(), None),
     ],
 )
 def test_who_waits_behind_an_unseen_prefill_is_spared(
-    slots: tuple[Slot, ...] | SlotsSilence, build: int | None
+    slots: tuple[Slot, ...] | SlotsTimeout, build: int | None
 ) -> None:
     def waits(now: float) -> Progress:
         last = now // 10 * 10
@@ -250,7 +250,7 @@ def test_who_waits_behind_an_unseen_prefill_is_spared(
 
 
 def falls_silent(at: float, before: Callable[[float], tuple[Slot, ...]]) -> SlotsAt:
-    return lambda now: before(now) if now < at else SlotsSilence()
+    return lambda now: before(now) if now < at else SlotsTimeout()
 
 
 def in_a_batch(now: float) -> tuple[Slot, ...]:
@@ -269,17 +269,17 @@ def reads_an_image(now: float) -> Progress:
     return replace(reads(now), has_media=True)
 
 
-def now_and_then(now: float) -> tuple[Slot, ...] | SlotsSilence:
-    return SlotsSilence() if int(now) // 50 % 2 else writes_on(now)
+def now_and_then(now: float) -> tuple[Slot, ...] | SlotsTimeout:
+    return SlotsTimeout() if int(now) // 50 % 2 else writes_on(now)
 
 
 def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
     """Of b9093, between two batches of a prompt that is read beside it."""
-    return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_reading=False))
+    return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_prompt_progress=False))
 
 
 def hides_its_reading(now: float) -> tuple[Slot, ...]:
-    return (replace(slot(prompt=0), shows_reading=False),)
+    return (replace(slot(prompt=0), shows_prompt_progress=False),)
 
 
 def reads_batches(now: float) -> tuple[Slot, ...]:
@@ -326,7 +326,7 @@ def is_loading(now: float) -> ProbeOutcome:
 @cases(
     "slots, request_at, world",
     {
-        "always silent": (lambda now: SlotsSilence(), WROTE, {}),
+        "always silent": (lambda now: SlotsTimeout(), WROTE, {}),
         "no HTTP": (SILENT_FROM_180, WROTE, {"readiness": is_loading}),
         "a long batch, of an old build": (SILENT_IN_PREFILL, reads, {"build": 10019}),
         "an image, perhaps": (SILENT_IN_PREFILL, reads_an_image, {}),

@@ -11,11 +11,11 @@ from llama_worker.server import termination
 from llama_worker.server.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate
 from llama_worker.server.termination import (
     Absent,
-    GuardSilence,
     Killing,
     Present,
     ProcessState,
     Signal,
+    SilentGuardWatch,
     Stuck,
     Terminating,
     deadline,
@@ -142,20 +142,20 @@ def test_a_person_is_told_what_the_kernel_waits_for() -> None:
             [None, SIGCONT, SIGCONT, SIGCONT, SIGCONT, SIGKILL, SIGKILL, SIGKILL],
         ),
     ],
-    ids=["owes nothing", "a second", "in time", "a gap is one look", "too long"],
+    ids=["nothing is due", "a second", "in time", "a gap is one check", "too long"],
 )
 def test_a_guard_that_owes_news_goes_on_or_is_killed(
     looks: list[tuple[float, bool]], sent: list[object]
 ) -> None:
-    silence = GuardSilence()
-    assert [silence.step(now, owes=owes) for now, owes in looks] == sent
+    silence = SilentGuardWatch()
+    assert [silence.step(now, overdue=overdue) for now, overdue in looks] == sent
 
 
 def test_nobody_is_woken_for_a_guard_that_owes_nothing() -> None:
-    silence = GuardSilence()
+    silence = SilentGuardWatch()
     assert silence.wait_ms(5.0) is None
-    silence.step(5.0, owes=True)
+    silence.step(5.0, overdue=True)
     assert silence.wait_ms(5.25) == 750.0
     assert silence.wait_ms(7.0) == 0.0
-    silence.step(7.0, owes=False)
+    silence.step(7.0, overdue=False)
     assert silence.wait_ms(7.0) is None

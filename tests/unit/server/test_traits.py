@@ -13,8 +13,8 @@ from llama_worker.server.traits import (
     known_flaws,
     server_traits,
     shortcomings,
-    unseen,
     unsupported,
+    visibility_warnings,
 )
 from llama_worker.types.chat import ToolDef
 from tests.unit.config.cases import config
@@ -190,7 +190,7 @@ def test_the_flaws_of_a_build_are_named(
 
 @pytest.mark.parametrize(("build", "warns"), [(None, 0), (9093, 1), (9543, 1), (9544, 0)])
 def test_what_an_old_build_does_not_show_is_told(build: int | None, warns: int) -> None:
-    lines = unseen(build)
+    lines = visibility_warnings(build)
     assert len(lines) == warns
     assert all(f"b{build} does not show" in line for line in lines)
 

@@ -40,14 +40,14 @@ class ToolCallThread:
         self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
         self._cancel_task: Callable[[], object] | None = None  # of an async runner
         self._lock = threading.Lock()  # guards what follows
-        self._given_up_to: Mailbox[messages.ToolThreadNews] | None = None
+        self._given_up_to: Mailbox[messages.ToolThreadReport] | None = None
         self._has_returned = False
         self._thread = start_thread(name, self._run)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def give_up(self, reply_to: Mailbox[messages.ToolThreadNews]) -> None:
+    def give_up(self, reply_to: Mailbox[messages.ToolThreadReport]) -> None:
         with self._lock:
             if self._has_returned:
                 return
@@ -110,7 +110,7 @@ class ToolCallThread:
 def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
     """Have one probe look at the server's processes, and send one EvidenceSeen. A probe that raises
     or returns something invalid counts as no news."""
-    alive, reads, detail, blind = False, False, "", False
+    alive, reads, detail, by_shortage = False, False, "", False
     try:
         if order.fresh:
             probe.reset()
@@ -119,12 +119,14 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
             alive, detail = bool(evidence.alive), str(evidence.detail)
             reads = bool(getattr(evidence, "reads", False))  # older evidence lacks it
     except BaseException as error:  # a SystemExit counts only as a failure of the probe
-        blind = is_shortage(error)
-        if not blind:
+        by_shortage = is_shortage(error)
+        if not by_shortage:
             log_exception(_logger, "a liveness probe failed")
     now = timers.now()
     reply_to.tell(
-        EvidenceSeen(look=order, at=now, alive=alive, detail=detail, reads=reads, blind=blind)
+        EvidenceSeen(
+            look=order, at=now, alive=alive, detail=detail, reads=reads, by_shortage=by_shortage
+        )
     )
 
 

@@ -28,7 +28,7 @@ from llama_worker.server.health import (
     probe_timeout_s,
 )
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
-from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
+from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsTimeout, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 
 _LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
@@ -103,7 +103,7 @@ class ReadinessProbe(_Question):
                     traits = self._ask_traits()
                     outcome, detail = self._try_canary(outcome, detail)
                 else:
-                    outcome = ProbeOutcome.STRANGER
+                    outcome = ProbeOutcome.OTHER_PROCESS
                     detail = f"another process answers on port {self._config.port}"
         except Exception as error:
             outcome, detail = unanswered(error)[0], described_error(error)
@@ -137,7 +137,7 @@ class ReadinessProbe(_Question):
         except (OSError, ValueError) as error:
             return unanswered(error)[0], f"the canary: {described_error(error)}"
         problem = canary_problem(canary.check, status, json_of(answer))
-        return (outcome, detail) if problem is None else (ProbeOutcome.UNFIT, problem)
+        return (outcome, detail) if problem is None else (ProbeOutcome.CANARY_FAILED, problem)
 
 
 class AnswerProbe(_Question):
@@ -157,14 +157,14 @@ class SlotsQuestion(_Question):
 
     def _run(self) -> None:
         asked_at = timers.now()
-        look: SlotsLook | SlotsSilence | None = None
+        look: SlotsLook | SlotsTimeout | None = None
         try:
             status, body = self._ask("GET", "/slots", LOOK_TIMEOUT_S)
             slots = parse_slots(json_of(body)) if status == 200 else None
             if slots is not None:
                 look = SlotsLook(asked_at=asked_at, slots=slots)
         except TimeoutError:
-            look = SlotsSilence()
+            look = SlotsTimeout()
         except Exception:  # no answer, or this machine lacks something: nothing was seen
             pass
         self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
@@ -173,8 +173,8 @@ class SlotsQuestion(_Question):
 def unanswered(error: Exception) -> tuple[ProbeOutcome, str]:
     """The outcome and the detail of a `GET /v1/models` without an answer. A shortage of this
     machine, or a failed name lookup, says nothing about the server."""
-    blind = is_shortage(error) or isinstance(error, socket.gaierror)
-    outcome = ProbeOutcome.NO_NEWS if blind else ProbeOutcome.FAILED
+    unknown = is_shortage(error) or isinstance(error, socket.gaierror)
+    outcome = ProbeOutcome.NOT_ASKED if unknown else ProbeOutcome.FAILED
     return outcome, f"GET /v1/models: {type(error).__name__}"
 
 

@@ -34,9 +34,9 @@ from llama_worker.runtime.process import guard
 from llama_worker.runtime.process.free_port import can_listen
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
-from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, ServerNews
-from llama_worker.server.termination import GuardSilence, Signal
-from llama_worker.start_advice import lack_of_memory, not_executed
+from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, LaunchReport
+from llama_worker.server.termination import Signal, SilentGuardWatch
+from llama_worker.start_advice import not_executed, oom_evidence
 from llama_worker.types.worker import StartFailReason
 
 _GUARD = Path(guard.__file__)
@@ -62,7 +62,7 @@ class GuardedServer:
         config: WorkerConfig,
         folder: str | None,
         log: LogRing,
-        reply_to: Mailbox[ServerNews],
+        reply_to: Mailbox[LaunchReport],
     ) -> None:
         self._epoch = epoch
         self._config = config
@@ -212,7 +212,7 @@ class GuardedServer:
             for fd in (ended, output, report):
                 poll.register(fd, select.POLLIN)
             reports = b""
-            silence, server_registered = GuardSilence(), False
+            silence, server_registered = SilentGuardWatch(), False
             while True:
                 ready = {fd for fd, _ in poll.poll(silence.wait_ms(time.monotonic()))}
                 over = ended in ready
@@ -233,8 +233,8 @@ class GuardedServer:
                 elif server is not None and not server_registered:
                     poll.register(server, select.POLLIN)
                     server_registered = True
-                owes = self.is_gone() and not self._told_death
-                number = silence.step(time.monotonic(), owes=owes)
+                overdue = self.is_gone() and not self._told_death
+                number = silence.step(time.monotonic(), overdue=overdue)
                 if number is not None:
                     _signal(guardian, number)
         finally:
@@ -252,7 +252,7 @@ class GuardedServer:
             case "died":
                 self._told_death, self._returncode = True, int(rest)
                 self._lack_of_memory = lack = self._judge_memory()
-                died = Died(epoch=self._epoch, returncode=self._returncode, lack_of_memory=lack)
+                died = Died(epoch=self._epoch, returncode=self._returncode, oom_evidence=lack)
                 self._reply_to.tell(died)
             case "gone":
                 self._reaped = True
@@ -279,13 +279,13 @@ class GuardedServer:
             returncode=self._returncode,
             log_tail=self._log.tail(40),
             port_taken=not can_listen(self._address),
-            lack_of_memory=self._lack_of_memory or self._judge_memory(),
+            oom_evidence=self._lack_of_memory or self._judge_memory(),
         )
 
     def _judge_memory(self) -> str | None:
         if self._oom is None:
             return None
-        return lack_of_memory(
+        return oom_evidence(
             self._returncode,
             oom_kills=self._oom.kills(),
             kernel_line=self._oom.kernel_line() if self._returncode == -signal.SIGKILL else None,
