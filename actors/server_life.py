@@ -43,7 +43,7 @@ class ServerLife:
         self._table = table
         self._journal = journal
         self._requests_count = 0  # requests that ended since READY
-        self._learnt: messages.PaceLearnt | None = None  # from the launches so far
+        self._pace: messages.PaceLearnt | None = None  # from the launches so far
         self._life = states.Lifecycle(
             policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s
         )
@@ -131,7 +131,7 @@ class ServerLife:
             case messages.MemoryMeasured(anon_bytes=anon_bytes):
                 self._recycle_by(now, anon_bytes)
             case messages.PaceLearnt():
-                self._learnt = message
+                self._pace = message
             case messages.Stalled():
                 self._stalled(message, now)
             case messages.EvidenceKept(
@@ -152,14 +152,14 @@ class ServerLife:
             case _:
                 pass
         self._apply(lifecycle.step(self._life, message, now), now)
-        self._go_on_if_drained(now)
+        self._continue_if_drained(now)
 
     # ------------------------------------------------------------ requests that end or stall
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
         """Call it when a request has its record: go on with what waits for the last request, and
         find out whether its end is a reason to probe or restart the server."""
-        self._go_on_if_drained(now)
+        self._continue_if_drained(now)
         if self._life.public_state is not WorkerState.READY:
             return
         self._requests_count += 1
@@ -175,7 +175,7 @@ class ServerLife:
                 self._children.watchdog.tell(cause)
         self.recycle_if_due(now)
 
-    def _go_on_if_drained(self, now: float) -> None:
+    def _continue_if_drained(self, now: float) -> None:
         if not self._table.active:
             self._apply(lifecycle.step(self._life, Drained(), now), now)
 
@@ -201,7 +201,7 @@ class ServerLife:
             self.handle(due, now)
 
     @property
-    def too_old_at(self) -> float | None:
+    def recycle_at(self) -> float | None:
         """When an idle server is replaced because of its age; None: never, or not while it is
         busy."""
         policy, ready_at = self._config.restart.recycle, self._life.budget.ready_at
@@ -253,8 +253,8 @@ class ServerLife:
         match effect:
             case messages.Launch(epoch=epoch):
                 if self._children.start(epoch):
-                    if self._learnt is not None:
-                        self._children.watchdog.tell(self._learnt)
+                    if self._pace is not None:
+                        self._children.watchdog.tell(self._pace)
                     self._children.watchdog.tell(effect)
                     self._children.process.tell(effect)
             case Abandon():

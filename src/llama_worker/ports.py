@@ -177,8 +177,8 @@ class Runtime(Host, Protocol):
         """POST the order's body.
 
         Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
-        gets, too. Text that comes fast is batched for the order's `tell_s` at most, unless `flush`
-        or `hurry` is called. Everything else, and the first text, is sent within 0.3 s.
+        gets, too. Text that comes fast is batched for the order's `max_hold_s` at most, unless
+        `flush` or `hurry` is called. Everything else, and the first text, is sent within 0.3 s.
         """
 
     def probe_readiness(

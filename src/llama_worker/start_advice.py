@@ -107,8 +107,8 @@ _COMMON = """
     --timeout --top-k --top-p --ubatch-size --verbose --version --warmup --yarn-orig-ctx
 """
 COMMON_OPTIONS = tuple(_COMMON.split())
-_NEAR = 0.75
-_LAST_WORDS = 5  # a dead server's last log lines, which are searched
+_MIN_SIMILARITY = 0.75
+_SEARCHED_LINES = 5  # a dead server's last log lines, which are searched
 _LISTENS = re.compile(r"listening on (\S+)")
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: (
@@ -178,7 +178,7 @@ def oom_evidence(
     if returncode == 0:
         return None
     said = next(
-        (line for line in reversed(log_tail[-_LAST_WORDS:]) if OUT_OF_MEMORY.search(line)), None
+        (line for line in reversed(log_tail[-_SEARCHED_LINES:]) if OUT_OF_MEMORY.search(line)), None
     )
     return f"it ran out of memory; its last words: {said.strip()}" if said is not None else None
 
@@ -191,17 +191,17 @@ def not_executed(program: str, number: int, why: str) -> str:
             f"there is no program {program!r} on the PATH: install llama.cpp's llama-server, or "
             f"{_PROGRAM}"
         )
-    todo = _BY_ERRNO.get(
+    advice = _BY_ERRNO.get(
         number, f"{_PROGRAM}; if it is a script, check the interpreter in its first line"
     )
-    return f"cannot execute {program!r}: {why}; {todo}"
+    return f"cannot execute {program!r}: {why}; {advice}"
 
 
 def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) -> str | None:
     """`returncode` is negative for a signal, None if it is not known."""
     log = "\n".join((*log_tail, detail))
-    if todo := _advice_by(log, _BY_LOG):
-        return todo
+    if advice := _advice_by(log, _BY_LOG):
+        return advice
     if returncode is not None and -returncode in _BY_SIGNAL:
         return _BY_SIGNAL[-returncode]
     if log_tail:
@@ -211,17 +211,17 @@ def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) 
 
 def _advice_by(text: str, table: Sequence[tuple[str, str]]) -> str | None:
     """What to do, by the first pattern that is found; case does not matter."""
-    matches = ((re.search(pattern, text, re.IGNORECASE), todo) for pattern, todo in table)
-    return next((_filled_in(todo, match) for match, todo in matches if match), None)
+    matches = ((re.search(pattern, text, re.IGNORECASE), advice) for pattern, advice in table)
+    return next((_filled_in(advice, match) for match, advice in matches if match), None)
 
 
-def _filled_in(todo: str, match: re.Match[str]) -> str:
+def _filled_in(advice: str, match: re.Match[str]) -> str:
     """The advice with the path or the option that the log names."""
     parts = match.groupdict()
     option = parts.get("option") or ""
-    near = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_NEAR)
+    near = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_MIN_SIMILARITY)
     is_misspelt = bool(near) and option not in COMMON_OPTIONS
-    return todo.format(
+    return advice.format(
         path=parts.get("path") or "",
         option=option or "an option",
         meant=f"did you mean {near[0]!r}? Else " if is_misspelt else "",

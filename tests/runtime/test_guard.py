@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llama_worker.runtime.process import guard
-from llama_worker.runtime.process.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, Plan
+from llama_worker.runtime.process.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, ShutdownPlan
 from tests.actors.conftest import WAIT_S
 from tests.tables import cases
 
@@ -182,7 +182,7 @@ Seen = tuple[float, bool, bool, bytes]  # now, the server's end, the host's, ord
     ],
 )
 def test_what_a_guard_does_about_what_it_sees(seen: list[Seen], follows: list[str]) -> None:
-    plan = Plan()
+    plan = ShutdownPlan()
     assert [
         plan.step(now, ended=ended, host_gone=host_gone, orders=orders)
         for now, ended, host_gone, orders in seen

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from llama_worker.clock import PatientClock
+from llama_worker.clock import PausingClock
 from llama_worker.config.settings import Endpoint
 from llama_worker.errors import is_shortage
 from llama_worker.responses.generation import ChatExchange
@@ -480,7 +480,7 @@ def test_time_in_which_this_program_did_not_run_is_not_the_servers(
     """It is stopped for an hour as soon as it has asked, and the server, too."""
     stopped_s = [0.0]
     own = TimerThread(lambda: time.monotonic() + stopped_s[0])
-    own.clock = clock = PatientClock(stands_s=100 * WAIT_S)  # however slow this machine is
+    own.clock = clock = PausingClock(pause_s=100 * WAIT_S)  # however slow this machine is
     monkeypatch.setattr(timers, "_timers", own)
 
     def serve(connection: socket.socket) -> None:
@@ -488,13 +488,13 @@ def test_time_in_which_this_program_did_not_run_is_not_the_servers(
         stopped_s[0] = 3600.0
         with own._changed:
             own._changed.notify()  # it sees what time it is
-        eventually(lambda: clock._stands_until is not None, "the clock stands")
+        eventually(lambda: clock._paused_until is not None, "the clock stands")
         connection.sendall(EMPTY_OBJECT)
 
     assert ask(make_server(serve).port, within_s=WAIT_S) == (200, b"{}")
     # The timers of whoever else lives in this process are not left standing.
     with own._changed:
-        stopped_s[0], clock._stands_until = 0.0, None
+        stopped_s[0], clock._paused_until = 0.0, None
         own._changed.notify()
 
 

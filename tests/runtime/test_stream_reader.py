@@ -96,7 +96,9 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
             base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0
         )
         told, opener = Told(), Told()
-        order = OpenStream(turn_id=(1, 1), body={"stream": True}, tell_s=FOR_EVER_S, reply_to=told)
+        order = OpenStream(
+            turn_id=(1, 1), body={"stream": True}, max_hold_s=FOR_EVER_S, reply_to=told
+        )
         reader = StreamReader(order, endpoint, on_closed=opener, name="test")
         with listener.accept()[0] as server:
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -78,7 +78,7 @@ def test_few_threads_are_kept(spare: list[object]) -> None:
 
 @pytest.fixture
 def alarms(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What the timers would call after `PATIENCE_S`."""
+    """What the timers would call after `ADD_THREADS_AFTER_S`."""
     calls: list[Callable[[], object]] = []
     monkeypatch.setattr(threads, "call_at", lambda at, call: calls.append(call))
     return calls

@@ -395,7 +395,7 @@ class SimServerProcess:
                 Died(
                     epoch=self.epoch,
                     returncode=self._returncode,
-                    oom_evidence=self._lack_of_memory,
+                    oom_evidence=self._oom_evidence,
                 )
             )
         self._later(0.0005, 0.2, self._exited, "the tree is gone")
@@ -410,12 +410,12 @@ class SimServerProcess:
                 returncode=self._returncode,
                 log_tail=self._log.tail(40),
                 port_taken=self.server is not None and self.server.port_taken,
-                oom_evidence=self._lack_of_memory,
+                oom_evidence=self._oom_evidence,
             )
         )
 
     @property
-    def _lack_of_memory(self) -> str | None:
+    def _oom_evidence(self) -> str | None:
         return None if self.server is None else self.server.oom_evidence
 
 
@@ -539,7 +539,7 @@ class SimStream:
                 self._fail(RequestFailReason.HTTP_ERROR, f"HTTP {self._status}", self._status)
                 return
             self._opened = True
-            self._lazy = LazyReading(self._runtime.now(), tell_s=self._order.tell_s)
+            self._lazy = LazyReading(self._runtime.now(), max_hold_s=self._order.max_hold_s)
             self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._runtime.now()))
         if self._aborted:
             if self._opened and self._buffer:

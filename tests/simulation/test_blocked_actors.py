@@ -13,7 +13,7 @@ from llama_worker.actors.transport import TransportActor
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.messages import PostChat, RequestEnded, RequestInput, RequestOutput
 from llama_worker.request.request import Request
-from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
+from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S
 from llama_worker.server.messages import Died
 from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, ASK_INTERVAL_S
 from llama_worker.server.termination import Signal
@@ -113,13 +113,13 @@ def test_a_stream_that_cannot_be_flushed_holds_nothing_up(
 
 def test_two_deaths_at_once_end_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = quiet_bench()
-    scheduler, whole = bench.scheduler, TransportActor.died
+    scheduler, whole = bench.scheduler, TransportActor.on_crash
 
-    def died(actor: TransportActor, detail: str) -> None:
+    def on_crash(actor: TransportActor, detail: str) -> None:
         scheduler.after(1.0, lambda: whole(actor, detail), "the news is late")
 
     with bench.ready():
-        monkeypatch.setattr(TransportActor, "died", died)
+        monkeypatch.setattr(TransportActor, "on_crash", on_crash)
         scheduler.break_actor(bench.actor_of("transport"))
         scheduler.run_for(0.1)
         answer = bench.worker.ask("a question")
@@ -214,7 +214,7 @@ def test_a_handler_that_returns_in_time_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["process", "transport"])
-@pytest.mark.parametrize("late_s", [0.0, 2 * DEATH_NEWS_S, 2 * LATE_NEWS_S])
+@pytest.mark.parametrize("late_s", [0.0, 2 * EXIT_REPORT_WAIT_S, 2 * LATE_EXIT_REPORT_WAIT_S])
 def test_an_actors_end_is_no_disconnect_however_late(name: str, late_s: float) -> None:
     with in_a_long_answer() as request:
         bench, scheduler = request.bench, request.bench.scheduler

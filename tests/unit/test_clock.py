@@ -1,4 +1,4 @@
-"""The patient clock: what is lost while nothing runs, and that nobody is blamed for it."""
+"""The pausing clock: what is lost while nothing runs, and that nobody is blamed for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.clock import LATE_S, STANDS_S, ClockTimer, PatientClock
+from llama_worker.clock import LATE_S, PAUSE_AFTER_GAP_S, ClockTimer, PausingClock
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.progress import Progress
@@ -23,12 +23,12 @@ def nothing() -> None:
     pass
 
 
-def at(clock: PatientClock, *instants: float) -> list[ClockTimer]:
+def at(clock: PausingClock, *instants: float) -> list[ClockTimer]:
     return [clock.call_at(instant, nothing, 0.0) for instant in instants]
 
 
 def test_it_shows_the_systems_time_while_timers_are_in_time() -> None:
-    clock = PatientClock()
+    clock = PausingClock()
     (timer,) = at(clock, 100.0)
     assert (clock.now(99.0), clock.wakes_at) == (99.0, 100.0)
     assert clock.due(99.9) is None
@@ -38,16 +38,16 @@ def test_it_shows_the_systems_time_while_timers_are_in_time() -> None:
 
 
 def test_it_passes_no_timer_that_is_still_to_be_fired() -> None:
-    clock = PatientClock()
+    clock = PausingClock()
     at(clock, 100.0)
     assert clock.now(100.5) == clock.now(5000.0) == 100.0
 
 
 def test_it_stands_behind_a_gap_and_goes_on_from_the_timer_that_showed_it() -> None:
-    clock = PatientClock()
+    clock = PausingClock()
     first, second = at(clock, 100.0, 130.0)
     assert clock.due(3700.0) is None
-    assert clock.wakes_at == 3700.0 + STANDS_S
+    assert clock.wakes_at == 3700.0 + PAUSE_AFTER_GAP_S
     assert clock.due(3700.5) is None
     assert clock.now(3700.9) == 100.0
     assert clock.due(3701.0) is first
@@ -59,7 +59,7 @@ def test_it_stands_behind_a_gap_and_goes_on_from_the_timer_that_showed_it() -> N
 
 
 def test_a_gap_behind_a_gap_puts_nothing_off_again() -> None:
-    clock = PatientClock()
+    clock = PausingClock()
     (timer,) = at(clock, 100.0)
     assert clock.due(3700.0) is None
     assert clock.due(7300.0) is timer
@@ -68,7 +68,7 @@ def test_a_gap_behind_a_gap_puts_nothing_off_again() -> None:
 
 def test_a_gap_is_seen_though_the_next_timer_is_far() -> None:
     """Behind one that was fired its receiver may set the next only after a gap."""
-    clock = PatientClock()
+    clock = PausingClock()
     (timer,) = at(clock, 100.0)
     assert clock.due(100.0) is timer
     assert clock.now(3700.0) == 101.0
@@ -78,7 +78,7 @@ def test_a_gap_is_seen_though_the_next_timer_is_far() -> None:
 
 
 def test_whoever_waits_for_nothing_is_woken_by_nothing() -> None:
-    clock = PatientClock()
+    clock = PausingClock()
     assert (clock.wakes_at, clock.due(1e6), clock.now(1e6)) == (None, None, 1e6)
     (timer,) = at(clock, 2e6)
     timer.cancel()
@@ -87,7 +87,7 @@ def test_whoever_waits_for_nothing_is_woken_by_nothing() -> None:
 
 
 def test_a_timer_that_was_cancelled_behind_a_gap_has_shown_it() -> None:
-    clock = PatientClock()
+    clock = PausingClock()
     timer, _ = at(clock, 100.0, 5000.0)
     assert clock.now(3700.0) == 100.0
     timer.cancel()
@@ -97,7 +97,7 @@ def test_a_timer_that_was_cancelled_behind_a_gap_has_shown_it() -> None:
 
 
 def test_an_instant_that_is_past_is_the_present() -> None:
-    clock = PatientClock()
+    clock = PausingClock()
     at(clock, 100.0)
     clock.call_at(3.0, nothing, 50.0)
     assert clock.now(60.0) == 50.0
@@ -109,7 +109,7 @@ def test_an_instant_that_is_past_is_the_present() -> None:
     )
 )
 def test_it_never_falls_and_fires_each_timer_once_in_order(steps: list[tuple[str, float]]) -> None:
-    clock, system, shown = PatientClock(), 0.0, 0.0
+    clock, system, shown = PausingClock(), 0.0, 0.0
     waiting: dict[ClockTimer, float] = {}
     for step, amount in steps:
         match step:
@@ -144,7 +144,7 @@ class Machine:
     """A watch, on a machine that may stand still: each of its alarms is late by `late_s`."""
 
     def __init__(self, watch: VirtualWatch, *, late_s: float = 0.0) -> None:
-        self.watch, self.clock, self.late_s = watch, PatientClock(), late_s
+        self.watch, self.clock, self.late_s = watch, PausingClock(), late_s
         self.system = watch.now
         self._alarm: ClockTimer | None = None
         self._alarm_at: float | None = None

@@ -16,7 +16,7 @@ from llama_worker.request.table import RequestRecord
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.lazy_reading import TELL_S
+from llama_worker.stream.lazy_reading import MAX_HOLD_S
 from llama_worker.types.hooks import BiosText
 from llama_worker.types.request import (
     ExitSignal,
@@ -115,11 +115,11 @@ class WriteBios(Struct, frozen=True, kw_only=True):
 
 
 class PostChat(Struct, frozen=True, kw_only=True):
-    """POST `body` to the chat endpoint. `tell_s`: how long the reply's text may be held back."""
+    """POST `body` to the chat endpoint. `max_hold_s`: how long text may be held back."""
 
     turn_id: TurnId
     body: dict[str, Any]
-    tell_s: float = TELL_S
+    max_hold_s: float = MAX_HOLD_S
 
 
 class CallTool(Struct, frozen=True, kw_only=True):

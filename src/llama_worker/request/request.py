@@ -238,7 +238,8 @@ class Request:
         self._turn = self._new_turn(runaway_tokens(body), now)
         self._totals.output.begin_turn()
         self.state = states.Streaming()
-        return [messages.PostChat(turn_id=self._turn_id, body=body, tell_s=self._prompts.tell_s)]
+        hold_s = self._prompts.max_hold_s
+        return [messages.PostChat(turn_id=self._turn_id, body=body, max_hold_s=hold_s)]
 
     def _new_turn(self, runaway_tokens: int | None, now: float) -> Turn:
         return Turn(

@@ -152,7 +152,7 @@ class Exchange:
         return ApiError(502, f"the upstream server: {failure.detail}", code=code)
 
     def _end_lease(self) -> bool:
-        self.leased.be_watched()  # else `watch` could not tell why the connection broke
+        self.leased.ensure_watched()  # else `watch` could not tell why the connection broke
         return self.upstream.watch.tell(EndLease(exchange=self.leased))
 
     def leave(self, stored: StoredResponse | None = None) -> None:

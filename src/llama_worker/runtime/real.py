@@ -24,7 +24,7 @@ from llama_worker.request.messages import (
 )
 from llama_worker.request.prompt import write_bios
 from llama_worker.runtime.host.futures import call_host, write_log
-from llama_worker.runtime.host.host_code import OneAtATime, ToolCallThread
+from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
 from llama_worker.runtime.http.token_count import count_tokens
@@ -102,7 +102,7 @@ class RealRuntime(UpstreamQuestions):
         # the host may change its own, and a restart must find what the start found
         self._folder = working_folder()
         probes = default_probes() if config.liveness_probes is None else config.liveness_probes
-        self._probes = [OneAtATime(probe) for probe in probes]
+        self._probes = [SerializedProbe(probe) for probe in probes]
         self.probes_count = len(self._probes)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
 

@@ -12,7 +12,7 @@ import pytest
 from llama_worker import WorkerConfig
 from llama_worker.request.messages import RunTool, ToolThreadReturned, ToolThreadStuck
 from llama_worker.runtime.host import host_code
-from llama_worker.runtime.host.host_code import OneAtATime, ToolCallThread, look
+from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread, look
 from llama_worker.server.messages import Look
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.types.chat import ToolDef
@@ -90,7 +90,7 @@ def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.Monke
             seen.append(f"out of {root_pid}")
             return super().probe(root_pid, now)
 
-    looks = OneAtATime(Slow(None))
+    looks = SerializedProbe(Slow(None))
     looks.look(Look(probe=0, round=1, fresh=False), 1, mailbox)
     (call,) = begun
     call()
@@ -105,7 +105,7 @@ def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(call: Callable[[], object]) -> None:
         raise RuntimeError("can't start new thread")
 
-    looks, mailbox = OneAtATime(Probe(None)), Told()
+    looks, mailbox = SerializedProbe(Probe(None)), Told()
     order = Look(probe=0, round=1, fresh=True)
     monkeypatch.setattr(host_code, "run_probe", refuse)
     with pytest.raises(RuntimeError):

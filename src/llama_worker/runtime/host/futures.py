@@ -20,7 +20,7 @@ import pykka
 
 T = TypeVar("T")
 _RETRY_S = 0.25  # until the start of a thread is tried again
-_UNNOTICED_S = 1.0  # longest time a signal may go unnoticed by the main thread
+_SIGNAL_CHECK_S = 1.0  # longest time a signal may go unnoticed by the main thread
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 _logger = logging.getLogger("llama_worker.futures")
 
@@ -33,13 +33,13 @@ _awaited: set[WorkerFuture[Any]] = set()
 _this_thread = threading.local()
 
 
-def never_wait_here() -> None:
+def never_block_this_thread() -> None:
     """Mark the calling thread as one that others wait for: a WorkerFuture never blocks it.
 
     The garbage collector runs on any thread, and may call a `__del__` of the host's there that
     closes a worker: it gets no answer, rather than wait for ever.
     """
-    _this_thread.never_waits = True
+    _this_thread.never_blocks = True
 
 
 class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
@@ -100,14 +100,14 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until resolved. Returns False after `timeout_s` seconds, and at once on a thread
-        that called `never_wait_here`."""
+        that called `never_block_this_thread`."""
         if self._get_hook is not None:
             try:
                 self.get(timeout=timeout_s)
             except Exception as error:  # get() will raise it again
                 return not isinstance(error, pykka.Timeout)
             return True
-        if not self.done() and not getattr(_this_thread, "never_waits", False):
+        if not self.done() and not getattr(_this_thread, "never_blocks", False):
             woken = threading.Lock()
             woken.acquire()
             self._on_resolved(woken.release)
@@ -210,7 +210,7 @@ def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
     no effect for as long as the wait takes.
     """
     slice_s = (
-        _UNNOTICED_S
+        _SIGNAL_CHECK_S
         if threading.current_thread() is threading.main_thread()
         else threading.TIMEOUT_MAX
     )
@@ -247,11 +247,11 @@ class _CallbackThread:
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._starting = threading.Lock()  # nobody waits for it
         self._thread: threading.Thread | None = None
-        self._is_late = False  # the thread could not be started; a timer tries again
+        self._retry_is_set = False  # the thread could not be started; a timer tries again
 
     def run(self, call: Callable[[], object]) -> None:
         self._calls.put(call)
-        if not self._is_late:
+        if not self._retry_is_set:
             self._start()
 
     def flush(self, timeout_s: float) -> None:
@@ -277,12 +277,12 @@ class _CallbackThread:
     def _start_later(self) -> None:
         from llama_worker.runtime.host.timers import call_at, now  # which imports this module
 
-        if not self._is_late:
+        if not self._retry_is_set:
             log_exception(_logger, "a callback of the host has to wait")
-        self._is_late = False
+        self._retry_is_set = False
         with contextlib.suppress(RuntimeError):  # the timers have no thread, either
             call_at(now() + _RETRY_S, self._start)
-            self._is_late = True
+            self._retry_is_set = True
 
     def _run(self) -> None:
         while True:
@@ -329,7 +329,7 @@ def flush_log(timeout_s: float) -> None:
     _lines.flush(timeout_s)
 
 
-def _is_written_here(record: logging.LogRecord) -> bool:
+def _is_handled_here(record: logging.LogRecord) -> bool:
     """A filter that has the log thread write what Pykka logs on an actor's thread, when an actor
     starts or ends, as it does our own lines."""
     thread_name = threading.current_thread().name
@@ -339,12 +339,12 @@ def _is_written_here(record: logging.LogRecord) -> bool:
     return False
 
 
-logging.getLogger("pykka").addFilter(_is_written_here)
+logging.getLogger("pykka").addFilter(_is_handled_here)
 
 
-def _forget_after_fork() -> None:
+def _reset_after_fork() -> None:
     global _callbacks, _lines  # the parent's threads do not exist in the child
     _callbacks, _lines = _CallbackThread(), _CallbackThread(_LOG_THREAD)
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

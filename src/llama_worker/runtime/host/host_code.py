@@ -59,7 +59,7 @@ class ToolCallThread:
 
     def _run(self) -> None:
         loops = contextlib.ExitStack()  # of an async runner; closing may wait for its threads
-        self._tell(loops)
+        self._run_tool(loops)
         try:
             loops.close()
         except BaseException:
@@ -67,9 +67,9 @@ class ToolCallThread:
         if self._given_up_to is not None:
             self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
 
-    def _tell(self, loops: contextlib.ExitStack) -> None:
+    def _run_tool(self, loops: contextlib.ExitStack) -> None:
         call = self._order.call
-        ok, text = call_result(call.name, lambda: self._returned(loops))
+        ok, text = call_result(call.name, lambda: self._call_tool(loops))
         ended = messages.CallEnded(
             turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=timers.now()
         )
@@ -79,15 +79,15 @@ class ToolCallThread:
         if is_awaited:  # else a runner that obeys `cancelled` would seem to have failed
             self._order.reply_to.tell(ended)
 
-    def _returned(self, loops: contextlib.ExitStack) -> Any:
+    def _call_tool(self, loops: contextlib.ExitStack) -> Any:
         run_tool: Callable[..., Any] = self._runner.run_tool
-        more = {"call": self._call} if takes(run_tool, "call") else {}
+        extra = {"call": self._call} if takes(run_tool, "call") else {}
         value = run_tool(
             name=self._order.call.name,
             arguments=copy.deepcopy(self._order.call.arguments),
             request_id=self._order.turn_id[0],
             job_name=self._order.job_name,
-            **more,
+            **extra,
         )
         if not isinstance(value, Coroutine):  # asyncio.iscoroutine accepts generators, too (3.11)
             return value
@@ -130,35 +130,35 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
     )
 
 
-class OneAtATime:
+class SerializedProbe:
     """Makes the looks of one probe one at a time: one from a launch that is over may not have
     returned yet, and then the next one waits for it. Thread-safe."""
 
     def __init__(self, probe: LivenessProbe) -> None:
         self._probe = probe
         self._lock = threading.Lock()
-        self._is_out = False
+        self._is_running = False
         self._next: Callable[[], None] | None = None
 
     def look(self, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         """Raises RuntimeError if the system has no thread left."""
         call = partial(look, self._probe, order, root_pid, reply_to)
         with self._lock:
-            if self._is_out:
+            if self._is_running:
                 self._next = call  # replaces a waiting one, whose launch is over
                 return
-            self._is_out = True
+            self._is_running = True
         try:
-            run_probe(partial(self._go_on, call))
+            run_probe(partial(self._run_calls, call))
         except RuntimeError:
             with self._lock:
-                self._is_out = False
+                self._is_running = False
             raise
 
-    def _go_on(self, call: Callable[[], None]) -> None:
+    def _run_calls(self, call: Callable[[], None]) -> None:
         following: Callable[[], None] | None = call
         while following is not None:
             following()
             with self._lock:
                 following, self._next = self._next, None
-                self._is_out = following is not None
+                self._is_running = following is not None

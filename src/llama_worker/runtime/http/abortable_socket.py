@@ -54,12 +54,12 @@ class Abort:
         which this program did not run does not count. A reply that has come is still read."""
         limit = self._limit = object()
 
-        def time_is_up() -> None:
+        def on_timeout() -> None:
             with self._lock:
                 if self._limit is limit and self.error is None:
                     self._end(TimeoutError("the time for the reply is up"))
 
-        timer = timers.call_at(timers.now() + timeout_s, time_is_up)
+        timer = timers.call_at(timers.now() + timeout_s, on_timeout)
         try:
             yield
         finally:

@@ -52,15 +52,15 @@ class HttpReply:
         self._abort = request.abort
         self._connection = connection
         self._parser = ReplyParser(str(request.method))
-        begins = b""
+        first_bytes = b""
         while not self._parser.has_head:
             data = connection.read_reply(_READ_BYTES)
             if not data:
                 raise ConnectionResetError("the connection ended in the headers")
-            begins = begins or data[:_SHOWN_CHARS]
+            first_bytes = first_bytes or data[:_SHOWN_CHARS]
             self._parser.feed(data)
             if self._parser.error is not None and not self._parser.has_head:
-                shown = begins.decode("latin-1")
+                shown = first_bytes.decode("latin-1")
                 raise ValueError(
                     f"the reply is not HTTP: {self._parser.error}: it begins with {shown!r}"
                 )
@@ -206,7 +206,7 @@ def ask(
     return reply.status, bytes(received)
 
 
-def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailure:
+def send_failure(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailure:
     """What `send` raised, as the failure of a chat request. A shortage of this machine says nothing
     about the server."""
     if is_shortage(error):
@@ -303,9 +303,9 @@ class _Adapter(requests.adapters.BaseAdapter):
 _session = _Session()
 
 
-def _forget_after_fork() -> None:
+def _reset_after_fork() -> None:
     global _session
     _session = _Session()  # the parent's locks may be held by threads that the child lacks
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -62,7 +62,7 @@ class _Question:
     ) -> tuple[int, bytes]:
         return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
 
-    def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
+    def _report(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
         shown = masked(detail, self._endpoint.api_key)  # it may quote the server
         self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=shown, traits=traits))
 
@@ -94,7 +94,7 @@ class ReadinessProbe(_Question):
         try:
             status, body = self._ask("GET", "/v1/models", timeout_s)
         except Exception as error:
-            self._tell(*unanswered(error), traits)
+            self._report(*unanswered(error), traits)
             return
         outcome, detail = models_outcome(status, json_of(body))
         try:
@@ -107,7 +107,7 @@ class ReadinessProbe(_Question):
                     detail = f"another process answers on port {self._config.port}"
         except Exception as error:
             outcome, detail = unanswered(error)[0], described_error(error)
-        self._tell(outcome, detail, traits)
+        self._report(outcome, detail, traits)
 
     def _ask_traits(self) -> ServerTraits:
         """The traits that the server reports. Raises a shortage of this machine: the probe must be
@@ -149,7 +149,7 @@ class AnswerProbe(_Question):
             outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
         except Exception as error:
             outcome, detail = unanswered(error)
-        self._tell(outcome, detail, ServerTraits())
+        self._report(outcome, detail, ServerTraits())
 
 
 class SlotsQuestion(_Question):
