@@ -185,9 +185,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
             elif isinstance(message, _StopRequested):
                 self.stop()
             else:  # any program may broadcast to all of Pykka's actors
-                line = (
-                    f"{self.role} dropped a message that it does not know: {type(message).__name__}"
-                )
+                line = f"{self.role} actor: dropped an unknown message: {type(message).__name__}"
                 self._runner.write_log(logging.WARNING, line)
         except BaseException as error:
             # Pykka must not see it: it would log on this thread, where one of the host's handlers

@@ -63,7 +63,7 @@ class Children:
                 for slot in range(self._config.slots)
             ]
         except RuntimeError as error:
-            detail = f"no process could be started: {described_error(error)}"
+            detail = f"cannot start the server: {described_error(error)}"
             self._parent.tell(LaunchFailed(epoch=epoch, detail=detail))
             self.end()
             return False

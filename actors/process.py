@@ -90,7 +90,8 @@ class ProcessActor(Child[messages.ProcessMessage]):
         """Kill what is left of the server; the launch reports its end. If there was no launch,
         report that there will be none."""
         if self._server is None:
-            detail = f"it was not begun: {failure or 'another of the actors has ended'}"
+            why = failure or "another actor of this launch has ended"
+            detail = f"the server was not started: {why}"
             self.tell_worker(messages.LaunchFailed(epoch=self._epoch, detail=detail))
         elif failure is None:
             self._kill()
@@ -128,7 +129,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
             self._server = self._runtime.start_server(self._epoch, reports)
         except (RuntimeError, OSError) as error:
             # The system has no thread left, or the host exits.
-            detail = f"no process could be started: {described_error(error)}"
+            detail = f"cannot start the server: {described_error(error)}"
             reports.tell(messages.LaunchFailed(epoch=self._epoch, detail=detail))
 
     def _keep_evidence(self, *, after_grace: bool) -> None:

@@ -117,7 +117,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         exchange = self._exchanges.pop(request_id)
         exchange.step(Abandon(reason=reason, detail=detail), now)
         self._runner.write_log(
-            logging.WARNING, f"the upstream server: request given up: {reason}: {detail}"
+            logging.WARNING, f"upstream server: gave up a request: {reason}: {detail}"
         )
         return _unwatch(exchange)
 

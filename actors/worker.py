@@ -162,7 +162,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         for owned in OWNED_PARAMS:
             if owned in order.submission.params or owned in self._config.default_params:
                 self._journal.warn(
-                    f"params: {owned!r} belongs to the worker; the given value was replaced", now
+                    f"params: {owned!r} is set by the worker; the given value was ignored", now
                 )
         self._dispatcher.begin(
             admitted,
@@ -214,7 +214,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         elif missing:
             order.reply.fail(ConfigError(missing))
         elif traits.n_ctx is None:
-            order.reply.fail(LlamaWorkerError("the server does not say how large its context is"))
+            order.reply.fail(LlamaWorkerError("the server does not report its context size"))
         else:
             try:
                 prompted = self._is_prompted
@@ -257,7 +257,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
 
     def _note_tools_refused(self, refusal: ToolsRefused, now: float) -> None:
         self._tools_refused = True
-        line = f"the server refuses tools ({refusal.detail}); they are offered in prompted mode"
+        line = f"the server rejects tools ({refusal.detail}); using prompted mode instead"
         self._journal.warn(line, now)
 
     def _signal_emitted(self, emitted: SignalEmitted, now: float) -> None:

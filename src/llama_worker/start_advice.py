@@ -42,20 +42,20 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
     (OUT_OF_MEMORY.pattern, f"it does not fit into the memory: {LESS_MEMORY}"),
     (
         "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
-        "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
+        "the GPU or its driver fails: check nvidia-smi, or run without it (--gpu-layers 0)",
     ),
     (
         (
             r"(?:invalid|unknown) argument:? (?P<option>--\S+)"
             r"|invalid argument|unknown argument|error while handling argument"
         ),
-        "the server does not take {option} as it was given: {meant}compare it with what "
-        "`llama-server --help` lists",
+        "the server rejects {option} as it was given: {meant}compare it with the options in "
+        "`llama-server --help`",
     ),
     (
         r"failed to open GGUF file '?(?P<path>.*?)'? \(No such file",
-        "there is no model file {path}: check the path; a relative one counts from the folder "
-        "where the program was when it made the worker",
+        "there is no model file {path}: check the path; a relative one counts from the working "
+        "directory in which the worker was created",
     ),
     (
         "failed to read magic",
@@ -71,16 +71,16 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
     ),
     (
         "unknown model architecture|unknown pre-tokenizer|unknown .*architecture",
-        "this llama-server is too old for the model: take a newer build",
+        "this llama-server is too old for the model: use a newer build",
     ),
     ("invalid magic", "the file is not a GGUF model: download it again, in the GGUF format"),
     (
         "error while loading shared libraries|cannot open shared object|GLIBC(XX)?_",
-        "the program lacks libraries: take a llama-server that was built for this system, or "
+        "shared libraries are missing: use a llama-server that was built for this system, or "
         "set LD_LIBRARY_PATH",
     ),
     *_SHORTAGES,
-    ("permission denied", "the server may not read a file: make it readable (chmod u+r)"),
+    ("permission denied", "a file is not readable for the server: make it so (chmod u+r)"),
     (
         "couldn't bind|address already in use",
         "the server cannot listen there: the host must be an address of this machine (such as "
@@ -112,10 +112,10 @@ _SEARCHED_LINES = 5  # a dead server's last log lines, which are searched
 _LISTENS = re.compile(r"listening on (\S+)")
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: (
-        f"it was killed, mostly by the kernel when memory ran out (see dmesg); then: {LESS_MEMORY}"
+        f"it was killed, probably by the kernel for lack of memory (see dmesg): try {LESS_MEMORY}"
     ),
     signal.SIGILL: NOT_EXECUTED,
-    signal.SIGABRT: "the server gave up by itself: its last lines say why; a newer build may help",
+    signal.SIGABRT: "the server aborted: its last lines say why; a newer build may help",
     signal.SIGSEGV: "the server crashed: a newer build, or --gpu-layers 0, may help",
 }
 _PROGRAM = "begin server_cmd with the path of a llama-server"
@@ -142,9 +142,8 @@ def advice_for(
             if not listens:
                 return None
             return (
-                f"the server says that it listens on {listens[-1]}: pass it the worker's host "
-                "and port;"
-                ' a script must pass on its arguments ("$@")'
+                f"the server says that it listens on {listens[-1]}: pass it the worker's host and "
+                'port; a script must pass on its arguments ("$@")'
             )
         case _:
             return None
@@ -180,7 +179,7 @@ def oom_evidence(
     said = next(
         (line for line in reversed(log_tail[-_SEARCHED_LINES:]) if OUT_OF_MEMORY.search(line)), None
     )
-    return f"it ran out of memory; its last words: {said.strip()}" if said is not None else None
+    return f"it ran out of memory; it wrote: {said.strip()}" if said is not None else None
 
 
 def not_executed(program: str, number: int, why: str) -> str:

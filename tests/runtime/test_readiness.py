@@ -35,7 +35,7 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
     ("error", "outcome"),
     [
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), ProbeOutcome.FAILED),
-        (TimeoutError("the time for the reply is up"), ProbeOutcome.FAILED),
+        (TimeoutError("no complete reply within 10 s"), ProbeOutcome.FAILED),
         *(
             (OSError(lack, os.strerror(lack)), ProbeOutcome.NOT_ASKED)
             for lack in (errno.EMFILE, errno.ENFILE)
@@ -65,7 +65,7 @@ def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
     ("failure", "outcome"),
     [
         (OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NOT_ASKED),
-        (TimeoutError("the time for the reply is up"), ProbeOutcome.READY),
+        (TimeoutError("no complete reply within 10 s"), ProbeOutcome.READY),
     ],
 )
 def test_what_a_server_is_asked_while_something_lacks_is_asked_again(

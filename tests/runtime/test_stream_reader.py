@@ -191,7 +191,7 @@ def test_text_between_headers_and_garbage_is_told(rig: Rig) -> None:
     failure = rig.told.wait_closed().failure
     assert rig.told.events() == [TextDelta("a")]
     assert failure is not None
-    assert "in mid-stream: it is not HTTP any more" in failure.detail
+    assert "in mid-stream: invalid HTTP in the reply" in failure.detail
 
 
 @cases(

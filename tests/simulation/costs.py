@@ -28,7 +28,7 @@ _TRANSPORT = frozenset(
     }
 )
 _ANSWERED = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
-_BESIDE_OTHERS = ("while others get theirs", "while another slot", "no slot was working on it")
+_BESIDE_OTHERS = ("while other requests", "while another slot", "no slot was working on it")
 _LAG_S = 5.0  # readers sleep, mailboxes are full
 
 

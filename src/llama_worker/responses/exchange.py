@@ -32,7 +32,7 @@ _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
     "NO_SLOT_AVAILABLE": ("every slot of the server is in use", 2),
     "WORKER_NOT_READY": ("the server is not ready: it is being started, or stopped", 5),
     "WORKER_DRAINING": ("the server takes no more requests before it is stopped", 30),
-    "WORKER_FAILED": ("the server has failed, and is not started again by itself", 30),
+    "WORKER_FAILED": ("the server has failed and will not be restarted automatically", 30),
 }
 _ANSWER_S = 10.0  # how long an actor may take to answer; it takes milliseconds
 _CANCELED = 499  # not standard, but widely used; clients would retry a 5xx

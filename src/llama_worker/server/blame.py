@@ -147,7 +147,7 @@ class FailureCounts(Struct, frozen=True):
         limit = policy.degenerate_outputs_before_restart
         if limit is not None and is_degenerate(record):
             jobs = self.degenerate_jobs | {record.job}
-            detail = f"{len(jobs)} jobs in a row ended in a loop or in nothing"
+            detail = f"{len(jobs)} jobs in a row ended in a loop or without output"
             restart = RestartCause(
                 "degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})"
             )

@@ -59,9 +59,9 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
         loading_s, silent_s = now - self.began_at, now - self.worked_at
         if silent_s >= profile.startup_timeout_s:
             return (
-                "not ready, and no sign of work for startup_timeout_s "
-                f"{profile.startup_timeout_s:g} s; {loading_s:.1f} s since the launch; give it "
-                "longer, or see its last lines"
+                f"not ready, and no sign of work (CPU or disk) for {silent_s:.1f} s (limit: "
+                f"startup_timeout_s {profile.startup_timeout_s:g}); launched {loading_s:.1f} s "
+                "ago; raise startup_timeout_s if the model loads slowly"
             )
         # A load that loops shows work for ever: these limits hold regardless of work.
         load_s, last_resort_s = profile.load_timeout_s, profile.silent_work_timeout_s
@@ -69,8 +69,8 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
             return f"not ready within load_timeout_s {load_s:g} s"
         if load_s is None and last_resort_s is not None and loading_s >= last_resort_s:
             return (
-                f"not ready within silent_work_timeout_s {last_resort_s:g} s; load_timeout_s "
-                "would allow more"
+                f"not ready within silent_work_timeout_s {last_resort_s:g} s; set load_timeout_s "
+                "to allow more time"
             )
         return None
 
@@ -137,7 +137,7 @@ def models_outcome(status: int, answer: Any) -> tuple[ProbeOutcome, str]:
     if status != 200:
         return ProbeOutcome.FAILED, f"{asked}: {status}"
     if answer is None:
-        return ProbeOutcome.FAILED, f"{asked}: 200, but no JSON"
+        return ProbeOutcome.FAILED, f"{asked}: 200, but the body is not JSON"
     return ProbeOutcome.READY, f"{asked}: 200"
 
 
@@ -154,13 +154,13 @@ def canary_body(canary: Canary) -> dict[str, Any]:
 def canary_problem(check: Callable[[str], bool], status: int, answer: Any) -> str | None:
     """What is wrong with the server's answer; None if the host's `check` accepts it."""
     if status != 200:
-        return f"the canary got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
+        return f"the canary request got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
     text = _text_of(answer)
     try:
         fine = check(text)
     except BaseException as error:  # even SystemExit in the host's code only fails the check
-        return f"the canary's check raised {described_error(error)}"
-    return None if fine else f"the canary's check refused the answer {text[:_SHOWN_CHARS]!r}"
+        return f"the canary check raised {described_error(error)}"
+    return None if fine else f"the canary check rejected the answer {text[:_SHOWN_CHARS]!r}"
 
 
 def _text_of(answer: Any) -> str:

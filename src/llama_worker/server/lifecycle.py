@@ -202,9 +202,9 @@ def _manual_restart(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycle
         case _ if life.will_start_again:
             return life, ()
         case _:
-            detail = "no server runs that restart() could replace; start() launches one"
+            detail = "there is no server to restart; call start() to launch one"
             if life.is_draining:
-                detail = "the worker is draining; start() launches a server once it has stopped"
+                detail = "the worker is draining; call start() after it has stopped"
             return life, (Resolve(Start, WorkerStartError(StartFailReason.STOPPED, detail)),)
 
 

@@ -51,13 +51,13 @@ class SlotsRound:
         if not same_slots or heard_at >= self._began_at:
             return None
         if self._is_lost():
-            times = f"at {len(self.looks)} looks at /slots no slot was working on it"
+            times = f"no slot was working on it in {len(self.looks)} polls of /slots"
             lost = RequestFailReason.REQUEST_LOST
-            return self._verdict(lost, f"the server has lost it: {times}", alone=True)
+            return self._verdict(lost, f"the server has lost the request: {times}", alone=True)
         if not any(map(moved, self._tracks)):
             return self._judge_standstill()
         if self._is_stalled_alone():
-            what = "its slot stands still while another slot of the server moves"
+            what = "its slot makes no progress while another slot of the server does"
             return self._stalled(what, alone=True)
         moving = [track for track in self._tracks if moved(track) and self._matches_task(track)]
         return SlotMoves() if len(moving) > len(self._other_candidates) else None
@@ -90,15 +90,15 @@ class SlotsRound:
         if not self.all_are_silent or not busy or any(slot.may_progress_unseen for slot in busy):
             return None
         still_s = self.now - self.unchanged_since
-        what = f"no slot of the server moved in {still_s:.1f} s"
+        what = f"no slot of the server made progress for {still_s:.1f} s"
         if all(slot.decoded_tokens for slot in busy):
             return self._stalled(f"{what}, and none is in prefill")
         if self.suspect.only_repeats_since(self.unchanged_since):
-            return self._stalled(f"{what}, and it sends the same again and again")
+            return self._stalled(f"{what}, and the server sends only repeated records")
         limit_s = self._longest_batch_s(busy)
         if limit_s is None or still_s < limit_s:
             return None
-        why = f"many times what such a batch takes by its prompts so far (limit: {limit_s:.1f} s)"
+        why = f"many times longer than earlier batches predict (limit: {limit_s:.1f} s)"
         return self._stalled(f"{what}, {why}")
 
     def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:

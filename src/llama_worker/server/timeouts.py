@@ -124,7 +124,7 @@ def _limits(
         ):
             yield _Limit("headers_timeout_s", reason, what, since)
         else:
-            what = f"{what} since a request before it was broken off"
+            what = f"{what} since an earlier request was aborted"
             yield _Limit("idle_stream_timeout_s", reason, what, leftover_since)
     if prefill and not reporting:
         yield _Limit(
@@ -140,7 +140,7 @@ def _limits(
         since = any_progress_at if prefill else newest(data_at, slots.moved_at)
         waits_unseen = prefill and slots.may_progress_unseen  # perhaps behind another client
         if progress.only_repeats_since(since) and not waits_unseen:
-            what = "nothing new, only the same again,"
+            what = "only repeated records"
             yield _Limit("idle_stream_timeout_s", stall, what, since)
     idle_s = profile.idle_stream_timeout_s
     if (
@@ -150,7 +150,7 @@ def _limits(
         and any_data_at - data_at >= idle_s
     ):
         # A generating request gets a token with every batch, however long another's prompt is.
-        what = "no data, while others get theirs,"
+        what = "no data while other requests receive data,"
         yield _Limit(
             "idle_stream_timeout_s",
             stall,
@@ -167,7 +167,7 @@ def _limits(
         waits = prefill and progress.only_repeats_since(progress.turn_started_at)
         # A reply in one piece brings no data until it is complete: slot movement counts instead.
         since = any_progress_at if waits or progress.in_one_piece else any_data_at
-        yield _Limit("silent_work_timeout_s", stall, "no data, for this request or another,", since)
+        yield _Limit("silent_work_timeout_s", stall, "no data for any request", since)
     yield _Limit(
         "absolute_timeout_s",
         RequestFailReason.ABSOLUTE_TIMEOUT,

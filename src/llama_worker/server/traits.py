@@ -72,8 +72,8 @@ def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
         ):
             model = f"{traits.model!r}" if traits.model else "the model"
             return (
-                f"{kind} parts need a model with {modality}, which {model} has not as the server "
-                "runs it: take another model, or give the server its projector (--mmproj FILE)"
+                f"{kind} parts need a model with {modality}; {model} as served has none: use "
+                "another model, or pass its projector to the server (--mmproj FILE)"
             )
     return None
 
@@ -84,13 +84,13 @@ def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
     lines = known_flaws(traits.build, config.server_cmd) + visibility_warnings(traits.build)
     if traits.is_router:
         lines.append(
-            "the server is a router: what its own servers do is not seen, and a slow one may be "
-            "taken for hung; give --model, and each model a worker"
+            "the server is a router: the servers behind it cannot be watched, and a slow one may "
+            "be mistaken for a hung one; use --model, with one worker per model"
         )
     if traits.slots is not None and traits.slots < config.slots:
         lines.append(
-            f"the server has {traits.slots} slots, fewer than the worker's {config.slots}: requests"
-            " beyond them wait in the server without a sign of life; start it with "
+            f"the server has {traits.slots} slots, fewer than the worker's {config.slots}: further "
+            "requests wait inside the server, with no visible progress; start it with "
             f"--parallel {config.slots}"
         )
     asked = commanded_n_ctx(config.server_cmd, config.env, config.slots)
@@ -142,14 +142,14 @@ _FLAWS = (
         names="CVE-2026-43631, CVE-2026-43632",
         first=7492,
         last=9060,
-        what="memory is used after it was freed when the server falls asleep",
+        what="use after free when the server goes to sleep",
         flag="--sleep-idle-seconds",
     ),
     _Flaw(
         names="CVE-2026-107183",
         first=0,
         last=11392,
-        what="memory is used after it was freed while a reply is parsed",
+        what="use after free while a reply is parsed",
     ),
 )
 
@@ -190,7 +190,7 @@ def known_flaws(build: int | None, command: Sequence[str]) -> list[str]:
     `command`. [] if the build is unknown."""
     return [
         f"llama-server b{build} has {flaw.names}: {flaw.what}"
-        f"{f' ({flaw.flag})' if flaw.flag else ''}; take a later build than b{flaw.last}"
+        f"{f' ({flaw.flag})' if flaw.flag else ''}; use a build later than b{flaw.last}"
         for flaw in _FLAWS
         if build is not None
         and flaw.first <= build <= flaw.last

@@ -126,7 +126,7 @@ def test_a_server_that_speaks_between_breaks_the_row(between: RequestRecord) -> 
 
 
 JOBS_REFUSED = ("server_errors", "server errors in 5 jobs with no success between")
-JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or in nothing")
+JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or without output")
 
 
 @cases(

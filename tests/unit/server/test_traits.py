@@ -198,6 +198,6 @@ def test_what_an_old_build_does_not_show_is_told(build: int | None, warns: int) 
 def test_a_flaw_says_what_to_take() -> None:
     (line,) = known_flaws(11392, MODEL)
     assert line == (
-        "llama-server b11392 has CVE-2026-107183: memory is used after it was freed while a reply "
-        "is parsed; take a later build than b11392"
+        "llama-server b11392 has CVE-2026-107183: use after free while a reply "
+        "is parsed; use a build later than b11392"
     )

@@ -278,7 +278,9 @@ class _CallbackThread:
         from llama_worker.runtime.host.timers import call_at, now  # which imports this module
 
         if not self._retry_is_set:
-            log_exception(_logger, "a callback of the host has to wait")
+            log_exception(
+                _logger, f"cannot start the thread {self._name}; retrying every {_RETRY_S:g} s"
+            )
         self._retry_is_set = False
         with contextlib.suppress(RuntimeError):  # the timers have no thread, either
             call_at(now() + _RETRY_S, self._start)
@@ -289,7 +291,7 @@ class _CallbackThread:
             _run_logged(self._calls.get())
 
 
-def _run_logged(call: Callable[[], object], name: str = "a callback of the host") -> None:
+def _run_logged(call: Callable[[], object], name: str = "a callback of the host program") -> None:
     try:
         call()
     except BaseException:

@@ -63,7 +63,7 @@ class ToolCallThread:
         try:
             loops.close()
         except BaseException:
-            log_exception(_logger, "the event loop of a tool did not end well")
+            log_exception(_logger, "closing the event loop of a tool failed")
         if self._given_up_to is not None:
             self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
 

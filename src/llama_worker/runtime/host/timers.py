@@ -53,7 +53,7 @@ class TimerThread:
             try:
                 timer = self._wait_for_due()
             except Exception:  # no memory to wait with; without this thread no timer ever fires
-                log_exception(_logger, "the timers pause")
+                log_exception(_logger, f"the timer thread failed; retrying in {_PAUSE_S:g} s")
                 time.sleep(_PAUSE_S)
                 continue
             try:

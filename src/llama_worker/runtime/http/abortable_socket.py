@@ -57,7 +57,7 @@ class Abort:
         def on_timeout() -> None:
             with self._lock:
                 if self._limit is limit and self.error is None:
-                    self._end(TimeoutError("the time for the reply is up"))
+                    self._end(TimeoutError(f"no complete reply within {timeout_s:g} s"))
 
         timer = timers.call_at(timers.now() + timeout_s, on_timeout)
         try:
@@ -133,7 +133,7 @@ class _Abortable:
             if self.abort.wait_readable(_shorter(left_s, silence_s)):
                 return
             if self.deadline is not None and timers.now() >= self.deadline:
-                raise TimeoutError("the time for the reply is up")
+                raise TimeoutError("timed out while reading the reply")
 
     def close(self) -> None:
         self.abort.detach()

@@ -135,7 +135,7 @@ class ReadinessProbe(_Question):
                 "POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary)
             )
         except (OSError, ValueError) as error:
-            return unanswered(error)[0], f"the canary: {described_error(error)}"
+            return unanswered(error)[0], f"the canary request failed: {described_error(error)}"
         problem = canary_problem(canary.check, status, json_of(answer))
         return (outcome, detail) if problem is None else (ProbeOutcome.CANARY_FAILED, problem)
 

@@ -126,7 +126,7 @@ class GuardedServer:
                 final_report = self._run_guard(cleanup)
         # Out of descriptors, processes or memory; `cleanup` has released what there was.
         except Exception as error:
-            detail = f"no process could be started: {error}"
+            detail = f"cannot start the server: {error}"
             final_report = self._exited() if self._server else self._not_started(detail)
         if self._oom is not None:
             self._oom.close()
@@ -141,7 +141,7 @@ class GuardedServer:
         """Start the guard and watch until it has ended; returns the thread's last message."""
         if not can_listen(self._address):
             host, port = self._address
-            taken = f"{host}:{port} is taken by another process: end it, or take another port"
+            taken = f"another process listens on {host}:{port}: stop it, or use another port"
             return self._not_started(taken, StartFailReason.PORT_IN_USE)
         try:
             guard_process, reports_from = self._start_guard(cleanup)
@@ -262,7 +262,9 @@ class GuardedServer:
 
     def _final_report(self) -> LaunchFailed | Exited:
         if self._server is None:
-            detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
+            detail = self._failure or "the guard process exited early: " + "\n".join(
+                self._log.tail(5)
+            )
             return self._not_started(detail)
         # the guard was killed, and so the kernel kills the server: wait for its end
         if not self._reaped:
