@@ -49,7 +49,7 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
             r"(?:invalid|unknown) argument:? (?P<option>--\S+)"
             r"|invalid argument|unknown argument|error while handling argument"
         ),
-        "the server rejects {option} as it was given: {meant}compare it with the options in "
+        "the server rejects {option} as it was given: {suggestion}compare it with the options in "
         "`llama-server --help`",
     ),
     (
@@ -176,10 +176,10 @@ def oom_evidence(
         )
     if returncode == 0:
         return None
-    said = next(
+    line = next(
         (line for line in reversed(log_tail[-_SEARCHED_LINES:]) if OUT_OF_MEMORY.search(line)), None
     )
-    return f"it ran out of memory; it wrote: {said.strip()}" if said is not None else None
+    return f"it ran out of memory; it wrote: {line.strip()}" if line is not None else None
 
 
 def not_executed(program: str, number: int, why: str) -> str:
@@ -218,10 +218,10 @@ def _filled_in(advice: str, match: re.Match[str]) -> str:
     """The advice with the path or the option that the log names."""
     parts = match.groupdict()
     option = parts.get("option") or ""
-    near = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_MIN_SIMILARITY)
-    is_misspelt = bool(near) and option not in COMMON_OPTIONS
+    similar = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_MIN_SIMILARITY)
+    is_misspelt = bool(similar) and option not in COMMON_OPTIONS
     return advice.format(
         path=parts.get("path") or "",
         option=option or "an option",
-        meant=f"did you mean {near[0]!r}? Else " if is_misspelt else "",
+        suggestion=f"did you mean {similar[0]!r}? Else " if is_misspelt else "",
     )

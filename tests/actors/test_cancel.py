@@ -44,7 +44,7 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
 
 
 @pytest.mark.parametrize("end", ["cancel", "stop", "restart"])
-def test_text_that_was_not_told_is_kept(
+def test_unsent_text_is_kept(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
 ) -> None:
     monkeypatch.setattr(lazy_reading, "LOOK_S", WAIT_S)

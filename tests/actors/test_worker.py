@@ -99,7 +99,7 @@ def test_with_closes_after_a_start_that_failed(
     assert leftovers.wait_none() == []
 
 
-def test_a_lost_handle_takes_its_server_along(
+def test_a_garbage_collected_handle_ends_its_server(
     make_worker: MakeWorker, leftovers: Leftovers
 ) -> None:
     rig = make_worker(start=False)
@@ -114,9 +114,7 @@ def test_a_lost_handle_takes_its_server_along(
 
 
 @pytest.mark.parametrize("thread", ["worker", "timers"])
-def test_a_close_on_a_thread_that_it_would_wait_for_returns(
-    make_worker: MakeWorker, thread: str
-) -> None:
+def test_close_on_a_thread_that_it_waits_for_returns(make_worker: MakeWorker, thread: str) -> None:
     """As by a `__del__` of the host's, which the garbage collector calls on any thread."""
     rig = make_worker(fs.Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.2))
     closed = threading.Event()

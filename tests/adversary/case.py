@@ -207,7 +207,7 @@ class Case(Bench):
         self.has_images |= has_image
         answer = self.worker.submit("job", "", IMAGE if has_image else "hello")
         self._running += 1
-        answer._on_resolved(partial(self._admitted, answer))
+        answer._add_waker(partial(self._admitted, answer))
 
     def _admitted(self, answer: WorkerFuture[Any]) -> None:
         told = answer.get(timeout=0)
@@ -215,7 +215,7 @@ class Case(Bench):
             self._running -= 1
             return
         result = self.worker.result(told["request_id"])
-        result._on_resolved(partial(self._ended, result))
+        result._add_waker(partial(self._ended, result))
 
     def _ended(self, result: WorkerFuture[Any]) -> None:
         told = result.get(timeout=0)

@@ -52,7 +52,7 @@ def test_a_probe_without_an_answer(error: Exception, outcome: ProbeOutcome) -> N
 
 
 @pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.EMFILE, "no descriptor")])
-def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
+def test_a_look_at_slots_is_answered_during_any_shortage(
     lack: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "ask", Mock(side_effect=lack))
@@ -68,7 +68,7 @@ def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
         (TimeoutError("no complete reply within 10 s"), ProbeOutcome.READY),
     ],
 )
-def test_what_a_server_is_asked_while_something_lacks_is_asked_again(
+def test_questions_during_a_shortage_are_repeated(
     monkeypatch: pytest.MonkeyPatch, failure: Exception, outcome: ProbeOutcome
 ) -> None:
     """Once only is it asked for its traits: what is unknown then is unknown for its whole life."""
@@ -97,7 +97,7 @@ def listener() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def test_a_port_is_ours_where_our_tree_listens(listener: int) -> None:
+def test_a_port_is_owned_if_the_tree_listens(listener: int) -> None:
     assert owns_port(os.getpid(), listener)
     sleeper = subprocess.Popen(["sleep", "1000"])
     try:
@@ -153,6 +153,6 @@ class AsyncCheck:
         ({"prompt": "x", "check": bool, "max_tokens": 0}, ConfigError, "max_tokens"),
     ],
 )
-def test_a_canary_of_no_use_is_refused(given: Any, error: type[Exception], what: str) -> None:
+def test_an_invalid_canary_is_refused(given: Any, error: type[Exception], what: str) -> None:
     with pytest.raises(error, match=what):
         Canary(**given)

@@ -97,7 +97,7 @@ def test_one_thread_makes_all_probes(alarms: list[Callable[[], object]]) -> None
     assert not alarms
 
 
-def test_a_hanging_probe_holds_up_no_other(alarms: list[Callable[[], object]]) -> None:
+def test_a_hanging_probe_delays_no_other(alarms: list[Callable[[], object]]) -> None:
     probes, hanging, made = ProbeQueue(), [Hanging(), Hanging()], threading.Event()
     for each in hanging:
         probes.run(each)
@@ -125,7 +125,7 @@ def test_many_hanging_probes_get_threads_soon(
     assert counts == [1, 2, 4, 8, 16]
 
 
-def test_a_probe_that_raises_costs_no_other(alarms: list[Callable[[], object]]) -> None:
+def test_a_probe_that_raises_harms_no_other(alarms: list[Callable[[], object]]) -> None:
     probes = ProbeQueue()
     probes.run(lambda: 1 / 0)
     assert made_by(probes.run)

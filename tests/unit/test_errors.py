@@ -78,7 +78,7 @@ def test_without_a_process_there_are_no_last_lines(reason: StartFailReason) -> N
     assert (str(error), error.returncode, error.log_tail) == (f"{reason}: detail", None, ())
 
 
-def test_there_are_no_other_reasons() -> None:
+def test_unknown_reasons_are_refused() -> None:
     with pytest.raises(ValueError, match="bored"):
         WorkerStartError("bored", "")
 
@@ -184,7 +184,7 @@ LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
         (None, 1, None, (), None),
     ],
 )
-def test_what_tells_a_lack_of_memory(
+def test_evidence_that_memory_ran_out(
     returncode: int | None, kills: int, line: str | None, log: tuple[str, ...], says: str | None
 ) -> None:
     cause = oom_evidence(returncode, oom_kills=kills, kernel_line=line, log_tail=log)

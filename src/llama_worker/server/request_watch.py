@@ -108,7 +108,7 @@ class RequestWatch:
             if order.has_media:
                 self._leftover_media.queue(order.request_id, now)
 
-    def saw(self, seen: EvidenceSeen) -> None:
+    def record_evidence(self, seen: EvidenceSeen) -> None:
         """Record what a liveness probe saw the server do."""
         if seen.alive:
             self.liveness_at = seen.at
@@ -128,7 +128,9 @@ class RequestWatch:
         self._unanswered = set(self.ids)
         return given_up
 
-    def heard(self, progress: Progress, now: float, *, for_verdict: bool) -> list[Stalled]:
+    def record_progress(
+        self, progress: Progress, now: float, *, for_verdict: bool
+    ) -> list[Stalled]:
         """Record a request's progress; returns the verdicts if it was the last to answer."""
         request_id = progress.request_id
         if request_id not in self.ids:
@@ -159,18 +161,18 @@ class RequestWatch:
         return [] if self._unanswered else self._judge_answered(now)
 
     def _judge_answered(self, now: float) -> list[Stalled]:
-        heard = [self.progress[each] for each in self._answered if each in self.progress]
+        reports = [self.progress[each] for each in self._answered if each in self.progress]
         self.drop_answers()
-        if not heard:
+        if not reports:
             return []
         given_up = [
             self._give_up(progress.request_id, verdict, now)
-            for progress in heard
-            if (verdict := self._judge(progress, heard, now)) is not None
+            for progress in reports
+            if (verdict := self._judge(progress, reports, now)) is not None
         ]
         if self.slots.complete:
             self.slots.end_round(now)
-        if any(self._is_suspect(progress, now) for progress in heard):
+        if any(self._is_suspect(progress, now) for progress in reports):
             self.slots.start_looking(now)
         else:
             self.slots.stop_looking()
@@ -191,20 +193,20 @@ class RequestWatch:
             restarts_server=restarts_server,
         )
 
-    def _judge(self, progress: Progress, heard: Sequence[Progress], now: float) -> Verdict | None:
+    def _judge(self, progress: Progress, reports: Sequence[Progress], now: float) -> Verdict | None:
         is_suspect, slots = self._is_suspect(progress, now), self.slots
         around = slots.around_interruption
         if is_suspect and around is not None:
             # Looks without an answer may leave no round complete, so the looks before and after
             # them are compared, too. If nothing moved between these, that gives up no request.
-            self._judge_looks(around, around[0].asked_at, progress, heard, now)
+            self._judge_looks(around, around[0].asked_at, progress, reports, now)
         verdict = self._judge_by_times(progress, now)
         if verdict is not None or not is_suspect:
             return verdict
-        verdict = self._judge_silent_slots(progress, heard, now)
+        verdict = self._judge_silent_slots(progress, reports, now)
         if verdict is None and slots.complete:
             moved_at = slots.looks[-1].asked_at
-            verdict = self._judge_looks(slots.looks, moved_at, progress, heard, now)
+            verdict = self._judge_looks(slots.looks, moved_at, progress, reports, now)
         return verdict if self.slots_are_reliable else None
 
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
@@ -230,7 +232,7 @@ class RequestWatch:
         )
 
     def _judge_silent_slots(
-        self, progress: Progress, heard: Sequence[Progress], now: float
+        self, progress: Progress, reports: Sequence[Progress], now: float
     ) -> Verdict | None:
         """The task queue is stuck if `/slots` answered before and no longer does, while the rest of
         HTTP still answers.
@@ -242,7 +244,7 @@ class RequestWatch:
         slots, since = self.slots, self.slots.silent_since
         if since is None:
             return None
-        may_encode = self._may_encode_media() or any(each.has_media for each in heard)
+        may_encode = self._may_encode_media() or any(each.has_media for each in reports)
         answers_during_batches = self.build_answers_during_batches or slots.answers_during_batches
         if slots.silent_looks < SILENT_LOOKS or may_encode or not answers_during_batches:
             return None
@@ -260,7 +262,7 @@ class RequestWatch:
         looks: Sequence[SlotsLook],
         moved_at: float,
         progress: Progress,
-        heard: Sequence[Progress],
+        reports: Sequence[Progress],
         now: float,
     ) -> Verdict | None:
         """The verdict by looks. Movement that may be the request's is work as of `moved_at`."""
@@ -268,7 +270,7 @@ class RequestWatch:
         slots_round = SlotsRound(
             looks=looks,
             suspect=progress,
-            others=[other for other in heard if other.request_id != progress.request_id],
+            others=[other for other in reports if other.request_id != progress.request_id],
             all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
             unchanged_since=newest(self.slots.unchanged_since, self._reads_at),
             pace=Pace() if self._may_encode_media() else self.pace,

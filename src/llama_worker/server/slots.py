@@ -178,7 +178,7 @@ class SlotsWatch:
         self._is_looking, self._asked_at = True, now
         return True
 
-    def seen(self, look: SlotsLook | SlotsTimeout | None, now: float) -> None:
+    def record_look(self, look: SlotsLook | SlotsTimeout | None, now: float) -> None:
         """Record the result of a look; None: no usable answer."""
         self._is_looking = False
         self._has_answered = self._has_answered or isinstance(look, SlotsLook)
@@ -192,11 +192,11 @@ class SlotsWatch:
         if is_refused:
             self.stop_looking()
         elif isinstance(look, SlotsLook):
-            self._seen_slots(look, now)
+            self._record_answer(look, now)
         else:
-            self._seen_timeout(now)
+            self._record_timeout(now)
 
-    def _seen_slots(self, look: SlotsLook, now: float) -> None:
+    def _record_answer(self, look: SlotsLook, now: float) -> None:
         self.may_progress_unseen = any(slot.may_progress_unseen for slot in look.slots)
         self.silent_since, self.silent_looks = None, 0
         if self._was_interrupted and self._last_look is not None:
@@ -215,7 +215,7 @@ class SlotsWatch:
         if not self.complete:
             self.deadline = now + LOOK_INTERVAL_S
 
-    def _seen_timeout(self, now: float) -> None:
+    def _record_timeout(self, now: float) -> None:
         """No answer from a launch that has answered before: keep asking."""
         if self.silent_since is None:
             self.silent_since = self._asked_at

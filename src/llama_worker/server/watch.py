@@ -130,7 +130,9 @@ class ServerWatch:
             case messages.SlotsSeen():
                 self._slots_seen(message, now)
             case ProgressReported(progress=progress, for_verdict=for_verdict):
-                self._give_up(self._requests.heard(progress, now, for_verdict=for_verdict), now)
+                self._give_up(
+                    self._requests.record_progress(progress, now, for_verdict=for_verdict), now
+                )
             case messages.GpuFaulted():
                 self._gpu_faulted(message, now)
             case _:
@@ -284,14 +286,14 @@ class ServerWatch:
         if isinstance(self._stage, health.StartupWatch) and (seen.alive or seen.by_shortage):
             self._stage = self._stage.saw_work(seen.at)
         if self._requests.ids:
-            self._requests.saw(seen)
+            self._requests.record_evidence(seen)
             self._report_observed(seen.at)
             if self._rounds.complete and not seen.look.fresh:
                 self._ask_for_verdicts(now)
 
     def _slots_seen(self, seen: messages.SlotsSeen, now: float) -> None:
         slots = self._requests.slots
-        slots.seen(seen.look, now)
+        slots.record_look(seen.look, now)
         if slots.silent_since is not None:
             self._probe(now, failure_counts=False)  # does HTTP still answer?
         if slots.complete:

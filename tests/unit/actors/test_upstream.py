@@ -218,7 +218,7 @@ def test_a_hang_is_found_in_time(hears: Any, world: Any, reason: str, by: float)
     assert client.given_up == reason
 
 
-def test_the_least_patient_profile_is_the_users_choice() -> None:
+def test_the_shortest_timeouts_are_the_users_choice() -> None:
     client, upstream = Client((0.0, None), (1.0, TEXT)), World(TimeoutProfile.fast())
     upstream.begin(client)
     assert upstream.run(client) <= 36.0
@@ -243,7 +243,7 @@ def test_the_least_patient_profile_is_the_users_choice() -> None:
         ),
     ],
 )
-def test_slow_ones_are_left_alone(clients: list[Client], world: Any) -> None:
+def test_slow_servers_are_not_given_up(clients: list[Client], world: Any) -> None:
     upstream = World(**world)
     upstream.begin(*clients)
     upstream.run(*clients, until=SILENT_S)
@@ -260,7 +260,7 @@ def test_slow_ones_are_left_alone(clients: list[Client], world: Any) -> None:
         pytest.param(lambda now: GENERATES if now < 70 else SlotsTimeout(), id="silent"),
     ],
 )
-def test_slots_of_another_server_accuse_nobody(
+def test_slots_of_another_server_give_no_verdict(
     hears: Any, slots: Callable[[float], Slots | SlotsTimeout]
 ) -> None:
     """Behind a load balancer `/slots` may be answered by one that has not got the request."""
@@ -289,7 +289,7 @@ def test_a_slow_client_is_not_the_servers_fault() -> None:
     assert client.given_up is None
 
 
-def test_while_nobody_waits_nothing_is_asked() -> None:
+def test_an_idle_upstream_is_not_probed() -> None:
     client, upstream = Client(), World()
     upstream.begin(client)
     upstream.run(client, until=100.0)

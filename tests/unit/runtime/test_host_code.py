@@ -101,7 +101,7 @@ def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.Monke
     assert len(begun) == 2
 
 
-def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_without_a_thread_does_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(call: Callable[[], object]) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -146,7 +146,7 @@ def test_a_generator_is_no_result() -> None:
     assert "returned what JSON cannot hold: a generator" in ended.text
 
 
-def test_a_tool_that_heeds_being_given_up_has_not_failed() -> None:
+def test_a_tool_that_obeys_cancellation_has_not_failed() -> None:
     class Runner:
         def run_tool(self, *, call: RunningCall, **about: Any) -> str:
             assert call.cancelled.wait(60.0)

@@ -52,7 +52,7 @@ ONE_ENDED_ALONE, _ = judge(VerdictHistory(), 1)
         "one that does not count": (ONE_ENDED_ALONE, 2, OVERDUE, False),
     },
 )
-def test_what_a_verdict_costs(
+def test_which_verdicts_restart_the_server(
     blame: VerdictHistory, request_id: int, verdict: Verdict, costs: bool
 ) -> None:
     after, found = judge(blame, request_id, verdict)
@@ -121,7 +121,7 @@ def test_broken_connections_cost_a_probe_then_the_server() -> None:
 
 
 @pytest.mark.parametrize("between", [DONE, REFUSED])
-def test_a_server_that_speaks_between_breaks_the_row(between: RequestRecord) -> None:
+def test_a_reply_in_between_resets_the_count(between: RequestRecord) -> None:
     assert isinstance(found(BROKEN, between, BROKEN), ProbeNow)
 
 
@@ -150,7 +150,7 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or w
         "so is reasoning": ([ended(job="a"), ended(job="b", reasoning="hm")], None),
     },
 )
-def test_what_enough_jobs_met_costs_the_server(
+def test_enough_failed_jobs_restart_the_server(
     records: list[RequestRecord], costs: tuple[str, str] | None
 ) -> None:
     last = found(*records, policy=DEGENERATE)
@@ -159,7 +159,7 @@ def test_what_enough_jobs_met_costs_the_server(
         assert (last.reason, last.detail.partition(" (")[0]) == costs
 
 
-def test_without_a_limit_what_came_to_nothing_says_nothing_of_the_server() -> None:
+def test_without_a_limit_degenerate_output_is_ignored() -> None:
     assert found(*(ended(LOOP, f"job-{number}") for number in range(50))) is None
     assert found(*(ended(job=f"job-{number}") for number in range(50))) is None
 
@@ -182,7 +182,7 @@ def test_what_an_error_means_for_the_server(xids: tuple[int, ...], fatal: bool |
     )
 
 
-def test_a_fault_names_the_gpu_the_number_and_the_meaning() -> None:
+def test_a_gpu_fault_names_gpu_xid_and_meaning() -> None:
     assert fault_of_xid("GPU 3", 79) == GpuFault(
         fatal=True, detail="GPU 3: Xid 79, the GPU has fallen off the bus"
     )

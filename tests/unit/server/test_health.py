@@ -154,7 +154,7 @@ def raises(text: str) -> bool:
             replied("????"),
             "the canary check rejected the answer '????'",
         ),
-        (lambda text: "4" in text, 200, replied(None), "refused the answer ''"),
+        (lambda text: "4" in text, 200, replied(None), "rejected the answer ''"),
         (lambda text: not text, 200, [], None),
         (
             lambda text: True,
@@ -165,13 +165,15 @@ def raises(text: str) -> bool:
         (raises, 200, replied("x"), "the canary check raised SystemExit: 3"),
     ],
 )
-def test_a_canary_lives_or_not(check: Any, status: int, told: Any, problem: str | None) -> None:
+def test_the_canary_check_decides_about_the_answer(
+    check: Any, status: int, told: Any, problem: str | None
+) -> None:
     found = canary_problem(check, status, told)
     assert (found is None) == (problem is None)
     assert (problem or "") in (found or "")
 
 
-def test_a_canary_is_greedy() -> None:
+def test_the_canary_uses_greedy_sampling() -> None:
     body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
     assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (
         0,

@@ -23,17 +23,17 @@ def asked_at(now: float) -> RollCall:
 @pytest.mark.parametrize(
     ("now", "silent"), [(100.0 + ANSWER_TIMEOUT_S - 0.1, []), (100.0 + ANSWER_TIMEOUT_S, [STUCK])]
 )
-def test_who_owes_an_answer_for_long_is_dead(now: float, silent: list[object]) -> None:
+def test_an_actor_that_does_not_answer_counts_as_dead(now: float, silent: list[object]) -> None:
     assert asked_at(100.0).overdue(now) == silent
 
 
-def test_silence_is_over_at_the_very_instant_of_its_alarm() -> None:
+def test_an_answer_is_overdue_at_its_own_deadline() -> None:
     at = 1000.1
     assert at + ANSWER_TIMEOUT_S - at < ANSWER_TIMEOUT_S  # rounded
     assert asked_at(at).overdue(at + ANSWER_TIMEOUT_S) == [STUCK]
 
 
-def test_each_is_asked_again_once_it_has_answered() -> None:
+def test_each_actor_is_asked_again_after_its_answer() -> None:
     roll_call = asked_at(100.0)
     assert roll_call.due(MEMBERS, 100.0 + ASK_INTERVAL_S - 0.1) == []
     assert roll_call.due(MEMBERS, 100.0 + ASK_INTERVAL_S) == [MEMBERS[0]]

@@ -122,7 +122,7 @@ REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
         "a draft model reads a neighbour's prompt": ([DRAFTS, STUCK], WRITES, [QUIET]),
     },
 )
-def test_who_may_read_unseen_is_not_given_up(
+def test_a_slot_that_may_progress_unseen_is_not_given_up(
     tracks: list[Track], suspect: Progress, others: list[Progress]
 ) -> None:
     assert judge(looks(*tracks), suspect, *others, still_s=500.0) is None
@@ -178,13 +178,13 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         "a neighbour's slow step": ([STUCK], WAITS, [replace(SERVED, last_data_at=99.0)], False),
     },
 )
-def test_an_honest_server_is_spared(
+def test_a_working_server_is_not_given_up(
     tracks: list[Track], suspect: Progress, others: list[Progress], works: bool
 ) -> None:
     assert judge(looks(*tracks), suspect, *others) == (SlotMoves() if works else None)
 
 
-def test_other_slots_than_before_tell_nothing() -> None:
+def test_looks_with_different_slots_give_no_verdict() -> None:
     seen = looks(IDLE)
     seen[2] = looks(IDLE, IDLE)[2]
     assert judge(seen, IN_PREFILL) is None
@@ -227,7 +227,7 @@ AS_DEEP, NEARLY_AS_DEEP = ([(512, 512, 60.0), (512, depth, 70.0)] for depth in (
         "the slowest counts": (SLOW_AND_FAST, [(512, 512)], LIMIT_OF_60_S),
     },
 )
-def test_a_prefill_is_measured_by_earlier_ones(
+def test_a_prefill_is_judged_by_earlier_ones(
     earlier: list[tuple[int, int, float]], batches: list[tuple[int, int]], limit_s: float
 ) -> None:
     seen, pace = looks(*(in_batch(*batch) for batch in batches)), learnt(*earlier)
@@ -248,5 +248,5 @@ def test_a_prefill_is_measured_by_earlier_ones(
         "a build that does not tell the batch": (REPORTED, IN_A_BATCH),
     },
 )
-def test_an_unknown_batch_may_take_any_time(suspect: Progress, track: Track) -> None:
+def test_an_unknown_batch_has_no_limit(suspect: Progress, track: Track) -> None:
     assert judge(looks(track), suspect, still_s=1e6, pace=learnt((512, 512, 1.0))) is None

@@ -104,7 +104,7 @@ def decoded(count: int) -> list[dict[str, int]]:
         "no draft model, one token": (told(speculative=False, next_token=decoded(1)), False),
     },
 )
-def test_a_slot_may_read_unseen(body: Any, unseen: bool) -> None:
+def test_which_slots_may_progress_unseen(body: Any, unseen: bool) -> None:
     (found,) = parse_slots([body]) or ()
     assert found.may_progress_unseen is unseen
 
@@ -126,7 +126,7 @@ def writes_on(now: float) -> tuple[Slot, ...]:
     return (slot(decoded=int(now)),)
 
 
-def test_one_that_holds_its_text_back_is_spared() -> None:
+def test_a_server_that_holds_text_back_is_not_given_up() -> None:
     watch = watched(writes_on, lambda now: generating(min(now, 100.0)))
     assert watch.run(1000.0, Stalled) is None
     at_ready, *asked = watch.slots_asked_at
@@ -146,7 +146,7 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, SlotsTimeout()])
-def test_who_refuses_at_ready_is_left_alone_for_a_minute(answer: SlotsTimeout | None) -> None:
+def test_slots_refused_at_ready_are_not_asked_for_a_minute(answer: SlotsTimeout | None) -> None:
     impatient = replace(PROFILE, suspect_after_s=10.0)
     watch = VirtualWatch.ready(impatient, slots=lambda now: answer)
     watch.begin(lambda now: generating(0.0))
@@ -194,7 +194,7 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
         assert stalled([]) is None
 
 
-def test_a_request_that_ends_before_it_is_asked_teaches() -> None:
+def test_batches_of_an_ended_request_are_learnt() -> None:
     watch = watched(lambda now: (slot(prompt=0),), reads)
     batch = Batch(-3.0, -1.0, 512, 512)
     watch.tell(Unwatch(request_id=1, data_at=0.0, batches=(batch,), completed=True))
@@ -202,7 +202,7 @@ def test_a_request_that_ends_before_it_is_asked_teaches() -> None:
 
 
 @pytest.mark.parametrize("has_media", [True, False])
-def test_a_gone_requests_image_may_be_encoded_still(has_media: bool) -> None:
+def test_an_aborted_requests_image_may_still_be_encoded(has_media: bool) -> None:
     batches = (Batch(10.0, 11.0, 512, 512),)
 
     def writes(now: float) -> Progress:
@@ -233,7 +233,7 @@ UNSEEN_SLOT = replace(slot(prompt=0), shows_prompt_progress=False)
         (SlotsTimeout(), None),
     ],
 )
-def test_who_waits_behind_an_unseen_prefill_is_spared(
+def test_a_request_behind_an_unseen_prefill_is_not_given_up(
     slots: tuple[Slot, ...] | SlotsTimeout, build: int | None
 ) -> None:
     def waits(now: float) -> Progress:
@@ -311,7 +311,7 @@ def stalled_at(
         "had answered in batches": (falls_silent(180.0, reads_batches), reads, None, 180.0),
     },
 )
-def test_slots_that_fall_silent_cost_the_server(
+def test_slots_that_fall_silent_restart_the_server(
     slots: SlotsAt, request_at: RequestAt, build: int | None, since: float
 ) -> None:
     at = stalled_at(slots, request_at, build=build)

@@ -149,7 +149,7 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
         },
     },
 )
-def test_a_limit_that_is_over_has_its_verdict(
+def test_an_exceeded_limit_gives_its_verdict(
     at: Progress, told: dict[str, Any], due_at: float, reason: RequestFailReason
 ) -> None:
     assert timeout_verdict(at, now=due_at - 0.1, **told) is None
@@ -177,7 +177,7 @@ OFF = heard() | {"profile": TimeoutProfile.debug()}
         },
     },
 )
-def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any]) -> None:
+def test_without_a_limit_there_is_no_verdict(at: Progress, told: dict[str, Any]) -> None:
     assert timeout_verdict(at, now=1e9, **told) is None
 
 
@@ -197,7 +197,9 @@ def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any
         ),
     },
 )
-def test_what_waits_for_its_turn_is_spared(at: Progress, told: dict[str, Any]) -> None:
+def test_a_request_that_waits_for_its_turn_is_not_given_up(
+    at: Progress, told: dict[str, Any]
+) -> None:
     heard_at = max(told["neighbours"].data_at or 0.0, told["slots"].any_moved_at or 0.0, 1100.0)
     assert reason_at(heard_at + 119.0, at, told | {"liveness_at": heard_at}) is None
 
@@ -266,7 +268,7 @@ def test_a_due_verdict_stays_the_same(
 
 
 @given(progresses(), what_is_heard, offsets, offsets)
-def test_hearing_more_never_brings_a_verdict_on(
+def test_more_signs_of_work_never_cause_a_verdict(
     at: Progress, told: dict[str, Any], age: float, more: float
 ) -> None:
     now = at.turn_started_at + age

@@ -87,7 +87,7 @@ def told(progress: Progress) -> ProgressReported:
         pytest.param(Tick(), 60.2, True, id="it never answers: nobody is held up for ever"),
     ],
 )
-def test_no_verdict_falls_before_every_request_was_heard(
+def test_no_verdict_before_every_request_has_answered(
     next_message: messages.WatchdogMessage, at: float, restarts_server: bool
 ) -> None:
     step = ready(STALLS_AFTER_1_S)
@@ -110,7 +110,7 @@ DOUBT_CONFIRMED = messages.HealthLost(
 )
 
 
-def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
+def test_a_probe_wanted_during_a_probe_follows_it() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
     assert step(Tick(), 31.0) == [PROBE]
     assert step(DOUBT, 31.2) == []
@@ -120,7 +120,9 @@ def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("data_at", "works"), [(None, False), (30.9, False), (36.0, True)])
-def test_data_since_the_probe_began_outweighs_a_doubt(data_at: float | None, works: bool) -> None:
+def test_data_since_the_probe_began_overrides_its_failure(
+    data_at: float | None, works: bool
+) -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None))
     step(Watch(request_id=2, request=Nobody()), 30.9)
     assert step(DOUBT, 31.0)[-1] == PROBE
@@ -137,7 +139,7 @@ def test_data_since_the_probe_began_outweighs_a_doubt(data_at: float | None, wor
         pytest.param(None, ProbeOutcome.NOT_ASKED, 1.1, id="it could not be made"),
     ],
 )
-def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_news(
+def test_a_probe_that_was_not_asked_is_retried(
     interval_s: float | None, outcome: ProbeOutcome, answered_at: float
 ) -> None:
     step = ready(
@@ -160,7 +162,7 @@ def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
     assert step(error, 3.0) == []
 
 
-def test_evidence_comes_before_the_question_and_the_question_before_the_verdict() -> None:
+def test_evidence_then_progress_then_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
     assert step(Watch(request_id=1, request=Nobody()), 60.0) == []
     first, second = step(Tick(), 60.05)
@@ -173,7 +175,7 @@ def test_evidence_comes_before_the_question_and_the_question_before_the_verdict(
     assert step(told(generating(0.0)), 60.13) == []  # it works
 
 
-def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None:
+def test_a_hanging_probe_is_not_asked_again_and_delays_no_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
     step(Watch(request_id=1, request=Nobody()), 60.0)
     hanging, quick = step(Tick(), 60.05)
@@ -201,7 +203,7 @@ def test_what_a_probe_saw_before_watching_began_does_not_count(returns_at: float
     assert [e.liveness_at for e in asked] == [None]
 
 
-def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing() -> None:
+def test_a_launch_that_is_over_leaves_no_probe() -> None:
     step = Watched(TimeoutProfile(), probes_count=1)
     step(Launch(epoch=1), 0.0)
     (look,) = step(Launched(epoch=1, pid=7), 0.0)
@@ -226,7 +228,7 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
     assert step.watch.deadline is None
 
 
-def test_what_nobody_saw_before_an_idle_hour_takes_nothing_from_the_next_request() -> None:
+def test_an_idle_hour_does_not_affect_the_next_request() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None), probes_count=1)
     step(Watch(request_id=1, request=Nobody()), 9.5)
     (look,) = step(Tick(), 10.0)
@@ -297,7 +299,7 @@ ROWS = {(before, event): after for before, event, after in table(str(watch.__doc
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", STATES)
-def test_the_watch_goes_where_its_table_says(state: str, event: str) -> None:
+def test_the_watch_follows_its_state_table(state: str, event: str) -> None:
     if (event, state) in IMPOSSIBLE:
         assert (state, event) not in ROWS
         return

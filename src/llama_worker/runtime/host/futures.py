@@ -72,13 +72,13 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         """As Pykka's: raises queue.Full if the future is resolved."""
         self._claim()
         super().set(value)
-        self._wake()
+        self._call_wakers()
 
     def set_exception(self, exc_info: Any = None) -> None:
         """As Pykka's: raises queue.Full if the future is resolved."""
         self._claim()
         super().set_exception(exc_info)
-        self._wake()
+        self._call_wakers()
 
     def _claim(self) -> None:
         if self._get_hook is not None or not self._unanswered.acquire(blocking=False):
@@ -110,11 +110,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         if not self.done() and not getattr(_this_thread, "never_blocks", False):
             woken = threading.Lock()
             woken.acquire()
-            self._on_resolved(woken.release)
+            self._add_waker(woken.release)
             try:
                 _acquire(woken, timeout_s)
             finally:
-                self._forget(woken.release)
+                self._remove_waker(woken.release)
         return self.done()
 
     def add_done_callback(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
@@ -124,7 +124,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         An exception in it is logged. It may use the worker; it should not wait long, since it keeps
         the other callbacks waiting.
         """
-        self._on_resolved(lambda: _callbacks.run(lambda: callback(self)))
+        self._add_waker(lambda: _callback_thread.run(lambda: callback(self)))
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an asyncio task, without blocking the event loop."""
@@ -142,11 +142,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 except RuntimeError:
                     return  # the loop was closed; nobody waits there any more
 
-            self._on_resolved(wake_threadsafe)
+            self._add_waker(wake_threadsafe)
             try:
                 yield from resolved
             finally:
-                self._forget(wake_threadsafe)
+                self._remove_waker(wake_threadsafe)
         return self.get()
 
     def __repr__(self) -> str:
@@ -169,7 +169,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         def __iter__(self) -> NoReturn:
             raise TypeError(f"{type(self).__name__} is not iterable; {_REMEDY}")
 
-    def _on_resolved(self, waker: Callable[[], object]) -> None:
+    def _add_waker(self, waker: Callable[[], object]) -> None:
         self._wakers.append(waker)
         _awaited.add(self)
         if self._get_hook is not None:  # only a waiter resolves it
@@ -177,9 +177,9 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 target=self._wait_and_wake, name="llama_worker-derived", daemon=True
             ).start()
         elif self.done():
-            self._wake()
+            self._call_wakers()
 
-    def _forget(self, waker: Callable[[], object]) -> None:
+    def _remove_waker(self, waker: Callable[[], object]) -> None:
         with contextlib.suppress(ValueError):  # already called
             self._wakers.remove(waker)
         if not self._wakers:
@@ -187,7 +187,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         if self._wakers:  # one was added meanwhile
             _awaited.add(self)
 
-    def _wake(self) -> None:
+    def _call_wakers(self) -> None:
         """Call each waker once, also if several threads do this at the same time."""
         with contextlib.suppress(IndexError):
             while True:
@@ -199,7 +199,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         try:
             self.wait(None)
         finally:
-            self._wake()
+            self._call_wakers()
 
 
 def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
@@ -308,36 +308,36 @@ def log_exception(logger: logging.Logger, text: str) -> None:
             traceback.print_exc()
 
 
-_LOG_THREAD = "llama_worker-log"
-_callbacks = _CallbackThread()
-_lines = _CallbackThread(_LOG_THREAD)
+_LOG_THREAD_NAME = "llama_worker-log"
+_callback_thread = _CallbackThread()
+_log_thread = _CallbackThread(_LOG_THREAD_NAME)
 
 
 def call_host(call: Callable[[], object], name: str) -> None:
     """Make the call on the callback thread that all workers of this process share; an exception in
     it is logged with the name."""
-    _callbacks.run(lambda: _run_logged(call, name))
+    _callback_thread.run(lambda: _run_logged(call, name))
 
 
 def write_log(logger: logging.Logger, level: int, text: str) -> None:
     """Log the line on another thread: a handler of the host's that blocks delays lines, but no
     actor."""
     if logger.isEnabledFor(level):
-        _lines.run(lambda: logger.log(level, "%s", text))
+        _log_thread.run(lambda: logger.log(level, "%s", text))
 
 
 def flush_log(timeout_s: float) -> None:
     """Wait until the lines so far were written, for `timeout_s` at most."""
-    _lines.flush(timeout_s)
+    _log_thread.flush(timeout_s)
 
 
 def _is_handled_here(record: logging.LogRecord) -> bool:
     """A filter that has the log thread write what Pykka logs on an actor's thread, when an actor
     starts or ends, as it does our own lines."""
     thread_name = threading.current_thread().name
-    if thread_name == _LOG_THREAD or not thread_name.startswith("llama_worker-"):
+    if thread_name == _LOG_THREAD_NAME or not thread_name.startswith("llama_worker-"):
         return True
-    _lines.run(lambda: logging.getLogger(record.name).handle(record))
+    _log_thread.run(lambda: logging.getLogger(record.name).handle(record))
     return False
 
 
@@ -345,8 +345,8 @@ logging.getLogger("pykka").addFilter(_is_handled_here)
 
 
 def _reset_after_fork() -> None:
-    global _callbacks, _lines  # the parent's threads do not exist in the child
-    _callbacks, _lines = _CallbackThread(), _CallbackThread(_LOG_THREAD)
+    global _callback_thread, _log_thread  # the parent's threads do not exist in the child
+    _callback_thread, _log_thread = _CallbackThread(), _CallbackThread(_LOG_THREAD_NAME)
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

@@ -130,7 +130,7 @@ class _Abortable:
                 self.waiter.before_reading()
                 silence_s = self.waiter.silence_s
             left_s = None if self.deadline is None else max(self.deadline - timers.now(), 0.0)
-            if self.abort.wait_readable(_shorter(left_s, silence_s)):
+            if self.abort.wait_readable(_shorter_timeout(left_s, silence_s)):
                 return
             if self.deadline is not None and timers.now() >= self.deadline:
                 raise TimeoutError("timed out while reading the reply")
@@ -277,5 +277,5 @@ def _timeval(timeout_s: float | None) -> bytes:
     return struct.pack("ll", *divmod(micros, 1_000_000))
 
 
-def _shorter(one_s: float | None, other_s: float | None) -> float | None:
+def _shorter_timeout(one_s: float | None, other_s: float | None) -> float | None:
     return min((each for each in (one_s, other_s) if each is not None), default=None)

@@ -42,7 +42,7 @@ from llama_worker.types.worker import StartFailReason
 _GUARD = Path(guard.__file__)
 _READ_BYTES = 65536
 _PAUSE_S = 0.1
-_SWEEP_S = 1.0  # between looks for processes that are left
+_KILL_INTERVAL_S = 1.0  # between looks for processes that are left
 _MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
 
 
@@ -212,9 +212,9 @@ class GuardedServer:
             for fd in (ended, output, report):
                 poll.register(fd, select.POLLIN)
             reports = b""
-            silence, server_registered = SilentGuardWatch(), False
+            guard_watch, server_registered = SilentGuardWatch(), False
             while True:
-                ready = {fd for fd, _ in poll.poll(silence.wait_ms(time.monotonic()))}
+                ready = {fd for fd, _ in poll.poll(guard_watch.wait_ms(time.monotonic()))}
                 over = ended in ready
                 if output in ready and not self._drain(output):
                     poll.unregister(output)
@@ -234,7 +234,7 @@ class GuardedServer:
                     poll.register(server, select.POLLIN)
                     server_registered = True
                 overdue = self.is_gone() and not self._death_reported
-                number = silence.step(time.monotonic(), overdue=overdue)
+                number = guard_watch.step(time.monotonic(), overdue=overdue)
                 if number is not None:
                     _signal(guard_process, number)
         finally:
@@ -272,7 +272,7 @@ class GuardedServer:
             if self._server.pidfd is not None:
                 _has_ended(self._server.pidfd, None)
             # only the guard knew the tree; the mark in their environment shows its processes
-            _sweep(self._mark)
+            _kill_marked(self._mark)
         return self._exited()
 
     def _exited(self) -> Exited:
@@ -345,7 +345,7 @@ def _kill(server: _Server) -> None:
         return
 
 
-def _sweep(mark: str) -> None:
+def _kill_marked(mark: str) -> None:
     """Send SIGKILL to every process that was started with `mark` in its environment, until none is
     left."""
     while marked := [each for each in psutil.process_iter() if _has_mark(each, mark)]:
@@ -353,7 +353,7 @@ def _sweep(mark: str) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         # with a timeout: a zombie has no mark, but its new parent may never reap it
-        psutil.wait_procs(marked, timeout=_SWEEP_S)
+        psutil.wait_procs(marked, timeout=_KILL_INTERVAL_S)
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
