@@ -17,7 +17,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.ports import Host, Runtime, Timer
-from llama_worker.runtime.host.futures import WorkerFuture, never_wait_here
+from llama_worker.runtime.host.futures import WorkerFuture, never_block_this_thread
 from llama_worker.server.roll_call import Member
 
 M = TypeVar("M")
@@ -61,7 +61,7 @@ class LiveSet:
         self._lock = threading.Lock()
         self._alive: set[object] = set()
         # a signal handler may wait for it while the thread that it interrupts waits for it, too
-        self._nobody_left: WorkerFuture[None] = WorkerFuture()
+        self._emptied: WorkerFuture[None] = WorkerFuture()
 
     def enter(self, member: object) -> None:
         with self._lock:
@@ -72,7 +72,7 @@ class LiveSet:
         with self._lock:
             self._alive.discard(member)
         if self.done():
-            self._nobody_left.answer(None)
+            self._emptied.answer(None)
 
     def __contains__(self, member: object) -> bool:
         return member in self._alive
@@ -87,7 +87,7 @@ class LiveSet:
 
         The worker's own actor enters first: the set is not empty before it has left.
         """
-        return self._nobody_left.wait(timeout_s)
+        return self._emptied.wait(timeout_s)
 
 
 class _StopRequested:
@@ -111,12 +111,12 @@ class Alarm:
         if self._timer is not None:
             self._timer.cancel()
         self._at = at
-        self._timer = None if at is None else self._clock.call_at(at, self._ring)
+        self._timer = None if at is None else self._clock.call_at(at, self._send_tick)
 
-    def _ring(self) -> None:
+    def _send_tick(self) -> None:
         self._mailbox.tell(Tick())
 
-    def rang(self) -> None:
+    def fired(self) -> None:
         """Call it for each Tick: the same instant may then be set again."""
         self._at = None
 
@@ -152,14 +152,14 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         try:
             self._runner.run_actor(super()._start_actor_loop, self)
         except BaseException as error:  # Pykka has registered the actor, and calls no hook
-            self._leave_pykka()
+            self._unregister()
             self._release_once(described_error(error))
             raise
 
     def on_start(self) -> None:
         """Pykka's hook, on the actor's own thread."""
         threading.current_thread().name = f"llama_worker-{self.role}"
-        never_wait_here()
+        never_block_this_thread()
 
     def me(self) -> Ref[M]:
         """This actor's own address, for the messages and threads that answer to it."""
@@ -172,7 +172,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
     def release(self, failure: str | None) -> None:
         """Release what the actor owns. `failure`: the crash's text; None if it did not crash."""
 
-    def died(self, detail: str) -> None:
+    def on_crash(self, detail: str) -> None:
         """Called last, if an exception ended the actor."""
 
     def on_receive(self, message: Any) -> None:
@@ -180,14 +180,12 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         try:
             if type(message) in self.accepts:
                 if isinstance(message, Tick):
-                    self._alarm.rang()
+                    self._alarm.fired()
                 self.handle(message)
             elif isinstance(message, _StopRequested):
                 self.stop()
             else:  # any program may broadcast to all of Pykka's actors
-                line = (
-                    f"{self.role} dropped a message that it does not know: {type(message).__name__}"
-                )
+                line = f"{self.role} actor: dropped an unknown message: {type(message).__name__}"
                 self._runner.write_log(logging.WARNING, line)
         except BaseException as error:
             # Pykka must not see it: it would log on this thread, where one of the host's handlers
@@ -207,14 +205,14 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
         see, such as one in a proxy's call."""
         if self._released:
             return
-        self._leave_pykka()
+        self._unregister()
         detail = described_error(exception_value)
         try:
             self._release_once(detail)
         finally:
-            self.died(detail)
+            self.on_crash(detail)
 
-    def _leave_pykka(self) -> None:
+    def _unregister(self) -> None:
         """Accept no more messages, and let the thread end."""
         pykka.ActorRegistry.unregister(self.actor_ref)
         self.actor_stopped.set()
@@ -231,7 +229,7 @@ class SupervisedActor(pykka.ThreadingActor, Generic[M]):
 
 
 class Child(SupervisedActor[M]):
-    """An actor that a WorkerActor, its parent, starts for a launch and finds in `family`.
+    """An actor that a WorkerActor, its parent, starts for a launch and finds in `registry`.
 
     If it crashes, the parent gets `ActorDied`, after all that it sent the parent before.
     """
@@ -240,7 +238,7 @@ class Child(SupervisedActor[M]):
         self,
         parent: Mailbox[WorkerMessage],
         member: Member,
-        family: dict[Member, Child[Any]],
+        registry: dict[Member, Child[Any]],
         live: LiveSet,
         runtime: Runtime,
         config: WorkerConfig,
@@ -251,14 +249,14 @@ class Child(SupervisedActor[M]):
         self._worker = parent
         self._runtime = runtime
         self._config = config
-        family[member] = self
+        registry[member] = self
 
     def tell_worker(self, message: WorkerMessage) -> None:
         """Send the message to the parent, unless that has given this actor up. Any thread."""
         if not self.is_given_up:
             self._worker.tell(message)
 
-    def died(self, detail: str) -> None:
+    def on_crash(self, detail: str) -> None:
         """Tell the parent, which then ends the other actors and the server."""
         self.tell_worker(ActorDied(member=self.member, detail=detail))
 

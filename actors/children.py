@@ -35,7 +35,7 @@ class Children:
         self._live = live
         self._runtime = runtime
         self._config = config
-        self._family: dict[Member, Child[Any]] = {}  # of the latest launch
+        self._actors: dict[Member, Child[Any]] = {}  # of the latest launch
         self.process: Ref[ProcessMessage] = Ref()
         self.transport: Ref[TransportMessage] = Ref()
         self.tools: Ref[ToolMessage] = Ref()
@@ -50,20 +50,20 @@ class Children:
         self.end()
         for member in self.members:  # only those that are blocked are still alive
             self.give_up(member, "its launch is over")
-        self._family, self.requests_end_at = {}, None
+        self._actors, self.requests_end_at = {}, None
         try:
             self.process = self._start(ProcessActor, epoch)
             self.transport = self._start(TransportActor, epoch)
             self.tools = self._start(ToolLoopActor, epoch)
             self.watchdog = self._start(WatchdogActor, epoch)
-            asked: dict[str, Ref[Any]]
-            asked = {"transport": self.transport, "tools": self.tools, "process": self.process}
+            peers: dict[str, Ref[Any]]
+            peers = {"transport": self.transport, "tools": self.tools, "process": self.process}
             self.requests = [
-                self._start(RequestActor, epoch, slot, **asked)
+                self._start(RequestActor, epoch, slot, **peers)
                 for slot in range(self._config.slots)
             ]
         except RuntimeError as error:
-            detail = f"no process could be started: {described_error(error)}"
+            detail = f"cannot start the server: {described_error(error)}"
             self._parent.tell(LaunchFailed(epoch=epoch, detail=detail))
             self.end()
             return False
@@ -83,17 +83,17 @@ class Children:
     @property
     def members(self) -> dict[Member, Ref[Any]]:
         """The actors of the latest launch."""
-        return {member: child.me() for member, child in self._family.items()}
+        return {member: child.me() for member, child in self._actors.items()}
 
     def give_up(self, member: Member, detail: str) -> bool:
         """Count the actor as dead, because it does not answer. Returns False if it has ended, or
         its launch is over."""
-        child = self._family.get(member)
+        child = self._actors.get(member)
         return child is not None and child.give_up(detail)
 
     def _start(
-        self, actor: type[Child[M]], epoch: int, slot: int | None = None, **asked: Ref[Any]
+        self, actor: type[Child[M]], epoch: int, slot: int | None = None, **peers: Ref[Any]
     ) -> Ref[M]:
-        """`asked`: the other actors that it sends orders to."""
+        """`peers`: the other actors that it sends orders to."""
         member, parts = Member(epoch, actor.role, slot), (self._live, self._runtime, self._config)
-        return Ref(actor.start(self._parent, member, self._family, *parts, **asked))
+        return Ref(actor.start(self._parent, member, self._actors, *parts, **peers))

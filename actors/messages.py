@@ -150,7 +150,7 @@ RequestMessage = (
     | request.Question
     | request.StreamFlushed
     | request.ServerChecked
-    | request.StreamNews
+    | request.StreamReport
     | request.BiosWritten
     | request.CallEnded
     | request.ReportProgress

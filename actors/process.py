@@ -3,7 +3,7 @@ send which signal.
 
 Receives Launch, Terminate, CheckServer and MeasureMemory. Sends the WorkerActor Unkillable,
 MemoryMeasured and, before a kill that asks for it or follows a SIGTERM, EvidenceKept. Both get the
-news of the launch itself (Launched, LaunchFailed, Died, Exited). Owns one server process.
+reports of the launch itself (Launched, LaunchFailed, Died, Exited). Owns one server process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
         self._kill_timeout_s = self._config.timeouts.kill_timeout_s
         self._state: ProcessState = Absent()
         self._server: ServerProcess | None = None
-        self._news: _LaunchNews | None = None
+        self._reports: _LaunchReports | None = None
         self._pid: int | None = None
 
     @property
@@ -90,15 +90,16 @@ class ProcessActor(Child[messages.ProcessMessage]):
         """Kill what is left of the server; the launch reports its end. If there was no launch,
         report that there will be none."""
         if self._server is None:
-            detail = f"it was not begun: {failure or 'another of the actors has ended'}"
+            why = failure or "another actor of this launch has ended"
+            detail = f"the server was not started: {why}"
             self.tell_worker(messages.LaunchFailed(epoch=self._epoch, detail=detail))
         elif failure is None:
             self._kill()
 
-    def died(self, detail: str) -> None:
+    def on_crash(self, detail: str) -> None:
         """Tell of the crash before the kill: else the server would seem to have died by itself."""
         try:
-            super().died(detail)
+            super().on_crash(detail)
         finally:
             self._kill()
 
@@ -108,10 +109,10 @@ class ProcessActor(Child[messages.ProcessMessage]):
         self._kill()
 
     def _kill(self) -> None:
-        server, news = self._server, self._news
-        if server is None or news is None or news.last_kill is not None or server.ended:
+        server, reports = self._server, self._reports
+        if server is None or reports is None or reports.orphan_kill is not None or server.ended:
             return
-        news.last_kill = _LastKill(
+        reports.orphan_kill = _OrphanKill(
             server=server,
             epoch=self._epoch,
             pid=self._pid,
@@ -120,16 +121,16 @@ class ProcessActor(Child[messages.ProcessMessage]):
             kill_timeout_s=self._kill_timeout_s,
             state=Present(),
         )
-        news.last_kill.handle(messages.Terminate(grace_s=0.0))
+        reports.orphan_kill.handle(messages.Terminate(grace_s=0.0))
 
     def _launch(self) -> None:
-        news = self._news = _LaunchNews(self.me(), self._worker, self._live)
+        reports = self._reports = _LaunchReports(self.me(), self._worker, self._live)
         try:
-            self._server = self._runtime.start_server(self._epoch, news)
+            self._server = self._runtime.start_server(self._epoch, reports)
         except (RuntimeError, OSError) as error:
             # The system has no thread left, or the host exits.
-            detail = f"no process could be started: {described_error(error)}"
-            news.tell(messages.LaunchFailed(epoch=self._epoch, detail=detail))
+            detail = f"cannot start the server: {described_error(error)}"
+            reports.tell(messages.LaunchFailed(epoch=self._epoch, detail=detail))
 
     def _keep_evidence(self, *, after_grace: bool) -> None:
         tail, seen = self._runtime.log.tail(_EVIDENCE_LINES), self._evidence()
@@ -144,31 +145,31 @@ class ProcessActor(Child[messages.ProcessMessage]):
         return self._runtime.process_evidence(self._pid) if self._pid is not None else {}
 
 
-class _LaunchNews:
-    """Passes a launch's news on to the ProcessActor and the WorkerActor, if they are alive. The
+class _LaunchReports:
+    """Passes a launch's reports on to the ProcessActor and the WorkerActor, if they are alive. The
     worker's end waits for it until LaunchFailed or Exited was passed on."""
 
     def __init__(
-        self, me: Mailbox[messages.ServerNews], worker: Mailbox[WorkerMessage], live: LiveSet
+        self, me: Mailbox[messages.LaunchReport], worker: Mailbox[WorkerMessage], live: LiveSet
     ) -> None:
         self._me = me
         self._worker = worker
         self._live = live
-        self.last_kill: _LastKill | None = None
+        self.orphan_kill: _OrphanKill | None = None
         live.enter(self)
 
-    def tell(self, message: messages.ServerNews) -> bool:
+    def tell(self, message: messages.LaunchReport) -> bool:
         self._me.tell(message)
-        is_heard = self._worker.tell(message)
+        is_delivered = self._worker.tell(message)
         if isinstance(message, messages.LaunchFailed | messages.Exited):
-            if self.last_kill is not None:
-                self.last_kill.cancel()
+            if self.orphan_kill is not None:
+                self.orphan_kill.cancel()
             self._live.leave(self)
-        return is_heard
+        return is_delivered
 
 
 @dataclass
-class _LastKill:
+class _OrphanKill:
     """Kills a server that outlives its ProcessActor. Only the server and its launch refer to this
     object, so it ends with them."""
 

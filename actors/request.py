@@ -29,7 +29,7 @@ from llama_worker.types.request import RequestFailReason
 
 M = TypeVar("M")
 # messages that are handled only after a flush of the stream
-Flushing = messages.Question | messages.CancelRequest | messages.Abandon | messages.ReportProgress
+AfterFlush = messages.Question | messages.CancelRequest | messages.Abandon | messages.ReportProgress
 
 
 class RequestActor(Child[RequestMessage]):
@@ -54,7 +54,7 @@ class RequestActor(Child[RequestMessage]):
         self._stream: messages.TurnId | None = None  # the open stream, if there is one
         self._hurried_at = -math.inf
         # messages that wait for a flush, each with the stream that is flushed
-        self._flushing: deque[tuple[messages.TurnId, Flushing]] = deque()
+        self._awaiting_flush: deque[tuple[messages.TurnId, AfterFlush]] = deque()
         self._waiting_reads = WaitingReads()
         self._is_launch_over = False
 
@@ -62,7 +62,7 @@ class RequestActor(Child[RequestMessage]):
         """Step the request, and carry out its effects. A message for a request that has ended is
         dropped."""
         try:
-            self._take(message)
+            self._dispatch(message)
         except MemoryError as error:  # a shortage of this machine must not end other requests
             if self._request is None:
                 raise
@@ -70,7 +70,7 @@ class RequestActor(Child[RequestMessage]):
             if self._request is not None:  # there was no memory for its record, either
                 raise
 
-    def _take(self, message: RequestMessage) -> None:
+    def _dispatch(self, message: RequestMessage) -> None:
         match message:
             case messages.StreamEvents():  # nearly all messages
                 if self._request is not None:
@@ -88,17 +88,17 @@ class RequestActor(Child[RequestMessage]):
             case messages.Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
                 self._flush_and_answer(message)  # a dead server's stream is read to its end instead
             case messages.StreamFlushed(turn_id=turn_id):
-                if self._flushing and self._flushing[0][0] == turn_id:
-                    self._answer(self._flushing.popleft()[1])
+                if self._awaiting_flush and self._awaiting_flush[0][0] == turn_id:
+                    self._answer(self._awaiting_flush.popleft()[1])
             case messages.StreamClosed(turn_id=turn_id):
                 if self._stream == turn_id:
                     self._stream = None
                 self._step(message)
                 # The stream is complete; the TransportActor's own answer may come much later.
-                while self._flushing and self._flushing[0][0] == turn_id:
-                    self._answer(self._flushing.popleft()[1])
+                while self._awaiting_flush and self._awaiting_flush[0][0] == turn_id:
+                    self._answer(self._awaiting_flush.popleft()[1])
             case _:
-                if isinstance(message, messages.StreamOpened) and self._is_present(message):
+                if isinstance(message, messages.StreamOpened) and self._is_current(message):
                     self._stream, self._hurried_at = message.turn_id, -math.inf
                 self._step(message)
 
@@ -109,7 +109,7 @@ class RequestActor(Child[RequestMessage]):
         reason = RequestFailReason.UNKNOWN_ERROR if failure else RequestFailReason.WORKER_STOPPED
         detail = failure or "the worker was closed"
         stopped = messages.Abandon(reason=reason, detail=detail)
-        given_up = (each for _, each in self._flushing if isinstance(each, messages.Abandon))
+        given_up = (each for _, each in self._awaiting_flush if isinstance(each, messages.Abandon))
         effects: Sequence[messages.RequestOutput]
         try:
             effects = request.step(next(given_up, stopped), now)
@@ -139,7 +139,7 @@ class RequestActor(Child[RequestMessage]):
                 self._forget_request()
             self._send([])
 
-    def _is_present(self, opened: messages.StreamOpened) -> bool:
+    def _is_current(self, opened: messages.StreamOpened) -> bool:
         """Whether it is the current request's: that of a cancelled request may come late."""
         return self._request is not None and self._request.request_id == opened.turn_id[0]
 
@@ -147,18 +147,18 @@ class RequestActor(Child[RequestMessage]):
         if self._request is not None:
             self._send(self._request.step(message, self._runtime.now()))
 
-    def _flush_and_answer(self, question: Flushing) -> None:
+    def _flush_and_answer(self, question: AfterFlush) -> None:
         """Answer, or end the request, after everything that the stream has received by now. A read
         that waits needs no flush: it gets new output at once."""
         waits = isinstance(question, messages.ReadOutput) and question.wait
         if self._stream is not None and not waits:
             # A TransportActor that has ended has closed the stream: StreamClosed follows.
             self._transport.tell(messages.FlushStream(turn_id=self._stream, reply_to=self.me()))
-            self._flushing.append((self._stream, question))
+            self._awaiting_flush.append((self._stream, question))
         else:
             self._answer(question)
 
-    def _answer(self, question: Flushing) -> None:
+    def _answer(self, question: AfterFlush) -> None:
         request = self._request
         if request is None:
             return  # the request has ended: the WorkerActor answers from its record
@@ -207,7 +207,7 @@ class RequestActor(Child[RequestMessage]):
     def _forget_request(self) -> None:
         """Call it once the request has its record: the WorkerActor answers what is left from it."""
         self._request = self._stream = None
-        self._flushing.clear()
+        self._awaiting_flush.clear()
         self._waiting_reads = WaitingReads()
 
     def _send(self, effects: Sequence[messages.RequestOutput]) -> None:

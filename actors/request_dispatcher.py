@@ -37,7 +37,7 @@ RequestOrder = Question | GetResult | AwaitResult | ReleaseResult | CancelReques
 # Each answer is a copy of these: the host may change it.
 _NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
 _NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
-_MANY_QUESTIONS = 16
+_SWEEP_FROM = 16
 
 
 class _InFlight:
@@ -58,7 +58,7 @@ class _InFlight:
         if isinstance(question, ReadOutput) and question.wait:
             self.reads.add(question)
             return
-        if len(self._questions) > _MANY_QUESTIONS:
+        if len(self._questions) > _SWEEP_FROM:
             self._questions = self._unanswered()
         self._questions.append(question)
 
@@ -78,7 +78,7 @@ class RequestDispatcher:
         self._children = children
         self._in_flight: dict[int, _InFlight] = {}
 
-    def broken(self) -> Iterator[str]:
+    def violations(self) -> Iterator[str]:
         """Which invariants do not hold; for a person."""
         active = {admitted.request_id for admitted in self._table.active}
         if active != self._in_flight.keys():

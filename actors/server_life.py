@@ -14,7 +14,7 @@ from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server import lifecycle, messages
 from llama_worker.server import lifecycle_states as states
-from llama_worker.server.blame import ProbeNow, RequestEnds, RestartCause, succeeded
+from llama_worker.server.blame import FailureCounts, ProbeNow, RestartCause, succeeded
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained, LifecycleMessage
 from llama_worker.server.restart_budget import recycle_due
@@ -43,20 +43,20 @@ class ServerLife:
         self._table = table
         self._journal = journal
         self._requests_count = 0  # requests that ended since READY
-        self._learnt: messages.PaceLearnt | None = None  # from the launches so far
+        self._pace: messages.PaceLearnt | None = None  # from the launches so far
         self._life = states.Lifecycle(
             policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s
         )
-        self._request_ends = RequestEnds()
+        self._failure_counts = FailureCounts()
         self._waiting: list[messages.Start | messages.Restart | messages.Stop | messages.Drain] = []
 
     @property
     def lifecycle(self) -> states.Lifecycle:
         return self._life
 
-    def broken(self) -> Iterator[str]:
+    def violations(self) -> Iterator[str]:
         """Which invariants do not hold; for a person."""
-        yield from self._life.broken()
+        yield from self._life.violations()
         waiting = {type(order).__name__ for order in self._waiting}
         match self._life.state:
             case states.Stopped() | states.Failed():
@@ -131,7 +131,7 @@ class ServerLife:
             case messages.MemoryMeasured(anon_bytes=anon_bytes):
                 self._recycle_by(now, anon_bytes)
             case messages.PaceLearnt():
-                self._learnt = message
+                self._pace = message
             case messages.Stalled():
                 self._stalled(message, now)
             case messages.EvidenceKept(
@@ -152,20 +152,20 @@ class ServerLife:
             case _:
                 pass
         self._apply(lifecycle.step(self._life, message, now), now)
-        self._go_on_if_drained(now)
+        self._continue_if_drained(now)
 
     # ------------------------------------------------------------ requests that end or stall
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
         """Call it when a request has its record: go on with what waits for the last request, and
         find out whether its end is a reason to probe or restart the server."""
-        self._go_on_if_drained(now)
+        self._continue_if_drained(now)
         if self._life.public_state is not WorkerState.READY:
             return
         self._requests_count += 1
         if succeeded(record, self._config.restart):
             self._life = lifecycle.request_completed(self._life)
-        self._request_ends, cause = self._request_ends.ended(record, self._config.restart)
+        self._failure_counts, cause = self._failure_counts.after(record, self._config.restart)
         match cause:
             case _ if self._life.is_draining:
                 pass  # this server gets no further request
@@ -175,7 +175,7 @@ class ServerLife:
                 self._children.watchdog.tell(cause)
         self.recycle_if_due(now)
 
-    def _go_on_if_drained(self, now: float) -> None:
+    def _continue_if_drained(self, now: float) -> None:
         if not self._table.active:
             self._apply(lifecycle.step(self._life, Drained(), now), now)
 
@@ -201,7 +201,7 @@ class ServerLife:
             self.handle(due, now)
 
     @property
-    def too_old_at(self) -> float | None:
+    def recycle_at(self) -> float | None:
         """When an idle server is replaced because of its age; None: never, or not while it is
         busy."""
         policy, ready_at = self._config.restart.recycle, self._life.budget.ready_at
@@ -221,7 +221,7 @@ class ServerLife:
             return
         given_up = Abandon(request_id=request_id, reason=verdict.reason, detail=verdict.detail)
         self._dispatcher.tell(admitted, given_up)
-        if stalled.costs_the_server and self._config.restart.restart_on_stall:
+        if stalled.restarts_server and self._config.restart.restart_on_stall:
             self.handle(RestartCause(str(verdict.reason), verdict.detail), now)
 
     # ------------------------------------------------------------ effects
@@ -238,10 +238,10 @@ class ServerLife:
             if state is WorkerState.READY:
                 self._last_ready_unix = self._journal.unix(now)
                 self._requests_count = 0
-                self._request_ends = RequestEnds()
+                self._failure_counts = FailureCounts()
         match self._life.state:
             case states.Ending():
-                self._children.watchdog.tell(messages.StandDown())
+                self._children.watchdog.tell(messages.StopWatching())
             case states.Stopped() | states.Failed() | states.BackingOff():
                 self._children.end()
             case _:
@@ -253,8 +253,8 @@ class ServerLife:
         match effect:
             case messages.Launch(epoch=epoch):
                 if self._children.start(epoch):
-                    if self._learnt is not None:
-                        self._children.watchdog.tell(self._learnt)
+                    if self._pace is not None:
+                        self._children.watchdog.tell(self._pace)
                     self._children.watchdog.tell(effect)
                     self._children.process.tell(effect)
             case Abandon():

@@ -37,7 +37,7 @@ class TransportActor(Child[messages.TransportMessage]):
                 except (RuntimeError, OSError) as error:
                     failure = StreamFailure(
                         reason=RequestFailReason.UNKNOWN_ERROR,
-                        detail=f"no connection could be made: {described_error(error)}",
+                        detail=f"cannot open a connection: {described_error(error)}",
                     )
                     at = self._runtime.now()
                     message.reply_to.tell(

@@ -80,7 +80,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
             for effect in self._watch.step(waiting.popleft(), now):
                 waiting.extend(self._carry_out(effect, now))
             if not waiting and not self._exchanges and self._watch.state == "ready":
-                waiting.append(messages.StandDown())
+                waiting.append(messages.StopWatching())
 
     def _carry_out(
         self, effect: messages.WatchEffect, now: float
@@ -100,7 +100,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                 try:
                     self._probes[messages.ProbeReadiness] = self._runtime.probe(epoch, self.me())
                 except RuntimeError as error:  # the system has no thread left
-                    outcome = messages.ProbeOutcome.NO_NEWS
+                    outcome = messages.ProbeOutcome.NOT_ASKED
                     yield messages.Probed(epoch=epoch, outcome=outcome, detail=str(error))
             case messages.LookAtSlots(epoch=epoch):
                 try:
@@ -108,7 +108,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                     self._probes[messages.LookAtSlots] = look
                 except RuntimeError:
                     yield messages.SlotsSeen(epoch=epoch, look=None)
-            case messages.StandDown():
+            case messages.StopWatching():
                 self._abort_probes()
 
     def _give_up(
@@ -117,7 +117,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         exchange = self._exchanges.pop(request_id)
         exchange.step(Abandon(reason=reason, detail=detail), now)
         self._runner.write_log(
-            logging.WARNING, f"the upstream server: request given up: {reason}: {detail}"
+            logging.WARNING, f"upstream server: gave up a request: {reason}: {detail}"
         )
         return _unwatch(exchange)
 

@@ -1,9 +1,9 @@
 """WatchdogActor: watches the server of one launch; its `ServerWatch` makes the decisions.
 
-Receives PaceLearnt, Launch, Launched, Watch, Unwatch, ProbeNow, StandDown, and what probes, looks,
-GPUs and requests report. Sends each RequestActor ReportProgress, and the WorkerActor BecameReady,
-StartupFailed, HealthLost, GpuFaulted, Stalled, Observed (for the evidence of a kill) and PaceLearnt
-(for the next launch). Owns the probes under way.
+Receives PaceLearnt, Launch, Launched, Watch, Unwatch, ProbeNow, StopWatching, and what probes,
+looks, GPUs and requests report. Sends each RequestActor ReportProgress, and the WorkerActor
+BecameReady, StartupFailed, HealthLost, GpuFaulted, Stalled, Observed (for the evidence of a kill)
+and PaceLearnt (for the next launch). Owns the probes under way.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                     self._runtime.look(effect, self._watch.root_pid, self.me())
                 except RuntimeError:  # the system has no thread left
                     self.me().tell(
-                        messages.EvidenceSeen(look=effect, at=self._runtime.now(), blind=True)
+                        messages.EvidenceSeen(look=effect, at=self._runtime.now(), by_shortage=True)
                     )
             case messages.BecameReady(epoch=epoch):
                 self.tell_worker(effect)
@@ -76,7 +76,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                         epoch, self._watch.root_pid, first=first, reply_to=self.me()
                     )
                 except RuntimeError as error:
-                    why, outcome = described_error(error), messages.ProbeOutcome.NO_NEWS
+                    why, outcome = described_error(error), messages.ProbeOutcome.NOT_ASKED
                     self.me().tell(messages.Probed(epoch=epoch, outcome=outcome, detail=why))
             case messages.LookAtSlots(epoch=epoch):
                 try:
@@ -84,7 +84,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                     self._probes[messages.LookAtSlots] = look
                 except (OSError, RuntimeError):  # no thread, descriptor or port left
                     self.me().tell(messages.SlotsSeen(epoch=epoch, look=None))
-            case messages.StandDown():
+            case messages.StopWatching():
                 self._abort_probes()
             case _:
                 self.tell_worker(effect)

@@ -30,13 +30,13 @@ from llama_worker.request.messages import (
 )
 from llama_worker.request.prompt import OWNED_PARAMS
 from llama_worker.request.report import lost_record
-from llama_worker.request.states import LAST_WORDS_S
+from llama_worker.request.states import READ_REST_S
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
 from llama_worker.runtime.host.open_futures import OpenFutures, WeakList
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.messages import Observed
-from llama_worker.server.roll_call import ANSWER_S, Member, RollCall
+from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, Member, RollCall
 from llama_worker.server.traits import unsupported
 from llama_worker.types.request import SubmitResult
 from llama_worker.types.worker import WorkerDebugInfo, WorkerState
@@ -73,7 +73,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
 
     def handle(self, message: messages.WorkerMessage) -> None:
         now = self._runtime.now()
-        self._take(message, now)
+        self._dispatch(message, now)
         if self._slot_waiters:
             self._answer_slot_waiters()
         self._roll_call.keep(busy=self._is_busy, now=now)
@@ -81,7 +81,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         if self._config.check_invariants:
             self._check_invariants(message)
 
-    def _take(self, message: messages.WorkerMessage, now: float) -> None:  # noqa: C901  a case each
+    def _dispatch(self, message: messages.WorkerMessage, now: float) -> None:  # noqa: C901  a case each
         if isinstance(message, RequestOrder):
             self._dispatcher.handle(message)
             return
@@ -105,7 +105,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             case SignalEmitted():
                 self._signal_emitted(message, now)
             case ToolsRefused():
-                self._tools_are_refused(message, now)
+                self._note_tools_refused(message, now)
             case ToolThreadStuck():
                 self._journal.stuck_tool_threads_count += 1
             case ToolThreadReturned():
@@ -125,14 +125,15 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         self._expire(now)
         self._server.handle(tick, now)
         self._server.recycle_if_due(now)
-        self._call_roll(now)
+        self._check_actors(now)
         requests_end_at = self._children.requests_end_at
         if requests_end_at is not None and now >= requests_end_at:
             self._children.end_requests()
 
     def _check_invariants(self, message: messages.WorkerMessage) -> None:
         """Raises AssertionError, which ends the worker."""
-        broken = [*self._table.broken(), *self._server.broken(), *self._dispatcher.broken()]
+        parts = (self._table, self._server, self._dispatcher)
+        broken = [line for part in parts for line in part.violations()]
         if broken:
             raise AssertionError(f"after {type(message).__name__}: {'; '.join(broken)}")
 
@@ -161,7 +162,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         for owned in OWNED_PARAMS:
             if owned in order.submission.params or owned in self._config.default_params:
                 self._journal.warn(
-                    f"params: {owned!r} belongs to the worker; the given value was replaced", now
+                    f"params: {owned!r} is set by the worker; the given value was ignored", now
                 )
         self._dispatcher.begin(
             admitted,
@@ -169,7 +170,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             prompted=self._is_prompted,
             opens_thinking=self._server.traits.opens_thinking,
         )
-        self._tell_admitted(admitted, order.reply, now)
+        self._report_admitted(admitted, order.reply, now)
 
     def _lease(self, order: messages.Lease, now: float) -> None:
         error = self._server.lifecycle.refusal
@@ -179,10 +180,10 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             return
         offset = self._runtime.unix_offset()
         order.exchange.begin(admitted, api_key=self._config.api_key, unix_offset=offset)
-        self._tell_admitted(admitted, order.reply, now)  # first: a client waits for it
+        self._report_admitted(admitted, order.reply, now)  # first: a client waits for it
         self._dispatcher.begin_lease(admitted, order.exchange)
 
-    def _tell_admitted(self, admitted: Admitted, reply: Reply[SubmitResult], now: float) -> None:
+    def _report_admitted(self, admitted: Admitted, reply: Reply[SubmitResult], now: float) -> None:
         request_id, job_name = admitted.request_id, admitted.job_name
         reply.answer({"ok": True, "request_id": request_id})
         self._journal.note("admitted", now, request_id=request_id, job_name=job_name)
@@ -213,7 +214,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         elif missing:
             order.reply.fail(ConfigError(missing))
         elif traits.n_ctx is None:
-            order.reply.fail(LlamaWorkerError("the server does not say how large its context is"))
+            order.reply.fail(LlamaWorkerError("the server does not report its context size"))
         else:
             try:
                 prompted = self._is_prompted
@@ -225,7 +226,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         """Answer all of them once a slot is free, or once none will be unless the host acts."""
         life, refusal = self._server.lifecycle, self._server.lifecycle.refusal
         starting = refusal == "WORKER_NOT_READY" and life.public_state is WorkerState.RUNNING
-        if starting or life.is_to_start_again:
+        if starting or life.will_start_again:
             return
         if refusal is None and not self._table.has_free_slot:
             return
@@ -254,9 +255,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._table.release(record.request_id)
         self._server.request_ended(record, now)
 
-    def _tools_are_refused(self, refusal: ToolsRefused, now: float) -> None:
+    def _note_tools_refused(self, refusal: ToolsRefused, now: float) -> None:
         self._tools_refused = True
-        line = f"the server refuses tools ({refusal.detail}); they are offered in prompted mode"
+        line = f"the server rejects tools ({refusal.detail}); using prompted mode instead"
         self._journal.warn(line, now)
 
     def _signal_emitted(self, emitted: SignalEmitted, now: float) -> None:
@@ -287,7 +288,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._table.expires_at,
             self._roll_call.deadline,
             self._server.lifecycle.deadline,
-            self._server.too_old_at,
+            self._server.recycle_at,
             self._children.requests_end_at,
         )
         return min((at for at in instants if at is not None), default=None)
@@ -300,11 +301,11 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         starts_or_ends = self._server.lifecycle.public_state is WorkerState.RUNNING
         return starts_or_ends or bool(self._table.active)
 
-    def _call_roll(self, now: float) -> None:
+    def _check_actors(self, now: float) -> None:
         """Ask other actors to report in, unless idle; one that does not answer counts as dead."""
-        for member in self._roll_call.silent(now):
+        for member in self._roll_call.overdue(now):
             self._roll_call.answered(member)
-            detail = f"it has not answered for {ANSWER_S:g} s"
+            detail = f"it has not answered for {ANSWER_TIMEOUT_S:g} s"
             if self._children.give_up(member, detail):
                 # First: giving the actor up may cause news of the server's death.
                 self._end_launch(member, detail, now)
@@ -333,7 +334,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
     def _end_launch(self, dead: Member, detail: str, now: float) -> None:
         """End the launch, because an actor died: its requests fail, after unread output was read,
         then its server and its other actors end; the next launch has new ones."""
-        self._children.requests_end_at = now + LAST_WORDS_S
+        self._children.requests_end_at = now + READ_REST_S
         self._server.handle(RestartCause("actor_died", f"{dead.role}: {detail}"), now)
 
     # ------------------------------------------------------------ what is seen

@@ -24,19 +24,19 @@ from llama_worker.server.messages import (
     ProbeOutcome,
     ProbeReadiness,
     SlotsSeen,
-    StandDown,
+    StopWatching,
     Unwatch,
     Watch,
     WatchdogMessage,
-    WatchNews,
+    WatchReport,
 )
-from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
+from llama_worker.server.slots import Slot, SlotsLook, SlotsTimeout
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from llama_worker.types.request import RequestPhase
 
 RequestAt = Callable[[float], Progress]
-SlotsAt = Callable[[float], tuple[Slot, ...] | SlotsSilence | None]
+SlotsAt = Callable[[float], tuple[Slot, ...] | SlotsTimeout | None]
 
 
 class Nobody:
@@ -106,7 +106,7 @@ class VirtualWatch:
         self._build = build
         self._probes_take_s = probes_take_s
         self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
-        self.news: list[tuple[float, WatchNews]] = []
+        self.news: list[tuple[float, WatchReport]] = []
         self.watch = ServerWatch(profile, epoch=1, probes_count=1)
         self._evidence, self._readiness, self._slots, self._blind = (
             evidence,
@@ -165,12 +165,12 @@ class VirtualWatch:
                             else slots
                         )
                         messages.append(SlotsSeen(epoch=epoch, look=look))
-                    case StandDown():
+                    case StopWatching():
                         pass
                     case _:
                         self.news.append((self.now, effect))
 
-    def run(self, until: float, stop_at: type[WatchNews]) -> tuple[float, Any] | None:
+    def run(self, until: float, stop_at: type[WatchReport]) -> tuple[float, Any] | None:
         """Let time pass until such news; None where there was none up to `until`."""
         while True:
             found = next((entry for entry in self.news if isinstance(entry[1], stop_at)), None)
@@ -186,6 +186,6 @@ class VirtualWatch:
 
     def _seen(self, look: Look) -> EvidenceSeen:
         if self._blind(self.now):
-            return EvidenceSeen(look=look, blind=True, at=self.now)
+            return EvidenceSeen(look=look, by_shortage=True, at=self.now)
         alive, reads = self._evidence(self.now, look.fresh), self._reads(self.now)
         return EvidenceSeen(look=look, alive=alive, reads=reads, at=self.now, detail="told")

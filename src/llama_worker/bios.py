@@ -135,7 +135,7 @@ def run_bios(provider: BiosProvider | None, ctx: BiosContext) -> BiosText | str:
     for text in (bios.stable, bios.volatile) if isinstance(bios, BiosText) else (bios,):
         if not isinstance(text, str):
             raise PromptError(
-                "the BIOS provider must return a str, or a BiosText of two strs; there was "
+                "the BIOS provider must return a str, or a BiosText of two strs, not "
                 f"{type(text).__name__}"
             )
         plain.append(plain_str(text))

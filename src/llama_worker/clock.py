@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable
 
 LATE_S = 1.0  # while the program runs, no timer is later than this
-# How long the clock stands after a gap, before any timer fires: messages that came meanwhile are
+# How long the clock is paused after a gap, before any timer fires: messages that came meanwhile are
 # delivered first, and processes that were stopped with this program go on, too.
-STANDS_S = 1.0
-_WATCH_S = 1.0
+PAUSE_AFTER_GAP_S = 1.0
+_OWN_TIMER_S = 1.0
 _SWEEP_MIN = 64
 
 
@@ -43,21 +43,21 @@ class ClockTimer:
         return self._call is None
 
 
-class PatientClock:
+class PausingClock:
     """A clock with timers, whose reading never passes a timer that has not fired.
 
     If a timer is more than LATE_S overdue, the time since its instant was lost. The clock then
-    stands at that instant for `stands_s` and goes on from there, so that no reading includes the
+    pauses at that instant for `pause_s` and goes on from there, so that no reading includes the
     gap, not even the first one after it. Only `now` and `lost_s` are thread-safe.
     """
 
-    def __init__(self, stands_s: float = STANDS_S) -> None:
-        self._stands_s = stands_s
+    def __init__(self, pause_s: float = PAUSE_AFTER_GAP_S) -> None:
+        self._pause_s = pause_s
         self._heap: list[tuple[float, int, ClockTimer]] = []
         self._numbers = itertools.count()
         self._sweep_at = _SWEEP_MIN
-        self._stands_until: float | None = None  # an instant of `system`
-        self._watch: ClockTimer | None = None  # this clock's own timer
+        self._paused_until: float | None = None  # an instant of `system`
+        self._own_timer: ClockTimer | None = None  # this clock's own timer
         # Seconds lost, and the instant where the clock stops; replaced as a whole: threads read it.
         self._reading = (0.0, math.inf)
 
@@ -68,9 +68,9 @@ class PatientClock:
 
     def now(self, system: float) -> float:
         """The reading; it never falls. Any thread."""
-        lost_s, stops_at = self._reading
+        lost_s, max_reading = self._reading
         at = system - lost_s
-        return at if at < stops_at else stops_at
+        return at if at < max_reading else max_reading
 
     def call_at(self, at: float, call: Callable[[], object], system: float) -> ClockTimer:
         """Add a timer; `due` returns it once `at` is reached."""
@@ -84,11 +84,11 @@ class PatientClock:
         """When to call `due` next, on the *system's* clock; None: there is no timer."""
         if not self._heap:
             return None
-        lost_s, stops_at = self._reading
-        system = stops_at + lost_s
-        while system - lost_s < stops_at:  # rounding error
+        lost_s, max_reading = self._reading
+        system = max_reading + lost_s
+        while system - lost_s < max_reading:  # rounding error
             system = math.nextafter(system, math.inf)
-        return max(system, self._stands_until or -math.inf)
+        return max(system, self._paused_until or -math.inf)
 
     def due(self, system: float) -> ClockTimer | None:
         """Remove and return the next timer to fire; None: none is due."""
@@ -97,12 +97,12 @@ class PatientClock:
         if system - lost_s < at:
             return None
         if system - lost_s > at + LATE_S:
-            if self._is_standing(system):
+            if self._is_paused(system):
                 return None
-            self._go_on_from(at, system)
+            self._resume_from(at, system)
         timer = self._pop()
-        self._stands_until = None
-        self._watch_behind(timer, system)
+        self._paused_until = None
+        self._set_own_timer(timer, system)
         return timer
 
     def _drop_cancelled(self, system: float) -> None:
@@ -110,24 +110,24 @@ class PatientClock:
         while self._heap and self._heap[0][2].is_cancelled and self.now(system) < self._reading[1]:
             self._pop()
 
-    def _is_standing(self, system: float) -> bool:
-        if self._stands_until is None:
-            self._stands_until = system + self._stands_s
-        return system < self._stands_until
+    def _is_paused(self, system: float) -> bool:
+        if self._paused_until is None:
+            self._paused_until = system + self._pause_s
+        return system < self._paused_until
 
-    def _go_on_from(self, at: float, system: float) -> None:
+    def _resume_from(self, at: float, system: float) -> None:
         lost_s = system - at
         while system - lost_s < at:  # rounding error
             lost_s = math.nextafter(lost_s, 0.0)
         self._reading = (lost_s, at)
 
-    def _watch_behind(self, fired: ClockTimer, system: float) -> None:
+    def _set_own_timer(self, fired: ClockTimer, system: float) -> None:
         """Set a timer of our own: the receiver of `fired` may set its next one only after a gap."""
-        if fired is self._watch:
-            self._watch = None
-        elif self._watch is None and not fired.is_cancelled:
-            self._watch = ClockTimer(_nothing)
-            self._push(self.now(system) + _WATCH_S, self._watch, system)
+        if fired is self._own_timer:
+            self._own_timer = None
+        elif self._own_timer is None and not fired.is_cancelled:
+            self._own_timer = ClockTimer(_do_nothing)
+            self._push(self.now(system) + _OWN_TIMER_S, self._own_timer, system)
 
     def _push(self, at: float, timer: ClockTimer, system: float) -> None:
         now = self.now(system)
@@ -135,9 +135,9 @@ class PatientClock:
         self._reading = (self.lost_s, max(self._heap[0][0], now))
 
     def _pop(self) -> ClockTimer:
-        lost_s, stops_at = self._reading
+        lost_s, max_reading = self._reading
         timer = heapq.heappop(self._heap)[2]
-        self._reading = (lost_s, max(self._heap[0][0], stops_at) if self._heap else math.inf)
+        self._reading = (lost_s, max(self._heap[0][0], max_reading) if self._heap else math.inf)
         return timer
 
     def _sweep(self) -> None:
@@ -148,5 +148,5 @@ class PatientClock:
             self._sweep_at = max(_SWEEP_MIN, 2 * len(self._heap))
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """The call of the clock's own timer."""

@@ -18,15 +18,15 @@ from llama_worker.request.messages import (
     OpenStream,
     RunTool,
     StreamClosed,
-    ToolThreadNews,
+    ToolThreadReport,
     WriteBios,
 )
 from llama_worker.server.messages import (
     EvidenceSeen,
     GpuFaulted,
+    LaunchReport,
     Look,
     Probed,
-    ServerNews,
     SlotsSeen,
 )
 from llama_worker.server.termination import Signal
@@ -117,7 +117,7 @@ class ToolThread(Protocol):
     def is_alive(self) -> bool:
         """Whether it still runs."""
 
-    def give_up(self, reply_to: Mailbox[ToolThreadNews]) -> None:
+    def give_up(self, reply_to: Mailbox[ToolThreadReport]) -> None:
         """Tell the call, unless it has returned, that its result is no longer awaited. Quick.
 
         `reply_to` gets ToolThreadStuck and, once the call returns, ToolThreadReturned.
@@ -158,7 +158,7 @@ class Runtime(Host, Protocol):
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         """Block the calling thread, one of the host's, until `what` is done; False: not in time."""
 
-    def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> ServerProcess:
+    def start_server(self, epoch: int, reply_to: Mailbox[LaunchReport]) -> ServerProcess:
         """Launch the configured server.
 
         `reply_to` gets Launched or LaunchFailed; after Launched, Died (unless the guard was killed)
@@ -177,8 +177,8 @@ class Runtime(Host, Protocol):
         """POST the order's body.
 
         Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
-        gets, too. Text that comes fast is batched for the order's `tell_s` at most, unless `flush`
-        or `hurry` is called. Everything else, and the first text, is sent within 0.3 s.
+        gets, too. Text that comes fast is batched for the order's `max_hold_s` at most, unless
+        `flush` or `hurry` is called. Everything else, and the first text, is sent within 0.3 s.
         """
 
     def probe_readiness(

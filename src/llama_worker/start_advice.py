@@ -42,20 +42,20 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
     (OUT_OF_MEMORY.pattern, f"it does not fit into the memory: {LESS_MEMORY}"),
     (
         "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
-        "the GPU or its driver fails: look at nvidia-smi, or run without it (--gpu-layers 0)",
+        "the GPU or its driver fails: check nvidia-smi, or run without it (--gpu-layers 0)",
     ),
     (
         (
             r"(?:invalid|unknown) argument:? (?P<option>--\S+)"
             r"|invalid argument|unknown argument|error while handling argument"
         ),
-        "the server does not take {option} as it was given: {meant}compare it with what "
-        "`llama-server --help` lists",
+        "the server rejects {option} as it was given: {suggestion}compare it with the options in "
+        "`llama-server --help`",
     ),
     (
         r"failed to open GGUF file '?(?P<path>.*?)'? \(No such file",
-        "there is no model file {path}: check the path; a relative one counts from the folder "
-        "where the program was when it made the worker",
+        "there is no model file {path}: check the path; a relative one counts from the working "
+        "directory in which the worker was created",
     ),
     (
         "failed to read magic",
@@ -71,16 +71,16 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
     ),
     (
         "unknown model architecture|unknown pre-tokenizer|unknown .*architecture",
-        "this llama-server is too old for the model: take a newer build",
+        "this llama-server is too old for the model: use a newer build",
     ),
     ("invalid magic", "the file is not a GGUF model: download it again, in the GGUF format"),
     (
         "error while loading shared libraries|cannot open shared object|GLIBC(XX)?_",
-        "the program lacks libraries: take a llama-server that was built for this system, or "
+        "shared libraries are missing: use a llama-server that was built for this system, or "
         "set LD_LIBRARY_PATH",
     ),
     *_SHORTAGES,
-    ("permission denied", "the server may not read a file: make it readable (chmod u+r)"),
+    ("permission denied", "a file is not readable for the server: make it so (chmod u+r)"),
     (
         "couldn't bind|address already in use",
         "the server cannot listen there: the host must be an address of this machine (such as "
@@ -107,15 +107,15 @@ _COMMON = """
     --timeout --top-k --top-p --ubatch-size --verbose --version --warmup --yarn-orig-ctx
 """
 COMMON_OPTIONS = tuple(_COMMON.split())
-_NEAR = 0.75
-_LAST_WORDS = 5  # a dead server's last log lines, which are searched
+_MIN_SIMILARITY = 0.75
+_SEARCHED_LINES = 5  # a dead server's last log lines, which are searched
 _LISTENS = re.compile(r"listening on (\S+)")
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: (
-        f"it was killed, mostly by the kernel when memory ran out (see dmesg); then: {LESS_MEMORY}"
+        f"it was killed, probably by the kernel for lack of memory (see dmesg): try {LESS_MEMORY}"
     ),
     signal.SIGILL: NOT_EXECUTED,
-    signal.SIGABRT: "the server gave up by itself: its last lines say why; a newer build may help",
+    signal.SIGABRT: "the server aborted: its last lines say why; a newer build may help",
     signal.SIGSEGV: "the server crashed: a newer build, or --gpu-layers 0, may help",
 }
 _PROGRAM = "begin server_cmd with the path of a llama-server"
@@ -142,9 +142,8 @@ def advice_for(
             if not listens:
                 return None
             return (
-                f"the server says that it listens on {listens[-1]}: pass it the worker's host "
-                "and port;"
-                ' a script must pass on its arguments ("$@")'
+                f"the server says that it listens on {listens[-1]}: pass it the worker's host and "
+                'port; a script must pass on its arguments ("$@")'
             )
         case _:
             return None
@@ -157,7 +156,7 @@ def described(returncode: int | None) -> str:
     return f"return code {returncode}" if returncode >= 0 else f"signal {-returncode}"
 
 
-def lack_of_memory(
+def oom_evidence(
     returncode: int | None, *, oom_kills: int, kernel_line: str | None, log_tail: Sequence[str]
 ) -> str | None:
     """The evidence that a server which we did not kill died for lack of memory, if there is any.
@@ -177,10 +176,10 @@ def lack_of_memory(
         )
     if returncode == 0:
         return None
-    said = next(
-        (line for line in reversed(log_tail[-_LAST_WORDS:]) if OUT_OF_MEMORY.search(line)), None
+    line = next(
+        (line for line in reversed(log_tail[-_SEARCHED_LINES:]) if OUT_OF_MEMORY.search(line)), None
     )
-    return f"it ran out of memory; its last words: {said.strip()}" if said is not None else None
+    return f"it ran out of memory; it wrote: {line.strip()}" if line is not None else None
 
 
 def not_executed(program: str, number: int, why: str) -> str:
@@ -191,17 +190,17 @@ def not_executed(program: str, number: int, why: str) -> str:
             f"there is no program {program!r} on the PATH: install llama.cpp's llama-server, or "
             f"{_PROGRAM}"
         )
-    todo = _BY_ERRNO.get(
+    advice = _BY_ERRNO.get(
         number, f"{_PROGRAM}; if it is a script, check the interpreter in its first line"
     )
-    return f"cannot execute {program!r}: {why}; {todo}"
+    return f"cannot execute {program!r}: {why}; {advice}"
 
 
 def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) -> str | None:
     """`returncode` is negative for a signal, None if it is not known."""
     log = "\n".join((*log_tail, detail))
-    if todo := _advice_by(log, _BY_LOG):
-        return todo
+    if advice := _advice_by(log, _BY_LOG):
+        return advice
     if returncode is not None and -returncode in _BY_SIGNAL:
         return _BY_SIGNAL[-returncode]
     if log_tail:
@@ -211,18 +210,18 @@ def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) 
 
 def _advice_by(text: str, table: Sequence[tuple[str, str]]) -> str | None:
     """What to do, by the first pattern that is found; case does not matter."""
-    matches = ((re.search(pattern, text, re.IGNORECASE), todo) for pattern, todo in table)
-    return next((_filled_in(todo, match) for match, todo in matches if match), None)
+    matches = ((re.search(pattern, text, re.IGNORECASE), advice) for pattern, advice in table)
+    return next((_filled_in(advice, match) for match, advice in matches if match), None)
 
 
-def _filled_in(todo: str, match: re.Match[str]) -> str:
+def _filled_in(advice: str, match: re.Match[str]) -> str:
     """The advice with the path or the option that the log names."""
     parts = match.groupdict()
     option = parts.get("option") or ""
-    near = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_NEAR)
-    is_misspelt = bool(near) and option not in COMMON_OPTIONS
-    return todo.format(
+    similar = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_MIN_SIMILARITY)
+    is_misspelt = bool(similar) and option not in COMMON_OPTIONS
+    return advice.format(
         path=parts.get("path") or "",
         option=option or "an option",
-        meant=f"did you mean {near[0]!r}? Else " if is_misspelt else "",
+        suggestion=f"did you mean {similar[0]!r}? Else " if is_misspelt else "",
     )

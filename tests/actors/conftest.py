@@ -82,7 +82,7 @@ def no_threads(kind: str = "") -> Iterator[threading.Event]:
     with pytest.MonkeyPatch.context() as crowded:
         crowded.setattr(threading.Thread, "start", refuse)
         crowded.setattr(threads, "_spare", [])  # nor is one kept that has nothing left to do
-        crowded.setattr(threads, "_SPARE", 0)
+        crowded.setattr(threads, "_MAX_SPARE", 0)
         yield refused
 
 

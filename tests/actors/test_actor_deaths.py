@@ -61,7 +61,7 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Arm:
         (RequestActor, StreamEvents, Speechless),
     ],
 )
-def test_a_death_fails_the_request_and_is_survived(
+def test_a_server_exit_fails_the_request_and_restarts(
     make_worker: MakeWorker, arm: Arm, actor: Any, kind: Any, error: Any
 ) -> None:
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -96,7 +96,7 @@ class Bystander(pykka.ThreadingActor):
         (Exited, RuntimeError),
     ],
 )
-def test_a_dying_worker_actor_answers_everybody_and_leaves_nothing_but_the_hosts_own_actors(
+def test_a_crashed_worker_actor_answers_every_future(
     make_worker: MakeWorker, arm: Arm, leftovers: Leftovers, kind: Any, error: type[BaseException]
 ) -> None:
     bystander = Bystander.start()

@@ -36,7 +36,7 @@ def test_while_it_blocks_questions_are_answered_and_a_cancel_takes_effect(
     assert len(rig.journal.facts("started")) == 1, "the cancelled one never reached the server"
 
 
-def test_it_gets_the_hosts_time_as_it_is_and_stamps_never_run_backwards(
+def test_bios_gets_the_hosts_time_and_timestamps_never_fall(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [2_000_000_000.0]

@@ -45,9 +45,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
     return counts
 
 
-def test_text_that_comes_fast_is_told_each_third_look_and_wakes_no_thread_between(
-    rig: Rig, told: Counter[type]
-) -> None:
+def test_fast_text_is_sent_at_each_third_look(rig: Rig, told: Counter[type]) -> None:
     before, began = _wakeups(), time.monotonic()
     rig.run(*fs.plain_reply(fs.Tokens(1000, 0.002)))
     ticks = (time.monotonic() - began) / LOOK_S
@@ -56,9 +54,7 @@ def test_text_that_comes_fast_is_told_each_third_look_and_wakes_no_thread_betwee
     assert _wakeups() - before <= 3 * ticks + 100
 
 
-def test_a_reader_that_waits_for_each_token_hurries_its_stream_a_few_times_a_second(
-    rig: Rig, told: Counter[type], gate: Path
-) -> None:
+def test_waiting_reads_hurry_the_stream_rarely(rig: Rig, told: Counter[type], gate: Path) -> None:
     began = time.monotonic()
     request_id = rig.submit(*fs.plain_reply(fs.Text("Once"), fs.Gate(gate), fs.Tokens(100, 0.01)))
     chunks = rig.worker.iter_output(request_id)

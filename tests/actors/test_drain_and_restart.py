@@ -64,7 +64,7 @@ STRICT = RestartPolicy(
         "a cause for a probe": ([fs.Reset()], RestartPolicy()),
     },
 )
-def test_how_another_request_ends_cuts_no_drain_short(
+def test_no_ending_of_a_request_cuts_a_drain_short(
     make_worker: MakeWorker, tmp_path: Path, gate: Path, bad: list[fs.Step], policy: RestartPolicy
 ) -> None:
     rig = make_worker(slots=2, restart=policy)

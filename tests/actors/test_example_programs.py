@@ -47,11 +47,11 @@ def chats(journal: fs.JournalReader) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "most"), [("job_runner.py", 45), ("orchestrator.py", 199)])
-def test_an_example_is_short(name: str, most: int) -> None:
+def test_examples_are_short(name: str, most: int) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) <= most
 
 
-def test_thirty_jobs_over_three_workers_are_refused_no_slot(
+def test_thirty_jobs_over_three_workers_all_get_slots(
     make_server: Callable[[fs.Script], None], journal: fs.JournalReader
 ) -> None:
     make_server(
@@ -69,7 +69,7 @@ def tell(to: str, text: str) -> fs.Step:
     return fs.ToolCall("tell", {"to": to, "text": text})
 
 
-def test_a_hive_works_on_while_one_model_is_swapped_and_one_is_killed(
+def test_other_workers_continue_while_one_is_swapped_or_killed(
     make_server: Callable[[fs.Script], None], journal: fs.JournalReader, tmp_path: Path
 ) -> None:
     swapped, killed, renamed = (tmp_path / name for name in ("swapped", "killed", "renamed"))

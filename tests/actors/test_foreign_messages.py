@@ -24,7 +24,7 @@ def strays_for(ref: pykka.ActorRef[Any], known: frozenset[Any]) -> list[Any]:
     return ["hello", {"command": "pykka_stop"}, None, 7, object(), *others]
 
 
-def test_messages_that_an_actor_does_not_know_change_nothing(
+def test_unknown_messages_change_nothing(
     rig: Rig, gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = rig.submit(Headers(), Text("before "), Gate(gate), Text("after"), WaitClose())
@@ -35,7 +35,7 @@ def test_messages_that_an_actor_does_not_know_change_nothing(
     with caplog.at_level(logging.WARNING, logger="llama_worker"):
         for ref, message in strays:
             ref.tell(message)
-        dropped = "dropped a message that it does not know: "
+        dropped = "dropped an unknown message: "
         eventually(lambda: caplog.text.count(dropped) == len(strays), "every actor's warnings")
     for ref in actors:
         assert ref.ask("hello", timeout=WAIT_S) is None, "a question is answered with None"

@@ -80,7 +80,7 @@ def test_from_a_model_to_an_answer(server: str, monkeypatch: pytest.MonkeyPatch)
         ({"extra_args": ["--port", "1"]}, ConfigError, "port"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_values_that_cannot_work_are_refused(
     server: str, given: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
@@ -115,7 +115,7 @@ def test_ask_passes_everything_on_and_leaves_nothing_behind(rig: Rig) -> None:
     )
 
 
-def test_an_answer_that_nobody_waits_for_is_forgotten_too(rig: Rig, gate: Path) -> None:
+def test_an_answer_that_nobody_waits_for_is_forgotten(rig: Rig, gate: Path) -> None:
     rig.worker.ask(
         "Hello?",
         params={"scripted_reply": fs.steps_json(*fs.plain_reply(fs.Gate(gate), fs.Text("done")))},
@@ -158,7 +158,7 @@ def test_a_cancelled_answer_is_raised(rig: Rig) -> None:
 # ---------------------------------------------------------------- a follow-up
 
 
-def test_a_follow_up_repeats_the_conversation_to_the_letter(make_worker: MakeWorker) -> None:
+def test_a_follow_up_repeats_the_conversation_byte_for_byte(make_worker: MakeWorker) -> None:
     runner = SimpleNamespace(run_tool=lambda **call: {"found": call["arguments"]["q"]})
     rig = make_worker(normal_tools=[SEARCH], tool_runner=runner)
     turns = fs.Turns(
@@ -256,7 +256,7 @@ def test_a_prompt_far_too_large_is_counted(rig: Rig) -> None:
         ),
     ],
 )
-def test_a_count_that_cannot_be_had_is_an_error(
+def test_a_token_count_that_fails_is_an_error(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, script: fs.Script, says: str
 ) -> None:
     monkeypatch.setattr(token_count, "COUNT_S", 0.2 if "within" in says else WAIT_S)
@@ -264,7 +264,7 @@ def test_a_count_that_cannot_be_had_is_an_error(
         make_worker(script).worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
 
-def test_a_count_is_answered_also_where_memory_is_short(
+def test_a_token_count_without_memory_is_answered(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_count, "ask", Mock(side_effect=MemoryError("none is left")))
@@ -272,7 +272,7 @@ def test_a_count_is_answered_also_where_memory_is_short(
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
 
-def test_a_count_needs_a_server_and_good_input(make_worker: MakeWorker) -> None:
+def test_a_token_count_needs_a_server_and_valid_input(make_worker: MakeWorker) -> None:
     rig = make_worker(start=False)
     with pytest.raises(RequestRefused, match="WORKER_NOT_READY"):
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)

@@ -82,9 +82,7 @@ def used(watching: Watching) -> Gpu:
     return Gpu(pids={STRANGER, watching.pid})
 
 
-def test_each_fault_of_the_gpu_in_use_is_told_once_and_what_is_harmless_never(
-    watching: Watching, used: Gpu
-) -> None:
+def test_each_gpu_fault_is_reported_once_harmless_ones_never(watching: Watching, used: Gpu) -> None:
     nvml = watching.begin_on(Gpu(), used)
     for xid in (31, 31, 45, 31, 79):
         nvml.report(used, xid)
@@ -96,13 +94,13 @@ def test_each_fault_of_the_gpu_in_use_is_told_once_and_what_is_harmless_never(
     assert watching.next().detail == "GPU 1: a double-bit ECC error"
 
 
-def test_only_what_is_in_use_and_can_report_is_registered(watching: Watching) -> None:
+def test_only_gpus_in_use_that_report_errors_are_registered(watching: Watching) -> None:
     pids = {watching.pid}
     able, unable = Gpu(pids=pids, event_types=0x8), Gpu(pids=pids, event_types=0)
     assert watching.begin_on(Gpu(pids={STRANGER}), able, unable, Gpu()).sets == {1: [(able, 0x8)]}
 
 
-def test_a_lost_gpu_is_told_once_and_asked_again_after_a_pause_each_time(
+def test_a_lost_gpu_is_reported_once(
     watching: Watching, used: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -121,7 +119,7 @@ def test_a_lost_gpu_is_told_once_and_asked_again_after_a_pause_each_time(
     assert watching.next().detail.startswith("GPU 0: Xid 13")
 
 
-def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(
+def test_an_event_of_an_unreachable_gpu_counts(
     watching: Watching, used: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml = watching.begin_on(used)
@@ -147,7 +145,7 @@ def test_an_event_of_a_gpu_that_cannot_be_asked_any_more_counts(
         "a broken library": object(),
     },
 )
-def test_where_there_is_nothing_to_watch_the_watch_ends(watching: Watching, nvml: object) -> None:
+def test_the_gpu_watch_ends_without_gpus(watching: Watching, nvml: object) -> None:
     watching.begin(nvml)
     watching.join()
     assert getattr(nvml, "sets", {}) == {}
@@ -226,7 +224,7 @@ def test_a_gpu_that_fails_restarts_the_server_and_its_requests_keep_their_output
     eventually(lambda: len(nvml.sets) == 2, "the watch of the next launch")
 
 
-def test_nvml_that_hangs_holds_up_neither_requests_nor_the_end(
+def test_hanging_nvml_delays_no_request_and_no_stop(
     nvml: ScriptedNvml, make_worker: MakeWorker
 ) -> None:
     nvml.hang()

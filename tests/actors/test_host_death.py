@@ -116,7 +116,7 @@ def test_a_host_that_ends_without_close_leaves_nothing(
         assert [fact["signal"] for fact in host.journal.facts("signal")] == ["SIGTERM"]
 
 
-def test_a_host_that_becomes_another_program_leaves_nothing(run_host: RunHost) -> None:
+def test_a_host_that_calls_exec_leaves_nothing(run_host: RunHost) -> None:
     host = run_host("exec", OBEDIENT)
     seen = tree(host.journal)
     host.go()
@@ -187,7 +187,7 @@ def test_an_orphan_that_nobody_reaps_holds_up_no_restart(make_worker: MakeWorker
         assert [child.status() for child in parent.children()] == [psutil.STATUS_ZOMBIE]
 
 
-def test_a_stopped_guard_that_owes_news_goes_on(make_worker: MakeWorker) -> None:
+def test_a_stopped_guard_with_an_overdue_report_is_resumed(make_worker: MakeWorker) -> None:
     rig = make_worker()
     launched = rig.journal.wait("launched")
     os.kill(launched["ppid"], signal.SIGSTOP)

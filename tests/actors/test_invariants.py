@@ -48,6 +48,6 @@ def test_a_broken_invariant_ends_the_worker(
 def test_without_the_option_nothing_is_checked(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ServerLife, "broken", lambda life: ["all is wrong"])
+    monkeypatch.setattr(ServerLife, "violations", lambda life: ["all is wrong"])
     rig = make_worker(check_invariants=False)
     assert rig.run()["text"] == "Hello"

@@ -107,7 +107,7 @@ def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWor
     assert sorted(map(float, bounds)) == [*BOUNDS_S, float("inf")]
 
 
-def test_workers_come_and_go_and_the_open_ones_have_each_a_name_of_its_own(
+def test_open_workers_have_unique_names(
     make_worker: MakeWorker,
 ) -> None:
     registry, collector = CollectorRegistry(), WorkerCollector()

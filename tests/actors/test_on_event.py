@@ -14,7 +14,7 @@ from llama_worker.testing.scripts import Gate, Text, plain_reply
 from tests.actors.conftest import WAIT_S, MakeWorker
 
 
-def test_a_host_hears_of_states_restarts_and_requests_in_order(make_worker: MakeWorker) -> None:
+def test_on_event_gets_states_restarts_requests_in_order(make_worker: MakeWorker) -> None:
     heard: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
     rig = make_worker(on_event=lambda event: heard.put((threading.current_thread().name, event)))
     rig.run(*plain_reply(Text("x")))
@@ -64,7 +64,7 @@ def test_each_event_of_a_request_names_its_job(make_worker: MakeWorker) -> None:
     assert named == [(event, "job") for event in ("admitted", "ended", "result_expired")]
 
 
-def test_a_handler_that_waits_holds_up_no_call(make_worker: MakeWorker) -> None:
+def test_a_blocked_handler_delays_no_call(make_worker: MakeWorker) -> None:
     go_on = threading.Event()
     rig = make_worker(on_event=lambda event: go_on.wait(WAIT_S))
     try:
@@ -87,7 +87,7 @@ class Stuck(logging.Handler):
 
 
 @pytest.mark.parametrize("name", ["llama_worker", "pykka"])
-def test_a_log_that_is_stuck_holds_up_no_call(make_worker: MakeWorker, name: str) -> None:
+def test_a_blocked_log_handler_delays_no_call(make_worker: MakeWorker, name: str) -> None:
     logger, handler = logging.getLogger(name), Stuck()
     before = logger.level
     logger.setLevel(logging.DEBUG)

@@ -129,7 +129,7 @@ def test_the_server_has_a_session_and_a_group_of_its_own_and_no_descriptor_of_th
     assert server["pid"] == server["pgid"] == server["sid"] != os.getsid(0)
 
 
-def test_what_would_reconfigure_a_server_is_not_inherited_and_its_own_path_is_searched(
+def test_variables_that_configure_a_server_are_not_inherited(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (
@@ -166,7 +166,7 @@ def test_what_would_reconfigure_a_server_is_not_inherited_and_its_own_path_is_se
     ("path", "why"),
     [("/nowhere/llama-server", "No such file"), ("/etc/passwd", "Permission denied")],
 )
-def test_what_cannot_be_executed_is_spawn_failed(
+def test_a_program_that_cannot_be_executed_is_spawn_failed(
     make_worker: MakeWorker, path: str, why: str
 ) -> None:
     rig = make_worker(start=False, server_cmd=(path,))
@@ -236,7 +236,7 @@ def test_a_port_that_is_taken_before_or_during_a_launch_is_port_in_use(
     assert rig.start()["state"] is WorkerState.READY
 
 
-def test_a_stranger_who_answers_is_not_readiness(make_worker: MakeWorker) -> None:
+def test_an_answer_of_another_process_is_not_readiness(make_worker: MakeWorker) -> None:
     rig = make_worker(fs.Script(startup=fs.Startup(never_bind=True), children=TREE), start=False)
     starting = rig.worker.start()
     rig.journal.wait("launched", timeout=WAIT_S)
@@ -261,7 +261,7 @@ def test_a_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker) -> 
     assert len(rig.worker.get_debug_info().get()["recent_logs"]) <= 51
 
 
-def test_output_that_finds_no_memory_costs_no_server(
+def test_output_without_memory_harms_no_server(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = Mock(side_effect=MemoryError)

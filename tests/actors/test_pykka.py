@@ -64,7 +64,7 @@ def told(seen: queue.SimpleQueue[Any]) -> Any:
     return seen.get(timeout=WAIT_S)
 
 
-def test_the_seams_are_there_and_are_called(seen: queue.SimpleQueue[Any]) -> None:
+def test_pykkas_extension_points_exist_and_are_called(seen: queue.SimpleQueue[Any]) -> None:
     for name in SEAMS | HOOKS:
         assert callable(getattr(pykka.ThreadingActor, name)), name
     assert isinstance(
@@ -83,7 +83,7 @@ def test_the_seams_are_there_and_are_called(seen: queue.SimpleQueue[Any]) -> Non
         ref.tell("late")
 
 
-def test_an_actor_may_leave_in_the_middle_of_a_message(seen: queue.SimpleQueue[Any]) -> None:
+def test_an_actor_may_unregister_while_handling_a_message(seen: queue.SimpleQueue[Any]) -> None:
     ref = Sample.start(seen)
     for message in ("leave", "never read"):
         ref.tell(message)
@@ -94,7 +94,7 @@ def test_an_actor_may_leave_in_the_middle_of_a_message(seen: queue.SimpleQueue[A
     assert seen.empty()
 
 
-def test_nothing_else_of_pykka_that_is_private_is_used() -> None:
+def test_no_other_private_name_of_pykka_is_used() -> None:
     kinds = (pykka.ThreadingActor, pykka.ActorRef, pykka.ActorRegistry, pykka.ThreadingFuture)
     private = {
         name

@@ -246,7 +246,7 @@ def _to_a_client(connection: socket.socket, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("send", [_to_a_server, _to_a_client])
-def test_who_has_left_kills_no_host(
+def test_a_closed_peer_kills_no_host(
     send: Callable[[socket.socket, bytes], None], broken_pipes: list[int]
 ) -> None:
     ours, theirs = socket.socketpair()

@@ -179,7 +179,7 @@ def test_once_the_server_has_refused_tools_they_are_not_offered_again(
 # --- tools that take their time -------------------------------------------------------------------
 
 
-def test_a_tool_that_never_returns_fails_its_request_on_time_and_holds_up_nothing_else(
+def test_a_tool_that_never_returns_fails_only_its_request(
     make_rig: Callable[..., Rig], tools: Tools
 ) -> None:
     rig = make_rig(tool_timeout_s=0.2)
@@ -200,7 +200,7 @@ def test_a_tool_that_never_returns_fails_its_request_on_time_and_holds_up_nothin
     eventually(lambda: stuck(rig) == 0, "no stuck thread")
 
 
-def test_a_batch_that_ends_in_time_leaves_no_stuck_thread_not_even_for_a_moment(
+def test_a_batch_that_ends_in_time_leaves_no_stuck_thread(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Mock(wraps=ToolThreadStuck)
@@ -265,7 +265,7 @@ class Async:
         return arguments
 
 
-def test_an_async_runner_runs_in_a_loop_of_its_own(make_worker: MakeWorker) -> None:
+def test_an_async_runner_has_its_own_event_loop(make_worker: MakeWorker) -> None:
     rig = make_worker(normal_tools=[tool("echo"), tool("bad")], tool_runner=Async())
     turns = fs.Turns([calling(call("echo", a=1)), fs.plain_reply(fs.Text("done"))])
     (entry,) = rig.run(turns)["tool_trace"]
@@ -308,7 +308,7 @@ def test_an_async_tool_need_not_wait_for_its_threads(make_worker: MakeWorker) ->
 ISSUE = {"code": "missing_input", "severity": "error", "summary": "No file."}
 
 
-def test_a_signal_is_told_while_the_model_still_speaks_and_stays_out_of_the_conversation(
+def test_a_signal_is_reported_at_once_and_not_in_the_conversation(
     make_rig: Callable[..., Rig], gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: SimpleQueue[tuple[Any, int, str]] = SimpleQueue()

@@ -80,7 +80,7 @@ def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int]) -> N
             elsewhere.accept()
 
 
-def test_a_server_that_refuses_connections_is_doubted_and_replaced(make_worker: MakeWorker) -> None:
+def test_a_server_that_refuses_connections_is_probed_and_replaced(make_worker: MakeWorker) -> None:
     # The listener goes, the process stays: SIGTERM is held up by an open stream that the script
     # never ends.
     rig = make_worker(slots=2, timeouts=fast_timeouts(health_probe_interval_s=None))

@@ -33,7 +33,7 @@ def outliving_sigkill(rig: Rig) -> Iterator[int]:
         wait_traced(pid)
 
 
-def test_what_cannot_be_killed_holds_up_neither_stop_nor_close_and_once_it_is_gone_all_is_well(
+def test_an_unkillable_server_delays_neither_stop_nor_close(
     leftovers: Leftovers, make_worker: MakeWorker
 ) -> None:
     rig = make_worker(timeouts=fast_timeouts(stop_grace_s=0.5, kill_timeout_s=1.0))
@@ -78,7 +78,7 @@ def test_a_server_that_is_gone_is_not_unkillable_because_its_name_is_looked_up_s
 def test_no_server_is_started_beside_a_child_of_the_last_one(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(termination, "_LOOK_S", 0.3)  # at a guard that owes news
+    monkeypatch.setattr(termination, "_CHECK_INTERVAL_S", 0.3)  # at a guard that owes news
     rig = make_worker(
         Script(children=[ChildProcess("group")]), timeouts=fast_timeouts(kill_timeout_s=1.0)
     )

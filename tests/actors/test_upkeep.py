@@ -28,7 +28,7 @@ def test_a_server_that_has_grown_is_recycled(make_worker: MakeWorker) -> None:
     assert "MiB of anonymous memory (limit: max_anon_mib 1)" in told["detail"]
 
 
-def test_a_kill_for_lack_of_memory_is_named(
+def test_an_oom_kill_is_named(
     make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control group's file is a stand-in; the next test has a real one where it may make
@@ -103,7 +103,7 @@ def test_the_real_counter_of_this_process_is_read() -> None:
     watch.close()
 
 
-def test_a_kill_of_an_earlier_process_with_the_same_pid_is_not_this_ones(
+def test_an_oom_kill_of_an_earlier_process_with_the_pid_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "kmsg"

@@ -100,7 +100,7 @@ def test_with_closes_after_a_start_that_failed(
     assert leftovers.wait_none() == []
 
 
-def test_a_lost_handle_takes_its_server_along(
+def test_a_garbage_collected_handle_ends_its_server(
     make_worker: MakeWorker, leftovers: Leftovers
 ) -> None:
     rig = make_worker(start=False)

@@ -135,7 +135,7 @@ class Case(Bench):
         """Whether `/slots` shows at any time what each request does, and nobody new comes. What a
         draft model reads behind a first token is not shown."""
         is_seen = not self.build.drafts or all(each.decoded > 1 for each in self.server.busy)
-        tells = self.build.shows_slots and self.build.answers_in_batches
+        tells = self.build.shows_slots and self.build.answers_during_batches
         return tells and is_seen and self.all_have_come
 
     @property
@@ -207,7 +207,7 @@ class Case(Bench):
         self.has_images |= has_image
         answer = self.worker.submit("job", "", IMAGE if has_image else "hello")
         self._running += 1
-        answer._on_resolved(partial(self._admitted, answer))
+        answer._add_waker(partial(self._admitted, answer))
 
     def _admitted(self, answer: WorkerFuture[Any]) -> None:
         told = answer.get(timeout=0)
@@ -215,7 +215,7 @@ class Case(Bench):
             self._running -= 1
             return
         result = self.worker.result(told["request_id"])
-        result._on_resolved(partial(self._ended, result))
+        result._add_waker(partial(self._ended, result))
 
     def _ended(self, result: WorkerFuture[Any]) -> None:
         told = result.get(timeout=0)
@@ -354,7 +354,7 @@ class Case(Bench):
         build = self.build
         if not build.cpu_shows and self.config.slots > build.slots:
             return 8.0  # a step of the others and a pause come on top, where somebody waits
-        if not (build.shows_slots and build.answers_in_batches):
+        if not (build.shows_slots and build.answers_during_batches):
             # while batches are long it cannot be told from a dead stream beside live ones
             return 300.0 if build.cpu_shows else 60.0
         return 600.0
@@ -384,7 +384,7 @@ def _build(dice: Dice) -> tuple[Build, float, float, float]:
     number = dice.choice((*[11434] * 17, 9093, 10019, None))
     build = Build(
         number=number,
-        answers_in_batches=number == 11434 or (number is None and dice.chance(0.5)),
+        answers_during_batches=number == 11434 or (number is None and dice.chance(0.5)),
         slots=slots,
         prefill_tokens_per_s=deepest * batch_tokens / batch_s,
         decode_tokens_per_s=dice.log_between(0.5 * slots, 100.0),

@@ -54,10 +54,10 @@ def test_without_the_slots_wedges_are_found_too_late(monkeypatch: pytest.MonkeyP
 
 
 def test_a_verdict_on_every_silence_kills_honest_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = timeouts.verdict
+    right = timeouts.timeout_verdict
 
     def blind(*args: Any, **named: Any) -> Verdict | None:
         return right(*args, **named | {"liveness_at": None})
 
-    monkeypatch.setattr(request_watch, "verdict", blind)
+    monkeypatch.setattr(request_watch, "timeout_verdict", blind)
     assert run(40, seed=20, kinds=["stopped"]).false_kills

@@ -39,7 +39,7 @@ def test_the_doctor_finds_nothing_wrong(run: Run, program: MakeProgram, model: s
     assert findings["tools"]["text"].startswith("native")
     assert findings["/proc"]["level"] == "ok"
     assert findings["build"]["text"].startswith("llama-server b7 has CVE-2026-107183: ")
-    assert findings["build"]["todo"] == "take a later build than b11392"
+    assert findings["build"]["todo"] == "use a build later than b11392"
     assert server.is_gone()
 
 

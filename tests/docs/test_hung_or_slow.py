@@ -15,7 +15,7 @@ from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
 from llama_worker.server import blame, lifecycle, lifecycle_endings, liveness, pace
 from llama_worker.server.blame import Verdict
-from llama_worker.server.timeouts import DEAD_BESIDE_MULTIPLE, Neighbours, verdict
+from llama_worker.server.timeouts import STALLED_ALONE_MULTIPLE, Neighbours, timeout_verdict
 from tests.docs.pages import DOCS, names_in, table
 
 # Every state in which a request can be.
@@ -55,7 +55,7 @@ def judge(
     """The verdict after 10 s, with that limit at 5 s and every other off, or far away."""
     off = dict.fromkeys(LIMITS)
     profile = replace(TimeoutProfile(), **{**off, "headers_timeout_s": 1e6, limit: 5.0})  # type: ignore[arg-type]
-    return verdict(
+    return timeout_verdict(
         state,
         liveness_at=liveness_at,
         neighbours=Neighbours(data_at=neighbour_data_at),
@@ -122,7 +122,7 @@ def test_the_first_row_of_the_table_says_the_limit_of_connecting() -> None:
 def test_the_last_row_is_the_limit_of_a_dead_stream_beside_live_ones() -> None:
     when, reason, after = DEAD_BESIDE
     assert when == "generating, `/slots` is not to be had, and others get data"
-    assert f"{DEAD_BESIDE_MULTIPLE} x `idle_stream_timeout_s`" in after
+    assert f"{STALLED_ALONE_MULTIPLE} x `idle_stream_timeout_s`" in after
     times = {"liveness_at": 19.9, "neighbour_data_at": 19.9, "now": 20.0}
     found = judge(STATES["generating"], "idle_stream_timeout_s", **times)
     assert found is not None
@@ -145,7 +145,7 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
         assert heard == ("without data" in after or "without headers" in after)
         found = judge(STATES[name], limit)
         assert found is not None
-        assert found.accuses != ("no restart" in after)
+        assert found.counts_against_server != ("no restart" in after)
     default = getattr(TimeoutProfile(), limit)
     assert re.findall(rf"`{limit}` \((\d+)\)", after) == (
         [] if default is None else [f"{default:g}"]
@@ -156,8 +156,8 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
 def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    calls = r"_?(?:restart|trouble)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason="
-    named = rf"{calls}|_cause\(\w+,|lack_of_memory is None else"
+    calls = r"_?(?:restart|replace_server)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason="
+    named = rf"{calls}|_cause\(\w+,|oom_evidence is None else"
     said = rf'(?:{named})\s*"(\w+)"'
     sources = [
         Path(str(module.__file__)).read_text()
@@ -166,5 +166,5 @@ def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     in_code = {cause for source in sources for cause in re.findall(said, source)}
     launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.UNKILLABLE}
     verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
-    fatal = {found.reason for found in verdicts if found and found.accuses}
+    fatal = {found.reason for found in verdicts if found and found.counts_against_server}
     assert sorted(causes) == sorted({*in_code, *launches, *fatal})

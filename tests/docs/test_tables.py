@@ -34,7 +34,7 @@ from llama_worker.request.messages import ToolMessage, TransportMessage
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.messages import ProxyMessage
 from llama_worker.server.messages import ProcessMessage, WatchdogMessage
-from llama_worker.server.traits import answers_in_batches, unseen
+from llama_worker.server.traits import answers_during_batches, visibility_warnings
 from llama_worker.types.request import NotFound, NotReady, SubmitErrorCode
 from tests.chaos.campaign import STEPS_PER_EPISODE
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, names_in, table
@@ -281,8 +281,8 @@ def test_the_table_of_builds_is_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("row", "is_known"),
     [
-        ("`/slots` shows how far a prompt is read", lambda build: not unseen(build)),
-        ("`/slots` answers in the middle of a batch", answers_in_batches),
+        ("`/slots` shows how far a prompt is read", lambda build: not visibility_warnings(build)),
+        ("`/slots` answers in the middle of a batch", answers_during_batches),
     ],
 )
 def test_a_build_is_known_for_what_was_measured_of_it(

@@ -29,7 +29,7 @@ from llama_worker import (
     WorkerState,
     llama_server_cmd,
 )
-from llama_worker.clock import LATE_S, STANDS_S
+from llama_worker.clock import LATE_S, PAUSE_AFTER_GAP_S
 from tests.ports import held_ports
 from tests.reality.limits import found_within_s, tight_limits
 from tests.reality.plan import SLOT_TOKENS, Episode, Job, Shape
@@ -99,7 +99,7 @@ class Standstills:
             time.sleep(_LOOK_EVERY_S)
             late_s = time.monotonic() - due_at
             if late_s > LATE_S:
-                self._seen.append((time.monotonic(), late_s + STANDS_S))
+                self._seen.append((time.monotonic(), late_s + PAUSE_AFTER_GAP_S))
 
     def lost_s(self, since: float) -> float:
         """What counts for no limit, of the time since that instant."""

@@ -123,7 +123,7 @@ def test_a_request_tells_its_actors_little(
     told: list[type],
 ) -> None:
     assert fake.create(store=False).status == 200  # the server has been asked for its sampling
-    monkeypatch.setattr(leased_exchange, "SOON_S", WAIT_S)
+    monkeypatch.setattr(leased_exchange, "UNWATCHED_WAIT_S", WAIT_S)
     counts: Counter[type] = Counter()
     tell = Ref.tell
 
@@ -146,7 +146,7 @@ def test_a_request_tells_its_actors_little(
 def test_a_lease_is_told_when_the_server_takes_its_time(
     monkeypatch: pytest.MonkeyPatch, soon_s: float, replies: bool, is_watched: bool
 ) -> None:
-    monkeypatch.setattr(leased_exchange, "SOON_S", soon_s)
+    monkeypatch.setattr(leased_exchange, "UNWATCHED_WAIT_S", soon_s)
     abort, told = Abort(), list[str]()
     leased = LeasedExchange(abort, tell_lease=lambda: told.append("lease"))
     ours, server = socket.socketpair()

@@ -50,7 +50,7 @@ def handed_over() -> HandedOver:
 # ---------------------------------------------------------------- get
 
 
-def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait(
+def test_ctrl_c_ends_a_wait_of_the_main_thread(
     future: WorkerFuture[None],
 ) -> None:
     """Another thread is sent the signal; to Python that is the same as one in the instant before
@@ -73,7 +73,7 @@ def test_a_ctrl_c_that_does_not_wake_the_main_thread_ends_its_wait(
     [lambda f: f["text"], lambda f: f.text, lambda f: f.result(), list, lambda f: [*f]],
     ids=["item", "attribute", "result()", "list", "star"],
 )
-def test_who_forgets_get_is_told_so(
+def test_a_forgotten_get_gives_a_clear_error(
     future: WorkerFuture[Any], use: Callable[[Any], object]
 ) -> None:
     with pytest.raises((TypeError, AttributeError), match=r"call get\(timeout=...\) for its value"):
@@ -107,7 +107,7 @@ def test_the_first_answer_or_failure_counts(future: WorkerFuture[Any], value: An
             failed.get()
 
 
-def test_of_many_answers_at_once_all_see_the_same_and_one_takes_it() -> None:
+def test_concurrent_answers_resolve_a_future_once() -> None:
     for _ in range(50):
         taken: SimpleQueue[int] = SimpleQueue()
         future: ResultFuture[int] = ResultFuture(taken.put)
@@ -225,8 +225,10 @@ def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(futures, "_callbacks", futures._CallbackThread("llama_worker-callbacks"))
-    monkeypatch.setattr(futures, "_lines", futures._CallbackThread("llama_worker-log"))
+    monkeypatch.setattr(
+        futures, "_callback_thread", futures._CallbackThread("llama_worker-callbacks")
+    )
+    monkeypatch.setattr(futures, "_log_thread", futures._CallbackThread("llama_worker-log"))
     logger, broken = logging.getLogger("llama_worker.futures"), _BrokenLogging(error)
     called = threading.Event()
     logger.addFilter(broken)
@@ -244,10 +246,10 @@ def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
     assert type(error).__name__ in capsys.readouterr().err
 
 
-def test_a_callback_without_a_thread_fails_no_answer_and_follows(
+def test_a_callback_without_a_thread_runs_later(
     future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(futures, "_callbacks", futures._CallbackThread())
+    monkeypatch.setattr(futures, "_callback_thread", futures._CallbackThread())
     start_timers()  # as the first worker does
     called = threading.Event()
     future.add_done_callback(lambda _: called.set())
@@ -321,7 +323,7 @@ def test_giving_up_a_derived_future_ends_the_loop(future: WorkerFuture[int]) -> 
     ],
     ids=["get", "get in time", "await", "through a map"],
 )
-def test_taking_a_result_is_told_once_and_later_gets_return_it_still(
+def test_taking_a_result_is_reported_once(
     handed_over: HandedOver, take: Callable[[Any], int]
 ) -> None:
     handed_over.answer(5)
@@ -368,7 +370,7 @@ def test_every_open_future_fails_at_the_close_and_every_later_one() -> None:
     assert answered.get(timeout=0) == 1
 
 
-def test_whoever_adds_while_it_closes_gets_an_answer() -> None:
+def test_a_future_added_during_close_is_answered() -> None:
     for _ in range(20):
         open_futures = OpenFutures()
         futures: list[WorkerFuture[int]] = [WorkerFuture() for _ in range(20)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llama_worker.runtime.process import guard
-from llama_worker.runtime.process.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, Plan
+from llama_worker.runtime.process.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, ShutdownPlan
 from tests.actors.conftest import WAIT_S
 from tests.tables import cases
 
@@ -139,7 +139,7 @@ def test_the_guard_ends_its_tree(
     assert run.ended() == said
 
 
-def test_a_guard_that_may_not_kill_waits(cleanup: contextlib.ExitStack) -> None:
+def test_a_guard_without_permission_to_kill_waits(cleanup: contextlib.ExitStack) -> None:
     run = Guard(cleanup, "-c", POWERLESS)
     run.say(b"K")
     assert os.read(run.reports_from, 100) == b"refused\n"
@@ -181,8 +181,8 @@ Seen = tuple[float, bool, bool, bytes]  # now, the server's end, the host's, ord
         ([(5.0, False, True, b""), (5.1, True, False, b"")], [TERMINATE, KILL]),
     ],
 )
-def test_what_a_guard_does_about_what_it_sees(seen: list[Seen], follows: list[str]) -> None:
-    plan = Plan()
+def test_the_guards_plan_for_each_observation(seen: list[Seen], follows: list[str]) -> None:
+    plan = ShutdownPlan()
     assert [
         plan.step(now, ended=ended, host_gone=host_gone, orders=orders)
         for now, ended, host_gone, orders in seen

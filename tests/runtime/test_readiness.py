@@ -35,15 +35,15 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
     ("error", "outcome"),
     [
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), ProbeOutcome.FAILED),
-        (TimeoutError("the time for the reply is up"), ProbeOutcome.FAILED),
+        (TimeoutError("no complete reply within 10 s"), ProbeOutcome.FAILED),
         *(
-            (OSError(lack, os.strerror(lack)), ProbeOutcome.NO_NEWS)
+            (OSError(lack, os.strerror(lack)), ProbeOutcome.NOT_ASKED)
             for lack in (errno.EMFILE, errno.ENFILE)
         ),
-        (OSError(errno.ENOMEM, "no memory"), ProbeOutcome.NO_NEWS),
-        (MemoryError(), ProbeOutcome.NO_NEWS),
-        (socket.gaierror(socket.EAI_AGAIN, "no name server"), ProbeOutcome.NO_NEWS),
-        (RuntimeError("can't start new thread"), ProbeOutcome.NO_NEWS),
+        (OSError(errno.ENOMEM, "no memory"), ProbeOutcome.NOT_ASKED),
+        (MemoryError(), ProbeOutcome.NOT_ASKED),
+        (socket.gaierror(socket.EAI_AGAIN, "no name server"), ProbeOutcome.NOT_ASKED),
+        (RuntimeError("can't start new thread"), ProbeOutcome.NOT_ASKED),
         (RuntimeError("a mistake"), ProbeOutcome.FAILED),
     ],
 )
@@ -52,7 +52,7 @@ def test_a_probe_without_an_answer(error: Exception, outcome: ProbeOutcome) -> N
 
 
 @pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.EMFILE, "no descriptor")])
-def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
+def test_a_look_at_slots_is_answered_during_any_shortage(
     lack: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "ask", Mock(side_effect=lack))
@@ -64,11 +64,11 @@ def test_a_look_at_the_slots_is_answered_whatever_is_lacking(
 @pytest.mark.parametrize(
     ("failure", "outcome"),
     [
-        (OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NO_NEWS),
-        (TimeoutError("the time for the reply is up"), ProbeOutcome.READY),
+        (OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NOT_ASKED),
+        (TimeoutError("no complete reply within 10 s"), ProbeOutcome.READY),
     ],
 )
-def test_what_a_server_is_asked_while_something_lacks_is_asked_again(
+def test_questions_during_a_shortage_are_repeated(
     monkeypatch: pytest.MonkeyPatch, failure: Exception, outcome: ProbeOutcome
 ) -> None:
     """Once only is it asked for its traits: what is unknown then is unknown for its whole life."""
@@ -97,7 +97,7 @@ def listener() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def test_a_port_is_ours_where_our_tree_listens(listener: int) -> None:
+def test_a_port_is_owned_if_the_tree_listens(listener: int) -> None:
     assert owns_port(os.getpid(), listener)
     sleeper = subprocess.Popen(["sleep", "1000"])
     try:
@@ -153,6 +153,6 @@ class AsyncCheck:
         ({"prompt": "x", "check": bool, "max_tokens": 0}, ConfigError, "max_tokens"),
     ],
 )
-def test_a_canary_of_no_use_is_refused(given: Any, error: type[Exception], what: str) -> None:
+def test_an_invalid_canary_is_refused(given: Any, error: type[Exception], what: str) -> None:
     with pytest.raises(error, match=what):
         Canary(**given)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from llama_worker.clock import PatientClock
+from llama_worker.clock import PausingClock
 from llama_worker.config.settings import Endpoint
 from llama_worker.errors import is_shortage
 from llama_worker.responses.generation import ChatExchange
@@ -153,7 +153,7 @@ def test_an_abort_ends_the_exchange(
     assert server.closed.wait(WAIT_S)
 
 
-def test_a_long_request_may_lie_unread_for_longer_than_connecting_may_take(
+def test_a_long_request_may_stay_unread_beyond_the_connect_timeout(
     connect: Connect,
 ) -> None:
     timeout_s = 1.0
@@ -227,7 +227,7 @@ def unanswered() -> Iterator[str]:
         yield f"http://{HOST}:{listener.getsockname()[1]}"
 
 
-def test_a_connect_that_is_not_answered_is_connect_failed_when_its_time_is_up(
+def test_a_connect_without_answer_times_out_as_connect_failed(
     make_client: MakeClient,
 ) -> None:
     with unanswered() as url:
@@ -235,7 +235,7 @@ def test_a_connect_that_is_not_answered_is_connect_failed_when_its_time_is_up(
     assert failed == (RequestFailReason.CONNECT_FAILED, "no connection within 0.2 s")
 
 
-def test_a_host_whose_first_address_does_not_answer_has_others(
+def test_a_host_without_answer_is_tried_at_its_next_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with unanswered() as url:
@@ -256,7 +256,7 @@ def test_an_abort_ends_a_connect_that_is_not_answered(make_client: MakeClient) -
         client.failed()
 
 
-def test_one_that_was_aborted_before_connects_to_nothing(make_client: MakeClient) -> None:
+def test_an_aborted_request_does_not_connect(make_client: MakeClient) -> None:
     abort = Abort()
     abort.abort()
     with pytest.raises(Aborted):
@@ -284,7 +284,7 @@ def test_a_host_that_nobody_knows(make_client: MakeClient) -> None:
     assert detail.startswith("no connection could be made: socket.gaierror: ")
 
 
-def test_without_trust_there_is_no_connection(
+def test_an_untrusted_certificate_is_connect_failed(
     make_server: MakeServer, make_client: MakeClient, certificate: Path
 ) -> None:
     plain = make_server(sends(b"HTTP/1.1 400 Bad Request\r\n\r\n", close=True)).url.replace(
@@ -347,7 +347,7 @@ def ask(
 # ------------------------------------------------------------ replies
 
 
-def test_the_request_is_whole(make_server: MakeServer) -> None:
+def test_the_request_is_sent_completely(make_server: MakeServer) -> None:
     asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def serve(connection: socket.socket) -> None:
@@ -452,15 +452,13 @@ def drips(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("serve", [sends(), drips], ids=["never answers", "drips"])
-def test_a_server_that_takes_too_long_is_left_when_the_time_is_up(
-    make_server: MakeServer, serve: Serve
-) -> None:
+def test_a_server_that_takes_too_long_times_out(make_server: MakeServer, serve: Serve) -> None:
     with pytest.raises(TimeoutError) as late:
         ask(make_server(serve).port, within_s=0.3)
     assert not is_shortage(late.value)
 
 
-def test_a_server_that_reads_nothing_is_left_when_the_time_is_up(make_server: MakeServer) -> None:
+def test_a_server_that_reads_nothing_times_out(make_server: MakeServer) -> None:
     left = threading.Event()
 
     def serve(connection: socket.socket) -> None:
@@ -490,13 +488,13 @@ def test_a_reply_that_is_there_when_the_time_is_up_counts(
     assert abort.error is None
 
 
-def test_time_in_which_this_program_did_not_run_is_not_the_servers(
+def test_time_lost_by_this_program_is_not_silence(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped for an hour as soon as it has asked, and the server, too."""
     stopped_s = [0.0]
     own = TimerThread(lambda: time.monotonic() + stopped_s[0])
-    own.clock = clock = PatientClock(stands_s=100 * WAIT_S)  # however slow this machine is
+    own.clock = clock = PausingClock(pause_s=100 * WAIT_S)  # however slow this machine is
     monkeypatch.setattr(timers, "_timers", own)
 
     def serve(connection: socket.socket) -> None:
@@ -504,13 +502,13 @@ def test_time_in_which_this_program_did_not_run_is_not_the_servers(
         stopped_s[0] = 3600.0
         with own._changed:
             own._changed.notify()  # it sees what time it is
-        eventually(lambda: clock._stands_until is not None, "the clock stands")
+        eventually(lambda: clock._paused_until is not None, "the clock stands")
         connection.sendall(EMPTY_OBJECT)
 
     assert ask(make_server(serve).port, within_s=WAIT_S) == (200, b"{}")
     # The timers of whoever else lives in this process are not left standing.
     with own._changed:
-        stopped_s[0], clock._stands_until = 0.0, None
+        stopped_s[0], clock._paused_until = 0.0, None
         own._changed.notify()
 
 
@@ -518,7 +516,7 @@ def test_time_in_which_this_program_did_not_run_is_not_the_servers(
 
 
 @pytest.mark.parametrize("reply", [b"", b"SSH 200\r\n\r\n"], ids=["ended", "not HTTP"])
-def test_what_is_being_cut_is_not_closed_meanwhile(
+def test_a_connection_is_not_closed_while_it_is_shut_down(
     monkeypatch: pytest.MonkeyPatch, make_server: MakeServer, reply: bytes
 ) -> None:
     """Its descriptor may be another connection's in the next instant."""
@@ -565,7 +563,7 @@ def test_a_question_over_ipv6() -> None:
             assert answer.result(WAIT_S) == (200, b"{}")
 
 
-def test_a_port_that_nobody_listens_on_is_refused_also_where_the_kernel_connects_us_to_ourselves(
+def test_a_self_connected_socket_counts_as_refused(
     free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
@@ -617,7 +615,7 @@ def test_a_forked_child_needs_no_lock_of_the_parents_requests(
         abortable_socket.connect(Abort(), HOST, free_port(), WAIT_S)
 
 
-def test_what_is_given_up_ends_at_the_server_also_where_a_child_has_a_copy(
+def test_an_abort_reaches_the_server_despite_a_forked_copy(
     make_server: MakeServer,
 ) -> None:
     is_here, is_copied = threading.Event(), threading.Event()

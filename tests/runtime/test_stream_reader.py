@@ -96,7 +96,9 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
             base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0
         )
         told, opener = Told(), Told()
-        order = OpenStream(turn_id=(1, 1), body={"stream": True}, tell_s=FOR_EVER_S, reply_to=told)
+        order = OpenStream(
+            turn_id=(1, 1), body={"stream": True}, max_hold_s=FOR_EVER_S, reply_to=told
+        )
         reader = StreamReader(order, endpoint, on_closed=opener, name="test")
         with listener.accept()[0] as server:
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -135,7 +137,7 @@ def test_a_look_without_news_makes_it_eager(rig: Rig, monkeypatch: pytest.Monkey
     eventually(lambda: not rig.reader._lazy.is_lazy, "an eager reader")
 
 
-def test_who_waits_gets_text_at_once_for_a_tick(
+def test_a_waiting_reader_gets_text_at_once(
     streaming: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streaming.server.sendall(text("a"))
@@ -153,7 +155,7 @@ def test_who_waits_gets_text_at_once_for_a_tick(
     assert streaming.told.messages == []
 
 
-def test_what_lies_in_the_socket_is_told_at_once_to_who_waits(streaming: Rig) -> None:
+def test_text_in_the_socket_is_sent_at_once_to_a_waiting_reader(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.gets_lazy()
     streaming.reader.flush()
@@ -163,7 +165,7 @@ def test_what_lies_in_the_socket_is_told_at_once_to_who_waits(streaming: Rig) ->
     streaming.told.wait_events(TextDelta("b"))
 
 
-def test_what_is_not_text_is_told_at_once_and_makes_it_eager(streaming: Rig) -> None:
+def test_events_other_than_text_are_sent_at_once(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.gets_lazy()
     call = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "add", "arguments": "{"}}]}
@@ -175,7 +177,7 @@ def test_what_is_not_text_is_told_at_once_and_makes_it_eager(streaming: Rig) -> 
     assert not streaming.reader._lazy.is_lazy
 
 
-def test_what_came_with_the_headers_is_told(rig: Rig) -> None:
+def test_text_that_came_with_the_headers_is_reported(rig: Rig) -> None:
     head, body = HEAD, text("a") + text("b")
     rig.server.sendall(head + body[:-10])  # in one segment, and cut off in the second record
     eventually(rig.told.events, "the first token")
@@ -184,12 +186,12 @@ def test_what_came_with_the_headers_is_told(rig: Rig) -> None:
     eventually(lambda: rig.told.events() == [TextDelta("a"), TextDelta("b")], "the second")
 
 
-def test_text_between_headers_and_garbage_is_told(rig: Rig) -> None:
+def test_text_before_garbage_is_reported(rig: Rig) -> None:
     rig.server.sendall(HEAD + text("a") + b"not a chunk\r\n")  # in one segment
     failure = rig.told.wait_closed().failure
     assert rig.told.events() == [TextDelta("a")]
     assert failure is not None
-    assert "in mid-stream: it is not HTTP any more" in failure.detail
+    assert "in mid-stream: invalid HTTP in the reply" in failure.detail
 
 
 @cases(
@@ -222,7 +224,7 @@ def test_a_record_that_cannot_be_read_costs_no_text(
     assert says in failure.detail
 
 
-def test_the_end_is_told_at_once_with_all_that_came_before(streaming: Rig) -> None:
+def test_the_end_is_reported_at_once_with_all_text(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.gets_lazy()
     streaming.server.sendall(

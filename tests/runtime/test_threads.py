@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from llama_worker.runtime.host import threads
-from llama_worker.runtime.host.futures import WorkerFuture, may_wait_here
+from llama_worker.runtime.host.futures import WorkerFuture, may_block_this_thread
 from llama_worker.runtime.host.threads import ProbeQueue, run_on_thread
 from tests.actors.conftest import WAIT_S, eventually, no_threads
 
@@ -64,7 +64,7 @@ def test_it_waits_for_no_actor_but_in_the_hosts_code(spare: list[object]) -> Non
 
     def call() -> None:
         waited.put(future.wait(None))
-        with may_wait_here():
+        with may_block_this_thread():
             waited.put(future.wait(WAIT_S))
 
     run_on_thread("one", call)
@@ -94,7 +94,7 @@ def test_few_threads_are_kept(spare: list[object]) -> None:
 
 @pytest.fixture
 def alarms(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What the timers would call after `PATIENCE_S`."""
+    """What the timers would call after `ADD_THREADS_AFTER_S`."""
     calls: list[Callable[[], object]] = []
     monkeypatch.setattr(threads, "call_at", lambda at, call: calls.append(call))
     return calls
@@ -113,7 +113,7 @@ def test_one_thread_makes_all_probes(alarms: list[Callable[[], object]]) -> None
     assert not alarms
 
 
-def test_a_hanging_probe_holds_up_no_other(alarms: list[Callable[[], object]]) -> None:
+def test_a_hanging_probe_delays_no_other(alarms: list[Callable[[], object]]) -> None:
     probes, hanging, made = ProbeQueue(), [Hanging(), Hanging()], threading.Event()
     for each in hanging:
         probes.run(each)
@@ -141,7 +141,7 @@ def test_many_hanging_probes_get_threads_soon(
     assert counts == [1, 2, 4, 8, 16]
 
 
-def test_a_probe_that_raises_costs_no_other(alarms: list[Callable[[], object]]) -> None:
+def test_a_probe_that_raises_harms_no_other(alarms: list[Callable[[], object]]) -> None:
     probes = ProbeQueue()
     probes.run(lambda: 1 / 0)
     assert made_by(probes.run)

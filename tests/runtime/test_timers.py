@@ -42,7 +42,7 @@ def test_calls_come_in_the_order_of_deadlines() -> None:
     assert all(made_at >= at and thread == "llama_worker-timers" for at, made_at, thread in calls)
 
 
-def test_an_alarm_rings_at_the_instant_set_last_and_not_once_it_is_off() -> None:
+def test_an_alarm_fires_at_the_latest_instant_set() -> None:
     rung: SimpleQueue[float] = SimpleQueue()
     now = timers.now()
     alarm, off = (alarm_for(lambda: rung.put(timers.now())) for _ in range(2))
@@ -100,7 +100,7 @@ def test_timers_survive_the_hosts_broken_logging() -> None:
         logger.removeFilter(failing)
 
 
-def test_a_deadline_beyond_what_the_platform_can_wait_for_does_not_stop_the_others() -> None:
+def test_a_deadline_beyond_the_platforms_limit_delays_no_other() -> None:
     never = call_at(timers.now() + 1e300, lambda: None)
     ticked = threading.Event()
     call_at(timers.now(), ticked.set)

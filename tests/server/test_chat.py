@@ -21,7 +21,7 @@ from llama_worker import (
     WorkerConfig,
 )
 from llama_worker.server import termination
-from llama_worker.server.traits import build_number, known_flaws, unseen
+from llama_worker.server.traits import build_number, known_flaws, visibility_warnings
 from tests.server.conftest import (
     ENDLESS,
     Reached,
@@ -84,7 +84,7 @@ def test_what_the_server_says_of_itself_is_told_and_kept_to(
         [llama_server, "--version"], capture_output=True, text=True, check=True
     )
     build = build_number(version.stdout + version.stderr)
-    assert status["warnings"] == known_flaws(build, ()) + unseen(build)
+    assert status["warnings"] == known_flaws(build, ()) + visibility_warnings(build)
     assert status["n_ctx"] == 2048
     assert not any(status["modalities"].values())
     assert status["model"].endswith(".gguf")

@@ -180,7 +180,7 @@ def test_a_canary_that_is_refused_fails_the_start_and_one_that_is_accepted_does_
     canary = Canary(prompt="Count to three.", check=refuses_the_first, max_tokens=4)
     with closing(LlamaWorker(serve(whole=True, canary=canary))) as worker:
         with pytest.raises(
-            WorkerStartError, match="the canary's check refused the answer"
+            WorkerStartError, match="the canary check rejected the answer"
         ) as caught:
             worker.start().get(timeout=patience())
         assert caught.value.reason is StartFailReason.CANARY_FAILED
@@ -247,7 +247,7 @@ def test_a_model_that_is_none(
 
 def test_a_flag_that_the_server_does_not_know(start_error: StartError) -> None:
     first, *log = start_error("--ctx-sise", "512")
-    assert "not take --ctx-sise as it was given: did you mean '--ctx-size'?" in first
+    assert "rejects --ctx-sise as it was given: did you mean '--ctx-size'?" in first
     assert any("--ctx-sise" in line for line in log)
 
 

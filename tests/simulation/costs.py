@@ -28,7 +28,7 @@ _TRANSPORT = frozenset(
     }
 )
 _ANSWERED = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
-_BESIDE_OTHERS = ("while others get theirs", "while another slot", "no slot was working on it")
+_BESIDE_OTHERS = ("while other requests", "while another slot", "no slot was working on it")
 _LAG_S = 5.0  # readers sleep, mailboxes are full
 
 
@@ -75,7 +75,7 @@ class Costs:
         if launch.alone is not None and launch.alone[0] == truth.request_id:
             return
         is_second = launch.alone is not None
-        if stalled.costs_the_server:
+        if stalled.restarts_server:
             is_first = not is_second and now - launch.spoke_again_at > _LAG_S
             if is_first and not launch.is_unclear and self._another_is_served(truth):
                 self._fail(stalled, "costs the server, which serves another request")

@@ -83,7 +83,7 @@ class Host:
             return
         resume = partial(self._resume, plan)
         if isinstance(awaited, WorkerFuture):
-            awaited._on_resolved(lambda: self._scheduler.wake_host(partial(resume, awaited)))
+            awaited._add_waker(lambda: self._scheduler.wake_host(partial(resume, awaited)))
         else:
             self._scheduler.after(awaited, resume, "host")
 
@@ -111,7 +111,7 @@ class Host:
                 what = f"start() resolved, and the worker is {state}, not {expected}"
                 raise Violation(Promise.KILLS_AND_RESTARTS, what)
 
-        future._on_resolved(resolved)
+        future._add_waker(resolved)
         return future
 
     def stop(self) -> WorkerFuture[Any]:
@@ -157,7 +157,7 @@ class Host:
                 return
             self._invariants.slot_waited(error)
 
-        future._on_resolved(resolved)
+        future._add_waker(resolved)
         return future
 
     def _crowd(self) -> None:
@@ -176,7 +176,7 @@ class Host:
             with suppress(WorkerStopError, WorkerClosed):
                 check(future.get(timeout=0))
 
-        future._on_resolved(resolved)
+        future._add_waker(resolved)
         return future
 
     def quick(self, future: WorkerFuture[Any], what: str) -> WorkerFuture[Any]:

@@ -455,7 +455,7 @@ class Invariants:
                 self._check_degenerate(epoch, detail)
             case "server_died" | "out_of_memory":
                 server = self._machine.launched[-1].server
-                lacked = server is not None and server.lack_of_memory is not None
+                lacked = server is not None and server.oom_evidence is not None
                 if lacked is not (reason == "out_of_memory"):
                     what = f"launch {epoch} is restarted for {reason}; it lacked memory: {lacked}"
                     raise Violation(Promise.SAYS_WHAT_HAPPENS, what)

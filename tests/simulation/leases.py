@@ -67,7 +67,7 @@ class ProxiedClient:
                 "messages": [{"role": "user", "content": self._content}],
                 "return_progress": True,
             },
-            tell_s=0.0,  # the thread waits for each token
+            max_hold_s=0.0,  # the thread waits for each token
             reply_to=self,
         )
         self.exchange.sends()

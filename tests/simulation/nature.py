@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llama_worker.server.blame import fault_of_xid, gpu_lost, uncorrectable_memory_error
 from llama_worker.server.health import probe_timeout_s
 from llama_worker.server.messages import ProbeOutcome
-from llama_worker.server.roll_call import ANSWER_S, EVERY_S
+from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, ASK_INTERVAL_S
 from llama_worker.server.termination import Signal
 from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 HOUR_S = 3600.0
-_GIVEN_UP_S = EVERY_S + ANSWER_S + 10.0  # timers are late, threads sleep
+_GIVEN_UP_S = ASK_INTERVAL_S + ANSWER_TIMEOUT_S + 10.0  # timers are late, threads sleep
 _TOOL_S = 12.0  # a request may be in its tools when a fault of the server begins
 # Five looks at it, a second apart, each as late as timers are; and what it has to reap.
 _GUARD_SILENT_S = 5 * 1.8 + 3.0
@@ -166,7 +166,7 @@ class Nature:
                 self._crash(server, name, dice.choice((1, 134, 139, -6, -11)))
             case "killed by the system":
                 if self._apart.chance(0.5):
-                    server.lack_of_memory = "the kernel killed it for lack of memory"
+                    server.oom_evidence = "the kernel killed it for lack of memory"
                 self._crash(server, name, -9)
             case "guard killed":
                 self._fault(name, epoch=server.epoch)
@@ -401,10 +401,10 @@ class Nature:
                 server.port_taken = self._apart.chance(0.2)
                 server.begin_load(load_s * self._dice.random(), returncode=1)
             case "canary fails":
-                server.first_outcome = ProbeOutcome.UNFIT
+                server.first_outcome = ProbeOutcome.CANARY_FAILED
                 server.begin_load(load_s)
             case "a stranger has the port":
-                server.first_outcome = ProbeOutcome.STRANGER
+                server.first_outcome = ProbeOutcome.OTHER_PROCESS
                 server.begin_load(load_s)
             case "load hangs":
                 server.begin_load(None, works=False)

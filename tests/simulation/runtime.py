@@ -23,7 +23,7 @@ from llama_worker.request.messages import (
     StreamClosed,
     StreamEvents,
     StreamOpened,
-    ToolThreadNews,
+    ToolThreadReport,
     ToolThreadReturned,
     ToolThreadStuck,
     TurnId,
@@ -46,8 +46,8 @@ from llama_worker.server.messages import (
     ProbeOutcome,
     SlotsSeen,
 )
-from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
-from llama_worker.server.termination import GuardSilence, Signal
+from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsTimeout, parse_slots
+from llama_worker.server.termination import Signal, SilentGuardWatch
 from llama_worker.server.traits import server_traits
 from llama_worker.stream.decoder import StreamDecoder
 from llama_worker.stream.failure import StreamFailure
@@ -210,7 +210,7 @@ class SimRuntime:
             assert slots is not None
             return SlotsSeen(epoch=epoch, look=SlotsLook(asked_at=asked_at, slots=slots))
 
-        silence = SlotsSeen(epoch=epoch, look=SlotsSilence())
+        silence = SlotsSeen(epoch=epoch, look=SlotsTimeout())
         return SimQuestion(
             self, "look at the slots", LOOK_TIMEOUT_S, reply_to, answer, otherwise=lambda: silence
         )
@@ -291,7 +291,7 @@ class SimServerProcess:
         self._guard_killed = False
         self._guard_stops: Literal["not", "until SIGCONT", "for ever"] = "not"
         self._held: list[Callable[[], object]] = []  # what the guard does once it goes on
-        self._silence = GuardSilence()
+        self._silence = SilentGuardWatch()
         self._machine.on_launch(epoch)
         self._machine.launched.append(self)
         self._later(0.005, 0.3, self._start, "spawn")
@@ -337,7 +337,7 @@ class SimServerProcess:
 
     def _look_at_guard(self) -> None:
         """The server has ended, and the guard is to tell so, and that its tree is gone."""
-        number = self._silence.step(self._scheduler.now, owes=not self.ended)
+        number = self._silence.step(self._scheduler.now, overdue=not self.ended)
         if number is Signals.SIGKILL:
             self._guard_stops, self._held = "not", []
             self._exited()
@@ -395,7 +395,7 @@ class SimServerProcess:
                 Died(
                     epoch=self.epoch,
                     returncode=self._returncode,
-                    lack_of_memory=self._lack_of_memory,
+                    oom_evidence=self._oom_evidence,
                 )
             )
         self._later(0.0005, 0.2, self._exited, "the tree is gone")
@@ -410,13 +410,13 @@ class SimServerProcess:
                 returncode=self._returncode,
                 log_tail=self._log.tail(40),
                 port_taken=self.server is not None and self.server.port_taken,
-                lack_of_memory=self._lack_of_memory,
+                oom_evidence=self._oom_evidence,
             )
         )
 
     @property
-    def _lack_of_memory(self) -> str | None:
-        return None if self.server is None else self.server.lack_of_memory
+    def _oom_evidence(self) -> str | None:
+        return None if self.server is None else self.server.oom_evidence
 
 
 class SimStream:
@@ -539,7 +539,7 @@ class SimStream:
                 self._fail(RequestFailReason.HTTP_ERROR, f"HTTP {self._status}", self._status)
                 return
             self._opened = True
-            self._lazy = LazyReading(self._runtime.now(), tell_s=self._order.tell_s)
+            self._lazy = LazyReading(self._runtime.now(), max_hold_s=self._order.max_hold_s)
             self._order.reply_to.tell(StreamOpened(turn_id=self.turn_id, at=self._runtime.now()))
         if self._aborted:
             if self._opened and self._buffer:
@@ -675,7 +675,7 @@ class SimToolThread:
 
     def __init__(self, turn_id: TurnId) -> None:
         self.has_returned = False
-        self.given_up_to: Mailbox[ToolThreadNews] | None = None
+        self.given_up_to: Mailbox[ToolThreadReport] | None = None
         self._turn_id = turn_id
 
     def is_alive(self) -> bool:
@@ -686,7 +686,7 @@ class SimToolThread:
         """It runs, and nobody waits for it."""
         return self.given_up_to is not None and not self.has_returned
 
-    def give_up(self, reply_to: Mailbox[ToolThreadNews]) -> None:
+    def give_up(self, reply_to: Mailbox[ToolThreadReport]) -> None:
         if not self.has_returned:
             self.given_up_to = reply_to
             reply_to.tell(ToolThreadStuck(turn_id=self._turn_id))

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from llama_worker.actors.base import Child
-from llama_worker.clock import STANDS_S, ClockTimer, PatientClock
+from llama_worker.clock import PAUSE_AFTER_GAP_S, ClockTimer, PausingClock
 from llama_worker.mailbox import Tick
 from tests.simulation.promises import Promise
 from tests.simulation.trace import Trace
@@ -127,7 +127,7 @@ class Scheduler:
         self._events_count = 0
         self._starts: dict[str, int] = {}
         self._breaks: set[str] = set()
-        self._clock = PatientClock()  # of the host
+        self._clock = PausingClock()  # of the host
         self._timers: list[ClockTimer] = []
         self._alarm: Event | None = None  # when its timer thread runs next
         self._alarm_due_at = math.inf  # when that is meant to be
@@ -210,7 +210,7 @@ class Scheduler:
         if self.now >= self.halted_until:
             self._ran_before_s = self._ran_s
         until = max(self.halted_until, self.now) + seconds
-        self._most_lost_s += seconds + STANDS_S + 2 * _LATEST_TIMER_S
+        self._most_lost_s += seconds + PAUSE_AFTER_GAP_S + 2 * _LATEST_TIMER_S
         self.halted_until = until
         self.at(until, lambda: None, "the host runs again", of_host=False)
 

@@ -77,7 +77,7 @@ class Build:
     reports_progress: bool = True
     shows_slots: bool = True  # `--no-slots` and old builds do not
     number: int | None = 11434  # as `--version` tells it
-    answers_in_batches: bool = True  # `/slots`; builds before b10453 do between two only
+    answers_during_batches: bool = True  # `/slots`; builds before b10453 do between two only
     deep_tokens: float = math.inf  # so deep in the context a token takes twice as long
     leak_mib: int = 0  # with each request
     drafts: bool = False  # by another model
@@ -86,7 +86,7 @@ class Build:
     busy: Use = BUSY_USE
 
     @property
-    def shows_reading(self) -> bool:
+    def shows_prompt_progress(self) -> bool:
         """Whether `/slots` tells how far a prompt is read."""
         return self.number is None or self.number >= 9544
 
@@ -177,7 +177,7 @@ class LlamaServer:
         self.killed = False  # SIGKILL was sent
         self.back_at = -math.inf  # when it last answered again
         self.port_taken = False  # it ends for this
-        self.lack_of_memory: str | None = None  # the same
+        self.oom_evidence: str | None = None  # the same
         self.advanced_at = scheduler.host_time
         self.exchanges: list[Exchange] = []
         self.slots: list[Exchange | None] = [None] * build.slots
@@ -421,9 +421,9 @@ class LlamaServer:
     @property
     def slots_wait_s(self) -> float:
         """How long `/slots` waits for the main loop."""
-        if self.slots_silent or (self.frozen and not self.build.answers_in_batches):
+        if self.slots_silent or (self.frozen and not self.build.answers_during_batches):
             return math.inf
-        if self._batch is None or self.build.answers_in_batches:
+        if self._batch is None or self.build.answers_during_batches:
             return 0.0
         return self._batch.at - self._scheduler.now
 
@@ -453,7 +453,7 @@ class LlamaServer:
                         }
                     ],
                 )
-                if self.build.shows_reading:
+                if self.build.shows_prompt_progress:
                     shown.update(n_prompt_tokens_processed=last.processed if active else 0)
             view.append(shown)
         return view

@@ -162,7 +162,7 @@ def _stall(world: World) -> None:
     world.invariants.fault(KINDS["livelock"], epoch=epoch)
     verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if")
     world.actor.actor_ref.tell(
-        Stalled(epoch=epoch, request_id=request_id, verdict=verdict, costs_the_server=True)
+        Stalled(epoch=epoch, request_id=request_id, verdict=verdict, restarts_server=True)
     )
 
 

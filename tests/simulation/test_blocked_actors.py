@@ -13,9 +13,9 @@ from llama_worker.actors.transport import TransportActor
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.messages import PostChat, RequestEnded, RequestInput, RequestOutput
 from llama_worker.request.request import Request
-from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
+from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S
 from llama_worker.server.messages import Died
-from llama_worker.server.roll_call import ANSWER_S, EVERY_S
+from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, ASK_INTERVAL_S
 from llama_worker.server.termination import Signal
 from llama_worker.types.request import RequestFailReason, RequestResult, RequestState
 from tests.simulation.bench import Bench, quiet_bench
@@ -24,7 +24,7 @@ from tests.simulation.server import Reply
 from tests.simulation.world import TOOL
 from tests.tables import cases
 
-FOUND_S = EVERY_S + ANSWER_S + 5.0
+FOUND_S = ASK_INTERVAL_S + ANSWER_TIMEOUT_S + 5.0
 RESTARTED_S = 30.0
 
 
@@ -70,7 +70,7 @@ def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: boo
         assert result["state"] is RequestState.FAILED
         if name == "request[0]":
             assert result["fail_reason"] is RequestFailReason.UNKNOWN_ERROR
-            assert f"has not answered for {ANSWER_S:g} s" in (result["fail_detail"] or "")
+            assert f"has not answered for {ANSWER_TIMEOUT_S:g} s" in (result["fail_detail"] or "")
         assert blocked.actor.is_given_up
 
         bench.answer(worker.start(), RESTARTED_S)
@@ -113,13 +113,13 @@ def test_a_stream_that_cannot_be_flushed_holds_nothing_up(
 
 def test_two_deaths_at_once_end_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = quiet_bench()
-    scheduler, whole = bench.scheduler, TransportActor.died
+    scheduler, whole = bench.scheduler, TransportActor.on_crash
 
-    def died(actor: TransportActor, detail: str) -> None:
+    def on_crash(actor: TransportActor, detail: str) -> None:
         scheduler.after(1.0, lambda: whole(actor, detail), "the news is late")
 
     with bench.ready():
-        monkeypatch.setattr(TransportActor, "died", died)
+        monkeypatch.setattr(TransportActor, "on_crash", on_crash)
         scheduler.break_actor(bench.actor_of("transport"))
         scheduler.run_for(0.1)
         answer = bench.worker.ask("a question")
@@ -208,13 +208,13 @@ def test_a_handler_that_returns_in_time_costs_nothing() -> None:
             scheduler.run_for(1.0)
             blocked = request.bench.actor_of(name)
             scheduler.block_actor(blocked)
-            scheduler.run_for(ANSWER_S - 1.0)
+            scheduler.run_for(ANSWER_TIMEOUT_S - 1.0)
             scheduler.unblock_actor(blocked)
         assert request.ended(600.0)["state"] is RequestState.COMPLETED
 
 
 @pytest.mark.parametrize("name", ["process", "transport"])
-@pytest.mark.parametrize("late_s", [0.0, 2 * DEATH_NEWS_S, 2 * LATE_NEWS_S])
+@pytest.mark.parametrize("late_s", [0.0, 2 * EXIT_REPORT_WAIT_S, 2 * LATE_EXIT_REPORT_WAIT_S])
 def test_an_actors_end_is_no_disconnect_however_late(name: str, late_s: float) -> None:
     with in_a_long_answer() as request:
         bench, scheduler = request.bench, request.bench.scheduler

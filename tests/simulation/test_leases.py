@@ -9,7 +9,7 @@ import pytest
 from llama_worker.actors.base import Ref
 from llama_worker.actors.messages import EndLease, Lease, WorkerMessage
 from llama_worker.request import leased
-from llama_worker.request.states import DEATH_NEWS_S
+from llama_worker.request.states import EXIT_REPORT_WAIT_S
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import TextDelta
@@ -38,7 +38,7 @@ def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
         exchange.heard([TextDelta("Once")], scheduler.now)
         assert exchange.breaks(disconnected("in mid-stream"))
         mailbox.tell(EndLease(exchange=exchange))
-        scheduler.run_for(DEATH_NEWS_S - 0.05)
+        scheduler.run_for(EXIT_REPORT_WAIT_S - 0.05)
         assert not exchange.has_ended  # the server's death might be told
         scheduler.run_for(0.1)
         assert exchange.has_ended

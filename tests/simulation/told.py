@@ -177,7 +177,7 @@ def _of_build(build: Build, config_slots: int) -> set[str]:
     number = build.number
     reasons = {
         "fewer than the worker's": build.slots < config_slots,
-        "does not show in /slots": number is not None and number < 9544,
+        "does not show prompt progress in /slots": number is not None and number < 9544,
         "CVE-2026-107183": number is not None and number <= 11392,
     }
     return {words for words, is_so in reasons.items() if is_so}

@@ -12,7 +12,7 @@ from tests.simulation.promises import Promise
 from tests.simulation.scheduler import Violation
 
 _WAITED = re.compile(r" for ([\d.]+) s \(limit: (?:(\d+) x )?(\w+) ([\d.e+]+)\)")
-_STILL = re.compile(r"no slot of the server moved in ([\d.]+) s")
+_STILL = re.compile(r"no slot of the server made progress for ([\d.]+) s")
 _PACED = re.compile(r"\(limit: ([\d.]+) s\)")
 _LAST_BYTE = re.compile(r"last byte ([\d.]+) s ago")
 _ROUNDING_S = 0.06
@@ -39,7 +39,7 @@ def check_words(
         _require(detail, times is None or int(times) == _MULTIPLE)
         _require(detail, float(limit_s) == getattr(profile, setting))
         _require(detail, float(waited_s) >= due_s - _ROUNDING_S)
-        if "only the same again" in detail:  # which has to be seen first
+        if "only repeated records" in detail:  # which has to be seen first
             since = now - float(waited_s)
             due_s = max(due_s, _repeated_at(records_at, since + _ROUNDING_S) - since)
         latest_s = due_s + 2 * profile.liveness_probe_interval_s + _SLACK_S

@@ -427,11 +427,11 @@ def _varied_policy(dice: Dice, policy: RestartPolicy) -> RestartPolicy:
 
 
 def _varied_build(dice: Dice, build: Build) -> Build:
-    number, answers_in_batches = dice.choice(_GENERATIONS)
+    number, answers_during_batches = dice.choice(_GENERATIONS)
     return replace(
         build,
         number=number,
-        answers_in_batches=answers_in_batches,
+        answers_during_batches=answers_during_batches,
         drafts=dice.chance(0.15),
         leak_mib=dice.choice((0, 5, 20)),
         idle=dice.choice(_IDLE),

@@ -1,4 +1,4 @@
-"""The patient clock: what is lost while nothing runs, and that nobody is blamed for it."""
+"""The pausing clock: what is lost while nothing runs, and that nobody is blamed for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.clock import LATE_S, STANDS_S, ClockTimer, PatientClock
+from llama_worker.clock import LATE_S, PAUSE_AFTER_GAP_S, ClockTimer, PausingClock
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.progress import Progress
 from llama_worker.server.messages import ProbeOutcome, Stalled, StartupFailed
-from llama_worker.server.slots import Slot, SlotsSilence
+from llama_worker.server.slots import Slot, SlotsTimeout
 from llama_worker.types.request import RequestPhase
 from tests.virtual_watch import VirtualWatch, generating
 
@@ -23,12 +23,12 @@ def nothing() -> None:
     pass
 
 
-def at(clock: PatientClock, *instants: float) -> list[ClockTimer]:
+def at(clock: PausingClock, *instants: float) -> list[ClockTimer]:
     return [clock.call_at(instant, nothing, 0.0) for instant in instants]
 
 
-def test_it_shows_the_systems_time_while_timers_are_in_time() -> None:
-    clock = PatientClock()
+def test_the_clock_follows_the_system_while_timers_are_on_time() -> None:
+    clock = PausingClock()
     (timer,) = at(clock, 100.0)
     assert (clock.now(99.0), clock.wakes_at) == (99.0, 100.0)
     assert clock.due(99.9) is None
@@ -37,17 +37,17 @@ def test_it_shows_the_systems_time_while_timers_are_in_time() -> None:
     assert clock.lost_s == 0.0
 
 
-def test_it_passes_no_timer_that_is_still_to_be_fired() -> None:
-    clock = PatientClock()
+def test_the_clock_passes_no_timer_that_has_not_fired() -> None:
+    clock = PausingClock()
     at(clock, 100.0)
     assert clock.now(100.5) == clock.now(5000.0) == 100.0
 
 
-def test_it_stands_behind_a_gap_and_goes_on_from_the_timer_that_showed_it() -> None:
-    clock = PatientClock()
+def test_the_clock_pauses_after_a_gap_and_resumes_at_the_late_timer() -> None:
+    clock = PausingClock()
     first, second = at(clock, 100.0, 130.0)
     assert clock.due(3700.0) is None
-    assert clock.wakes_at == 3700.0 + STANDS_S
+    assert clock.wakes_at == 3700.0 + PAUSE_AFTER_GAP_S
     assert clock.due(3700.5) is None
     assert clock.now(3700.9) == 100.0
     assert clock.due(3701.0) is first
@@ -58,8 +58,8 @@ def test_it_stands_behind_a_gap_and_goes_on_from_the_timer_that_showed_it() -> N
     assert clock.due(3731.0) is second
 
 
-def test_a_gap_behind_a_gap_puts_nothing_off_again() -> None:
-    clock = PatientClock()
+def test_a_second_gap_delays_nothing_again() -> None:
+    clock = PausingClock()
     (timer,) = at(clock, 100.0)
     assert clock.due(3700.0) is None
     assert clock.due(7300.0) is timer
@@ -68,7 +68,7 @@ def test_a_gap_behind_a_gap_puts_nothing_off_again() -> None:
 
 def test_a_gap_is_seen_though_the_next_timer_is_far() -> None:
     """Behind one that was fired its receiver may set the next only after a gap."""
-    clock = PatientClock()
+    clock = PausingClock()
     (timer,) = at(clock, 100.0)
     assert clock.due(100.0) is timer
     assert clock.now(3700.0) == 101.0
@@ -77,8 +77,8 @@ def test_a_gap_is_seen_though_the_next_timer_is_far() -> None:
     assert clock.wakes_at == 3701.0
 
 
-def test_whoever_waits_for_nothing_is_woken_by_nothing() -> None:
-    clock = PatientClock()
+def test_a_clock_without_timers_wakes_nobody() -> None:
+    clock = PausingClock()
     assert (clock.wakes_at, clock.due(1e6), clock.now(1e6)) == (None, None, 1e6)
     (timer,) = at(clock, 2e6)
     timer.cancel()
@@ -87,7 +87,7 @@ def test_whoever_waits_for_nothing_is_woken_by_nothing() -> None:
 
 
 def test_a_timer_that_was_cancelled_behind_a_gap_has_shown_it() -> None:
-    clock = PatientClock()
+    clock = PausingClock()
     timer, _ = at(clock, 100.0, 5000.0)
     assert clock.now(3700.0) == 100.0
     timer.cancel()
@@ -96,8 +96,8 @@ def test_a_timer_that_was_cancelled_behind_a_gap_has_shown_it() -> None:
     assert clock.now(3701.0) == 100.0
 
 
-def test_an_instant_that_is_past_is_the_present() -> None:
-    clock = PatientClock()
+def test_a_past_instant_counts_as_now() -> None:
+    clock = PausingClock()
     at(clock, 100.0)
     clock.call_at(3.0, nothing, 50.0)
     assert clock.now(60.0) == 50.0
@@ -108,8 +108,8 @@ def test_an_instant_that_is_past_is_the_present() -> None:
         st.tuples(st.sampled_from(["run", "set", "cancel"]), st.floats(0.0, 50.0)), max_size=60
     )
 )
-def test_it_never_falls_and_fires_each_timer_once_in_order(steps: list[tuple[str, float]]) -> None:
-    clock, system, shown = PatientClock(), 0.0, 0.0
+def test_the_clock_never_falls_and_fires_timers_in_order(steps: list[tuple[str, float]]) -> None:
+    clock, system, shown = PausingClock(), 0.0, 0.0
     waiting: dict[ClockTimer, float] = {}
     for step, amount in steps:
         match step:
@@ -144,7 +144,7 @@ class Machine:
     """A watch, on a machine that may stand still: each of its alarms is late by `late_s`."""
 
     def __init__(self, watch: VirtualWatch, *, late_s: float = 0.0) -> None:
-        self.watch, self.clock, self.late_s = watch, PatientClock(), late_s
+        self.watch, self.clock, self.late_s = watch, PausingClock(), late_s
         self.system = watch.now
         self._alarm: ClockTimer | None = None
         self._alarm_at: float | None = None
@@ -195,7 +195,7 @@ def hanging(profile: TimeoutProfile, late_s: float = 0.0, **world: Any) -> Machi
 
 
 @LATE
-def test_time_that_is_lost_again_and_again_counts_for_no_limit(late_s: float) -> None:
+def test_repeatedly_lost_time_counts_for_no_limit(late_s: float) -> None:
     profile = replace(UNPROBED, silent_work_timeout_s=1200.0, suspect_after_s=None)
     machine = hanging(profile, late_s, evidence=lambda now, fresh: True)
     assert machine.run(1e6, Stalled) is not None
@@ -212,13 +212,13 @@ def test_a_standstill_is_measured_without_the_time_that_was_lost() -> None:
 
 
 @LATE
-def test_a_hang_is_found_also_where_every_alarm_is_late(late_s: float) -> None:
+def test_a_hang_is_found_even_if_every_timer_is_late(late_s: float) -> None:
     machine = hanging(PROFILE, late_s)
     assert machine.run(1e6, Stalled) is not None
     assert machine.ran_s == pytest.approx(20.0, abs=6.0)
 
 
-def test_a_standstill_before_a_gap_does_not_go_on_behind_it() -> None:
+def test_a_standstill_does_not_continue_over_a_gap() -> None:
     def slots(now: float) -> tuple[Slot, ...]:
         decoded = 9 if machine.system < 100.0 else int(machine.system * 10)
         return (Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=decoded),)
@@ -240,7 +240,7 @@ def holds_text_back(now: float) -> tuple[Slot, ...]:
     return (Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=9 + int(now / 5.0)),)
 
 
-def test_what_moves_spares_on_a_machine_that_hardly_runs() -> None:
+def test_movement_counts_on_a_starved_machine() -> None:
     machine = hanging(UNPROBED, slots=holds_text_back)
     for _ in range(100):
         assert machine.run(machine.system + 7.0, Stalled) is None
@@ -250,12 +250,12 @@ def test_what_moves_spares_on_a_machine_that_hardly_runs() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_what_moved_between_looks_without_an_answer_spares(hangs: bool) -> None:
+def test_movement_between_looks_without_answer_counts(hangs: bool) -> None:
     """A build that answers between two batches only, now and then. The limit is 300 s."""
 
-    def slots(now: float) -> tuple[Slot, ...] | SlotsSilence:
+    def slots(now: float) -> tuple[Slot, ...] | SlotsTimeout:
         if int(now / 2.0) % 3:
-            return SlotsSilence()
+            return SlotsTimeout()
         return holds_text_back(min(now, 100.0) if hangs else now)
 
     watch = VirtualWatch.ready(UNPROBED, slots=slots, build=10019)
@@ -264,7 +264,7 @@ def test_what_moved_between_looks_without_an_answer_spares(hangs: bool) -> None:
     assert (found is not None and 380.0 < found[0] < 410.0) if hangs else found is None
 
 
-def test_a_launch_gets_the_time_again_that_was_lost() -> None:
+def test_a_launch_gets_lost_time_back() -> None:
     profile = TimeoutProfile(startup_timeout_s=10.0, load_timeout_s=30.0)
     loading = Machine(VirtualWatch(profile, readiness=lambda now: ProbeOutcome.LOADING))
     assert loading.run(8.0, StartupFailed) is None
@@ -274,7 +274,7 @@ def test_a_launch_gets_the_time_again_that_was_lost() -> None:
     assert 3610.0 <= found_at <= 3614.0
 
 
-def test_where_nobody_could_look_the_server_may_have_worked() -> None:
+def test_a_look_that_failed_by_shortage_counts_as_work() -> None:
     """The limit is 20 s: from 62 on it is seen to work."""
     profile = replace(PROFILE, idle_stream_timeout_s=None, headers_timeout_s=20.0)
     watch = VirtualWatch.ready(

@@ -21,7 +21,7 @@ from llama_worker import (
     WorkerStopError,
 )
 from llama_worker.errors import described_error
-from llama_worker.start_advice import described, lack_of_memory, not_executed
+from llama_worker.start_advice import described, not_executed, oom_evidence
 from tests.conftest import Speechless
 
 
@@ -78,7 +78,7 @@ def test_without_a_process_there_are_no_last_lines(reason: StartFailReason) -> N
     assert (str(error), error.returncode, error.log_tail) == (f"{reason}: detail", None, ())
 
 
-def test_there_are_no_other_reasons() -> None:
+def test_unknown_reasons_are_refused() -> None:
     with pytest.raises(ValueError, match="bored"):
         WorkerStartError("bored", "")
 
@@ -89,11 +89,11 @@ def test_there_are_no_other_reasons() -> None:
         (1, "ggml_aligned_malloc: insufficient memory (attempted to allocate 22 MB)", "--ctx-size"),
         (1, "CUDA error: out of memory", "memory"),
         (-signal.SIGABRT, "GGML_ASSERT(ctx->mem_buffer != NULL) failed", "--ctx-size"),
-        (-signal.SIGKILL, "load_tensors", "(signal 9); it was killed, mostly by the kernel when"),
-        (1, "error: invalid argument: --frob", "does not take --frob as it was given: compare"),
+        (-signal.SIGKILL, "load_tensors", "(signal 9); it was killed, probably by the kernel for"),
+        (1, "error: invalid argument: --frob", "rejects --frob as it was given: compare"),
         (1, "error: invalid argument: --ctx-sise", "-sise as it was given: did you mean '--ctx"),
         (1, "error: invalid argument: --ctx-size", "--ctx-size as it was given: compare it with"),
-        (1, 'error while handling argument "-c": stoi', "does not take an option as it was"),
+        (1, 'error while handling argument "-c": stoi', "rejects an option as it was"),
         (
             1,
             "failed to open GGUF file 'x.gguf' (No such file or directory)",
@@ -177,16 +177,16 @@ LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
         (-9, 1, None, (), "the kernel killed it for lack of memory (its control group counts it: "),
         (-9, 0, LINE, (), f"the kernel killed it for lack of memory: {LINE}"),
         (-6, 1, LINE, (), None),  # it was another process that the kernel killed
-        (1, 0, None, ("failed to allocate buffer", "bye"), "last words: failed to allocate buffer"),
-        (-6, 0, None, ("terminate: std::bad_alloc",), "last words: terminate: std::bad_alloc"),
+        (1, 0, None, ("failed to allocate buffer", "bye"), "it wrote: failed to allocate buffer"),
+        (-6, 0, None, ("terminate: std::bad_alloc",), "it wrote: terminate: std::bad_alloc"),
         (0, 0, None, ("out of memory",), None),
         (1, 0, None, ("out of memory", "1", "2", "3", "4", "5"), None),  # long ago
         (None, 1, None, (), None),
     ],
 )
-def test_what_tells_a_lack_of_memory(
+def test_evidence_that_memory_ran_out(
     returncode: int | None, kills: int, line: str | None, log: tuple[str, ...], says: str | None
 ) -> None:
-    cause = lack_of_memory(returncode, oom_kills=kills, kernel_line=line, log_tail=log)
+    cause = oom_evidence(returncode, oom_kills=kills, kernel_line=line, log_tail=log)
     assert (cause is None) == (says is None)
     assert (says or "") in (cause or "")

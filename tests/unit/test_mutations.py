@@ -57,7 +57,7 @@ def test_a_case_may_never_match() -> None:
 
 
 @pytest.mark.parametrize("path", ["actors/worker.py", "src/llama_worker/stream/decoder.py"])
-def test_a_mutant_is_a_program(path: str) -> None:
+def test_every_mutant_is_a_valid_program(path: str) -> None:
     source = (ROOT / path).read_bytes()
     found = mutations(path, source)
     assert len(found) > 100

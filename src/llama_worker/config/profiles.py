@@ -95,10 +95,10 @@ class TimeoutProfile:
         )
 
     def without_evidence(self) -> Self:
-        """The same limits for a server whose processes cannot be seen, or a reply in one piece.
+        """The same limits for a server whose processes cannot be seen.
 
-        Some builds hold the response headers back until the prompt is read, and every build does
-        that for a reply in one piece: missing headers are then no sign of a hang.
+        Some builds hold the response headers back until the prompt is read: missing headers are
+        then no sign of a hang.
         """
         return replace(self, headers_timeout_s=self.silent_work_timeout_s or _NEVER_S)
 

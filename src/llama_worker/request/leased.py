@@ -47,7 +47,7 @@ from llama_worker.request.messages import (
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress, TurnProgress
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
-from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
+from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S, READ_REST_S
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.stream.events import Finish, ReasoningDelta, ServerError, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
@@ -107,7 +107,7 @@ class LeasedRequest:
         api_key: str | None,
         unix_offset: float,
         has_media: bool = False,
-        picks_slots: bool = False,
+        needs_specific_slots: bool = False,
         in_one_piece: bool = False,
         answers: int = 1,
         offers_tools: bool = False,
@@ -127,7 +127,7 @@ class LeasedRequest:
             iterations_left=0,
             question=question,
             has_media=has_media,
-            picks_slots=picks_slots,
+            needs_specific_slots=needs_specific_slots,
             is_leased=True,
             in_one_piece=in_one_piece,
         )
@@ -213,7 +213,7 @@ class LeasedRequest:
             case Abandon(request_id=None | self.request_id):
                 outcome = failed(message.reason, message.detail)
                 if message.reason is RequestFailReason.SERVER_DIED and self._is_streaming:
-                    self.given_up, self._state = outcome, _ReadingRest(now + LAST_WORDS_S)
+                    self.given_up, self._state = outcome, _ReadingRest(now + READ_REST_S)
                     return []
                 return self._give_up(outcome if self.is_broken else self.given_up or outcome, now)
             case ServerChecked(request_id=self.request_id, is_gone=is_gone) if isinstance(
@@ -222,7 +222,7 @@ class LeasedRequest:
                 if not is_gone:
                     return self._end(self._state.outcome, now)
                 self.given_up = gone = failed_by(SERVER_GONE)
-                self._state = _Disconnected(gone, now + LATE_NEWS_S, is_asked=True)
+                self._state = _Disconnected(gone, now + LATE_EXIT_REPORT_WAIT_S, is_asked=True)
             case Tick() if self.deadline is not None and now >= self.deadline:
                 return self._time_is_up(now)
         return []
@@ -230,7 +230,7 @@ class LeasedRequest:
     def _time_is_up(self, now: float) -> LeaseEffects:
         match self._state:
             case _Disconnected(outcome=outcome, is_asked=False):
-                self._state = _Disconnected(outcome, now + LATE_NEWS_S, is_asked=True)
+                self._state = _Disconnected(outcome, now + LATE_EXIT_REPORT_WAIT_S, is_asked=True)
                 return [AskIfServerDied(request_id=self.request_id)]
             case _Disconnected(outcome=outcome):
                 return self._end(outcome, now)
@@ -241,7 +241,7 @@ class LeasedRequest:
     def hear_out(self, now: float) -> None:
         """The exchange is over. If its connection broke, wait to learn the reason."""
         if isinstance(self._state, _Disconnected) and self._state.until is None:
-            self._state = _Disconnected(self._state.outcome, now + DEATH_NEWS_S)
+            self._state = _Disconnected(self._state.outcome, now + EXIT_REPORT_WAIT_S)
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
         """End the request, whatever its state."""

@@ -16,7 +16,7 @@ from llama_worker.request.table import RequestRecord
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.lazy_reading import TELL_S
+from llama_worker.stream.lazy_reading import MAX_HOLD_S
 from llama_worker.types.hooks import BiosText
 from llama_worker.types.request import (
     ExitSignal,
@@ -115,11 +115,11 @@ class WriteBios(Struct, frozen=True, kw_only=True):
 
 
 class PostChat(Struct, frozen=True, kw_only=True):
-    """POST `body` to the chat endpoint. `tell_s`: how long the reply's text may be held back."""
+    """POST `body` to the chat endpoint. `max_hold_s`: how long text may be held back."""
 
     turn_id: TurnId
     body: dict[str, Any]
-    tell_s: float = TELL_S
+    max_hold_s: float = MAX_HOLD_S
 
 
 class CallTool(Struct, frozen=True, kw_only=True):
@@ -143,9 +143,9 @@ class CheckServer(AskIfServerDied, frozen=True, kw_only=True):
 
 
 class OpenStream(PostChat, frozen=True, kw_only=True):
-    """`PostChat` with a mailbox, which gets the `StreamNews`."""
+    """`PostChat` with a mailbox, which gets the `StreamReport`."""
 
-    reply_to: Mailbox[StreamNews]
+    reply_to: Mailbox[StreamReport]
 
 
 class CloseStream(Struct, frozen=True, kw_only=True):
@@ -275,9 +275,9 @@ Question = GetStatus | ReadOutput
 """About one request: passed on to the RequestActor while it runs, and answered from its record once
 it has ended."""
 
-StreamNews = StreamOpened | StreamEvents | StreamClosed
+StreamReport = StreamOpened | StreamEvents | StreamClosed
 
-ToolThreadNews = ToolThreadStuck | ToolThreadReturned
+ToolThreadReport = ToolThreadStuck | ToolThreadReturned
 
 TransportMessage = (
     OpenStream | CloseStream | CloseAllStreams | FlushStream | HurryStream | StreamClosed
@@ -285,7 +285,9 @@ TransportMessage = (
 
 ToolMessage = RunTool | DropTool
 
-RequestInput = StreamNews | ServerChecked | BiosWritten | CallEnded | CancelRequest | Abandon | Tick
+RequestInput = (
+    StreamReport | ServerChecked | BiosWritten | CallEnded | CancelRequest | Abandon | Tick
+)
 """The messages that a request takes; its actor handles the others itself."""
 
 RequestOutput = (

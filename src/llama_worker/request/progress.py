@@ -46,7 +46,7 @@ class Progress:
     last_stream_byte_at: float | None = None  # any byte, keepalives too; for the status
     batches: tuple[Batch, ...] = ()  # the latest few of the prompt
     has_media: bool = False  # images or sounds are no tokens until they are encoded
-    picks_slots: bool = False  # it may wait for its own slot while another is idle
+    needs_specific_slots: bool = False  # it may wait for its own slot while another is idle
     tokens: int = 0  # generated, as far as reported
     repeated_at: tuple[float, ...] = ()  # the latest repeats since the last new data
     # finished or broken off: what may still follow has its own short deadline

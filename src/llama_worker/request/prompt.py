@@ -26,7 +26,7 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.tools import ToolBatch
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
-from llama_worker.stream.lazy_reading import LOOK_S, TELL_S
+from llama_worker.stream.lazy_reading import LOOK_S, MAX_HOLD_S
 from llama_worker.types.chat import ChatMessage
 from llama_worker.types.hooks import BiosContext, BiosText, SystemPromptMode
 
@@ -304,7 +304,7 @@ def answers_asked(body: Mapping[str, Any]) -> int:
     return max(_count(body.get(key)) or 1 for key in ("n", "n_cmpl"))
 
 
-def picks_slots(body: Mapping[str, Any]) -> bool:
+def needs_specific_slots(body: Mapping[str, Any]) -> bool:
     """Whether the body asks for one slot by its number, or for several answers, so several slots:
     the request waits for those even if another slot is idle (b11434)."""
     return _count(body.get("id_slot")) is not None or answers_asked(body) > 1
@@ -335,9 +335,9 @@ class Prompts:
         return _TEMPLATE_PARAMS.isdisjoint(self.params)
 
     @property
-    def tell_s(self) -> float:
+    def max_hold_s(self) -> float:
         """How long text may be held back: less in prompted mode, as it may hold a signal."""
-        return LOOK_S if self.prompted and self._config.exit_tools else TELL_S
+        return LOOK_S if self.prompted and self._config.exit_tools else MAX_HOLD_S
 
     def next_body(
         self, bios: BiosText | str, turn: Turn | None = None, batch: ToolBatch | None = None

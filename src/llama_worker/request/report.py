@@ -40,7 +40,7 @@ class RequestTotals(Struct, kw_only=True):
     iterations_left: int
     question: str = ""
     has_media: bool = False
-    picks_slots: bool = False
+    needs_specific_slots: bool = False
     is_leased: bool = False
     in_one_piece: bool = False  # its reply is not a stream
     calls_count: int = 0
@@ -97,7 +97,7 @@ def build_progress(
         last_stream_byte_at=turn.last_stream_byte_at,
         batches=turn.batches,
         has_media=totals.has_media,
-        picks_slots=totals.picks_slots,
+        needs_specific_slots=totals.needs_specific_slots,
         tokens=turn.tokens,
         repeated_at=turn.repeated_at,
         concluding=concluding,

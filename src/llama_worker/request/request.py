@@ -34,7 +34,7 @@ from llama_worker.request.ending import (
 )
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress
-from llama_worker.request.prompt import Prompts, picks_slots, runaway_tokens
+from llama_worker.request.prompt import Prompts, needs_specific_slots, runaway_tokens
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
 from llama_worker.request.tools import ToolBatch, ToolUse
 from llama_worker.request.turn import Turn
@@ -73,7 +73,7 @@ class Request:
             iterations_left=config.max_tool_iterations,
             question=order.submission.question,
             has_media=bool(order.submission.part_kinds - {"text"}),
-            picks_slots=picks_slots(self._prompts.params),
+            needs_specific_slots=needs_specific_slots(self._prompts.params),
         )
         self._tools = ToolUse(config, self._totals, order.submission.messages)
         self._turns_count = 0
@@ -238,7 +238,8 @@ class Request:
         self._turn = self._new_turn(runaway_tokens(body), now)
         self._totals.output.begin_turn()
         self.state = states.Streaming()
-        return [messages.PostChat(turn_id=self._turn_id, body=body, tell_s=self._prompts.tell_s)]
+        hold_s = self._prompts.max_hold_s
+        return [messages.PostChat(turn_id=self._turn_id, body=body, max_hold_s=hold_s)]
 
     def _new_turn(self, runaway_tokens: int | None, now: float) -> Turn:
         return Turn(

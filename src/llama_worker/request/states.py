@@ -40,9 +40,9 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import SETTLE_S
 from llama_worker.types.request import RequestPhase
 
-DEATH_NEWS_S = 0.2  # a process's death is reported 0.03 s after its connection broke (idle machine)
-LATE_NEWS_S = 10.0  # the process is gone and its end will be reported, but the machine is busy
-LAST_WORDS_S = 2.0  # what a dead process had sent may still be on its way through the reader
+EXIT_REPORT_WAIT_S = 0.2  # an exit is reported 0.03 s after the connection broke (idle machine)
+LATE_EXIT_REPORT_WAIT_S = 10.0  # the process is gone; on a busy machine its exit is reported late
+READ_REST_S = 2.0  # what a dead process had sent may still be on its way through the reader
 
 # ---------------------------------------------------------------- states
 
@@ -78,20 +78,20 @@ class Disconnected(_Timed, frozen=True, kw_only=True):
     """The connection broke, perhaps as the server died: that may be reported, or is asked for."""
 
     failure: StreamFailure
-    limit_s: float = DEATH_NEWS_S
+    limit_s: float = EXIT_REPORT_WAIT_S
     is_asked: bool = False
 
     @classmethod
     def asked(cls, failure: StreamFailure, now: float) -> Disconnected:
         """The server's process is being checked, or was found to be gone."""
-        return cls(since=now, limit_s=LATE_NEWS_S, failure=failure, is_asked=True)
+        return cls(since=now, limit_s=LATE_EXIT_REPORT_WAIT_S, failure=failure, is_asked=True)
 
 
 class ReadingRest(_Timed, frozen=True, kw_only=True):
     """The server died; what it sent before is still being read."""
 
     outcome: Outcome
-    limit_s: float = LAST_WORDS_S
+    limit_s: float = READ_REST_S
 
 
 class RunningTools(_Timed, frozen=True, kw_only=True):

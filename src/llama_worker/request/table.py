@@ -92,7 +92,7 @@ class RequestTable:
         self._records: OrderedDict[int, _Kept] = OrderedDict()
         self.newest_id = 0
 
-    def broken(self) -> Iterator[str]:
+    def violations(self) -> Iterator[str]:
         """Describes each invariant that does not hold; for a person."""
         used = [admitted.slot for admitted in self._active.values()]
         if sorted([*used, *self._free]) != list(self._slots):

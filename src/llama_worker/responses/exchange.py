@@ -14,12 +14,12 @@ from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.config.settings import Endpoint
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.leased import LeasedRequest
-from llama_worker.request.prompt import picks_slots
+from llama_worker.request.prompt import needs_specific_slots
 from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import ProxyMessage, ResponseBegun, ResponseEnded
-from llama_worker.runtime.host.futures import WorkerFuture, may_wait_here
+from llama_worker.runtime.host.futures import WorkerFuture, may_block_this_thread
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
@@ -32,7 +32,7 @@ _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
     "NO_SLOT_AVAILABLE": ("every slot of the server is in use", 2),
     "WORKER_NOT_READY": ("the server is not ready: it is being started, or stopped", 5),
     "WORKER_DRAINING": ("the server takes no more requests before it is stopped", 30),
-    "WORKER_FAILED": ("the server has failed, and is not started again by itself", 30),
+    "WORKER_FAILED": ("the server has failed and will not be restarted automatically", 30),
 }
 _ANSWER_S = 10.0  # how long an actor may take to answer; it takes milliseconds
 _CANCELED = 499  # not standard, but widely used; clients would retry a 5xx
@@ -110,7 +110,7 @@ class Exchange:
             new=partial(
                 LeasedRequest,
                 has_media=_has_media(messages),
-                picks_slots=picks_slots(chat),
+                needs_specific_slots=needs_specific_slots(chat),
                 in_one_piece=chat.get("stream") is not True,
                 answers=answers,
                 offers_tools=bool(chat.get("tools")),
@@ -152,7 +152,7 @@ class Exchange:
         return ApiError(502, f"the upstream server: {failure.detail}", code=code)
 
     def _end_lease(self) -> bool:
-        self.leased.be_watched()  # else `watch` could not tell why the connection broke
+        self.leased.ensure_watched()  # else `watch` could not tell why the connection broke
         return self.upstream.watch.tell(EndLease(exchange=self.leased))
 
     def leave(self, stored: StoredResponse | None = None) -> None:
@@ -174,7 +174,7 @@ def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
     """Wait for the actor's answer; raises ApiError (503) without one. Not for an actor's thread."""
     try:
         if actor.tell(question):
-            with may_wait_here():
+            with may_block_this_thread():
                 return reply.get(timeout=_ANSWER_S)
     except pykka.Timeout:
         pass

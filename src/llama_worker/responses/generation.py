@@ -103,7 +103,7 @@ class ChatExchange:
         except (OSError, ValueError) as error:
             if self._client_error is not None:
                 raise self._client_error from None
-            failure = session.no_reply(error, self._abort, self._endpoint)
+            failure = session.send_failure(error, self._abort, self._endpoint)
             self.failure = self._leased.closed(failure)
             return False
         if reply.status != 200:

@@ -80,7 +80,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
             waiter=leased,
         )
     except (OSError, ValueError) as error:
-        failure = session.no_reply(error, exchange.abort, endpoint)
+        failure = session.send_failure(error, exchange.abort, endpoint)
         failure = leased.closed(failure) or failure
         raise exchange.error_for_client(failure) from error
     with contextlib.closing(reply):

@@ -24,7 +24,7 @@ from llama_worker.request.messages import (
 )
 from llama_worker.request.prompt import write_bios
 from llama_worker.runtime.host.futures import call_host, write_log
-from llama_worker.runtime.host.host_code import OneAtATime, ToolCallThread
+from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
 from llama_worker.runtime.http.token_count import count_tokens
@@ -37,9 +37,9 @@ from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.server.messages import (
     EvidenceSeen,
     GpuFaulted,
+    LaunchReport,
     Look,
     Probed,
-    ServerNews,
     SlotsSeen,
 )
 
@@ -102,14 +102,14 @@ class RealRuntime(UpstreamQuestions):
         # the host may change its own, and a restart must find what the start found
         self._folder = working_folder()
         probes = default_probes() if config.liveness_probes is None else config.liveness_probes
-        self._probes = [OneAtATime(probe) for probe in probes]
+        self._probes = [SerializedProbe(probe) for probe in probes]
         self.probes_count = len(self._probes)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         return what.wait(timeout_s)
 
-    def start_server(self, epoch: int, reply_to: Mailbox[ServerNews]) -> GuardedServer:
+    def start_server(self, epoch: int, reply_to: Mailbox[LaunchReport]) -> GuardedServer:
         return GuardedServer(
             epoch=epoch, config=self._config, folder=self._folder, log=self.log, reply_to=reply_to
         )

@@ -47,7 +47,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     alone: bool = False
 
     @property
-    def accuses(self) -> bool:
+    def counts_against_server(self) -> bool:
         """Whether the verdict may restart the server."""
         return self.reason is not RequestFailReason.ABSOLUTE_TIMEOUT
 
@@ -69,29 +69,29 @@ class RestartCause(Struct, frozen=True):
 # ---------------------------------------------------------------- verdicts
 
 
-class Blame(Struct, frozen=True):
-    """What is known from the verdicts of one launch; it begins as `Blame()`."""
+class VerdictHistory(Struct, frozen=True):
+    """What is known from the verdicts of one launch; it begins as `VerdictHistory()`."""
 
     ended_alone_id: int | None = None  # the request that ended alone, until a new one completes
     newest_id: int = 0  # the last id admitted by then; a higher id is a new request
 
     def judge(
         self, request_id: int, verdict: Verdict, *, other_is_served: bool, newest_request_id: int
-    ) -> tuple[Blame, bool]:
+    ) -> tuple[VerdictHistory, bool]:
         """What is known after the verdict, and whether to restart the server.
 
         `newest_request_id` is the id admitted last. A repeated verdict on one request counts once.
         """
-        if not verdict.accuses or request_id == self.ended_alone_id:
+        if not verdict.counts_against_server or request_id == self.ended_alone_id:
             return self, False
         if self.ended_alone_id is None and (other_is_served or verdict.alone):
-            return Blame(request_id, newest_request_id), False
-        return Blame(), True
+            return VerdictHistory(request_id, newest_request_id), False
+        return VerdictHistory(), True
 
-    def completed(self, request_id: int) -> Blame:
+    def completed(self, request_id: int) -> VerdictHistory:
         """What is known after a request completed; only one admitted after the verdict shows that
         the server takes new work."""
-        return Blame() if request_id > self.newest_id else self
+        return VerdictHistory() if request_id > self.newest_id else self
 
 
 def is_busy(data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
@@ -126,7 +126,7 @@ def succeeded(record: RequestRecord, policy: RestartPolicy) -> bool:
     return record.result["state"] is RequestState.COMPLETED and not is_counted
 
 
-class RequestEnds(Struct, frozen=True):
+class FailureCounts(Struct, frozen=True):
     """Counts the failed requests of one launch since the last success.
 
     Most 500s before the stream are caused by the request (b11434): a job that retries counts once,
@@ -137,17 +137,17 @@ class RequestEnds(Struct, frozen=True):
     jobs_with_server_error: frozenset[str] = frozenset()
     degenerate_jobs: frozenset[str] = frozenset()
 
-    def ended(
+    def after(
         self, record: RequestRecord, policy: RestartPolicy
-    ) -> tuple[RequestEnds, ProbeNow | RestartCause | None]:
+    ) -> tuple[FailureCounts, ProbeNow | RestartCause | None]:
         """The counts after one more request, and what follows for the server; None: nothing."""
         if succeeded(record, policy):
-            return RequestEnds(), None
+            return FailureCounts(), None
         reason, code = record.result["fail_reason"], record.http_status
         limit = policy.degenerate_outputs_before_restart
         if limit is not None and is_degenerate(record):
             jobs = self.degenerate_jobs | {record.job}
-            detail = f"{len(jobs)} jobs in a row ended in a loop or in nothing"
+            detail = f"{len(jobs)} jobs in a row ended in a loop or without output"
             restart = RestartCause(
                 "degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})"
             )
@@ -155,22 +155,22 @@ class RequestEnds(Struct, frozen=True):
         if reason in _TRANSPORT_FAILURES:
             count = self.transport_failures_count + 1
             limit = policy.transport_failures_before_restart
-            after = replace(self, transport_failures_count=count)
+            counts = replace(self, transport_failures_count=count)
             if count < limit:
-                return after, ProbeNow(f"a request failed with {reason}")
+                return counts, ProbeNow(f"a request failed with {reason}")
             limited = f"(limit: transport_failures_before_restart {limit})"
             detail = f"{count} transport failures in a row {limited}"
-            return after, RestartCause("transport_failures", detail)
+            return counts, RestartCause("transport_failures", detail)
         if reason in _APPLICATION_ERRORS:
             is_server_error = code is not None and 500 <= code <= 599
             jobs = self.jobs_with_server_error | ({record.job} if is_server_error else set())
-            after = replace(self, transport_failures_count=0, jobs_with_server_error=jobs)
+            counts = replace(self, transport_failures_count=0, jobs_with_server_error=jobs)
             limit = policy.server_errors_before_restart
             if not is_server_error or len(jobs) < limit:
-                return after, None
+                return counts, None
             detail = f"server errors in {len(jobs)} jobs with no success between"
             limited = f"(limit: server_errors_before_restart {limit})"
-            return after, RestartCause("server_errors", f"{detail} {limited}")
+            return counts, RestartCause("server_errors", f"{detail} {limited}")
         return self, None
 
 

@@ -17,7 +17,7 @@ from llama_worker.server.messages import ProbeOutcome
 PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
 _PROBE_TIMEOUT_MIN_S = 1.0
 # from this interval on, probes are due on whole seconds: many workers then wake the host once
-_TOGETHER_FROM_S = 10.0
+_ALIGNED_FROM_S = 10.0
 FIRST_PROBE_S = 0.1  # after the process was started
 _SHOWN_CHARS = 200  # of a canary's answer, in the error
 # before READY: how long probes come early in the launch, their interval then, and afterwards
@@ -37,7 +37,7 @@ def next_probe_at(profile: TimeoutProfile, now: float) -> float | None:
     interval_s = profile.health_probe_interval_s
     if interval_s is None:
         return None
-    return math.ceil(now + interval_s) if interval_s >= _TOGETHER_FROM_S else now + interval_s
+    return math.ceil(now + interval_s) if interval_s >= _ALIGNED_FROM_S else now + interval_s
 
 
 class StartupWatch(Struct, frozen=True, kw_only=True):
@@ -59,9 +59,9 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
         loading_s, silent_s = now - self.began_at, now - self.worked_at
         if silent_s >= profile.startup_timeout_s:
             return (
-                "not ready, and no sign of work for startup_timeout_s "
-                f"{profile.startup_timeout_s:g} s; {loading_s:.1f} s since the launch; give it "
-                "longer, or see its last lines"
+                f"not ready, and no sign of work (CPU or disk) for {silent_s:.1f} s (limit: "
+                f"startup_timeout_s {profile.startup_timeout_s:g}); launched {loading_s:.1f} s "
+                "ago; raise startup_timeout_s if the model loads slowly"
             )
         # A load that loops shows work for ever: these limits hold regardless of work.
         load_s, last_resort_s = profile.load_timeout_s, profile.silent_work_timeout_s
@@ -69,8 +69,8 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
             return f"not ready within load_timeout_s {load_s:g} s"
         if load_s is None and last_resort_s is not None and loading_s >= last_resort_s:
             return (
-                f"not ready within silent_work_timeout_s {last_resort_s:g} s; load_timeout_s "
-                "would allow more"
+                f"not ready within silent_work_timeout_s {last_resort_s:g} s; set load_timeout_s "
+                "to allow more time"
             )
         return None
 
@@ -107,26 +107,26 @@ class ReadinessProbes:
         self.began_at: float | None = None  # of the probe in progress; None: there is none
         self.cause: str | None = None  # why the latest probe was unscheduled; None: it was due
         self.wanted: str | None = None  # why another probe is wanted
-        self._counts = True  # whether a failure of the probe in progress counts
+        self._failure_counts = True  # whether a failure of the probe in progress counts
 
     def want(self, cause: str | None) -> None:
         """Ask for an unscheduled probe, even if one is in progress: that one began too early."""
         self.wanted = self.wanted or cause
 
-    def begin(self, now: float, *, counts: bool = True) -> bool:
-        """Whether to start a probe now; False if one is in progress. With `counts`, a failure of
-        the one in progress counts from now on."""
+    def begin(self, now: float, *, failure_counts: bool = True) -> bool:
+        """Whether to start a probe now; False if one is in progress. With `failure_counts`, a
+        failure of the one in progress counts from now on."""
         if self.began_at is not None:
-            self._counts = self._counts or counts
+            self._failure_counts = self._failure_counts or failure_counts
             return False
-        self.began_at, self._counts = now, counts
+        self.began_at, self._failure_counts = now, failure_counts
         self.cause, self.wanted = self.wanted, None
         return True
 
     def ended(self) -> bool:
         """The probe in progress is over; returns whether its failure counts."""
         self.began_at = None
-        return self._counts
+        return self._failure_counts
 
 
 def models_outcome(status: int, answer: Any) -> tuple[ProbeOutcome, str]:
@@ -137,7 +137,7 @@ def models_outcome(status: int, answer: Any) -> tuple[ProbeOutcome, str]:
     if status != 200:
         return ProbeOutcome.FAILED, f"{asked}: {status}"
     if answer is None:
-        return ProbeOutcome.FAILED, f"{asked}: 200, but no JSON"
+        return ProbeOutcome.FAILED, f"{asked}: 200, but the body is not JSON"
     return ProbeOutcome.READY, f"{asked}: 200"
 
 
@@ -154,13 +154,13 @@ def canary_body(canary: Canary) -> dict[str, Any]:
 def canary_problem(check: Callable[[str], bool], status: int, answer: Any) -> str | None:
     """What is wrong with the server's answer; None if the host's `check` accepts it."""
     if status != 200:
-        return f"the canary got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
+        return f"the canary request got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
     text = _text_of(answer)
     try:
         fine = check(text)
     except BaseException as error:  # even SystemExit in the host's code only fails the check
-        return f"the canary's check raised {described_error(error)}"
-    return None if fine else f"the canary's check refused the answer {text[:_SHOWN_CHARS]!r}"
+        return f"the canary check raised {described_error(error)}"
+    return None if fine else f"the canary check rejected the answer {text[:_SHOWN_CHARS]!r}"
 
 
 def _text_of(answer: Any) -> str:

@@ -22,10 +22,10 @@ from llama_worker.types.hooks import EventHandler
 from llama_worker.types.request import RequestState
 from llama_worker.types.worker import Durations, RestartRecord, WorkerDebugInfo, WorkerTotals
 
-_KEPT_EVENTS = 200
-_KEPT_RESTARTS = 50
-_KEPT_WARNINGS = 50
-_WAITING_EVENTS = 1000
+_MAX_EVENTS = 200
+_MAX_RESTARTS = 50
+_MAX_WARNINGS = 50
+_MAX_QUEUED_EVENTS = 1000
 BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 _OUTCOMES = (RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELED)
 Event = dict[str, Any]
@@ -46,10 +46,10 @@ class Journal:
         self._worker = worker
         self._unix_offset = unix_offset
         self._write_log = write_log
-        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._feed = feed
         self._warnings: list[str] = []
-        self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT_RESTARTS)
+        self._restarts: deque[RestartRecord] = deque(maxlen=_MAX_RESTARTS)
         self._evidence: dict[str, Any] = {}
         self.stuck_tool_threads_count = 0  # still running, though their request no longer waits
 
@@ -65,21 +65,21 @@ class Journal:
     def note(self, event: str, now: float, *, level: int = logging.INFO, **facts: Any) -> None:
         """Record the event, log it on one line, and tell the host. `facts` must hold no prompts,
         outputs or secrets; None is left out, and an enum member becomes its value."""
-        known = {
+        present = {
             name: value.value if isinstance(value, StrEnum) else value
             for name, value in facts.items()
             if value is not None
         }
-        noted = {"at": self.unix(now), "event": event, "worker": self._worker, **known}
-        self._events.append(noted)
-        shown = " ".join(f"{name}={value!r}" for name, value in known.items())
+        entry = {"at": self.unix(now), "event": event, "worker": self._worker, **present}
+        self._events.append(entry)
+        shown = " ".join(f"{name}={value!r}" for name, value in present.items())
         self._write_log(level, f"{event} worker={self._worker!r} {shown}")
         if self._feed is not None:
-            self._feed.publish(dict(noted))
+            self._feed.publish(dict(entry))
 
     def warn(self, line: str, now: float) -> None:
         """Record a line that the host should act on; no effect if it was recorded before."""
-        if line not in self._warnings and len(self._warnings) < _KEPT_WARNINGS:
+        if line not in self._warnings and len(self._warnings) < _MAX_WARNINGS:
             self._warnings.append(line)
             self.note("warning", now, level=logging.WARNING, line=line)
 
@@ -180,18 +180,18 @@ class EventFeed:
         self._handler = handler
         self._call_host = call_host
         self._waiting: deque[Event] = deque()  # the callback thread pops from the left
-        self._untold_count = 0
+        self._unreported_count = 0
 
     def publish(self, event: Event) -> None:
         """Queue an event for the handler. Called on the WorkerActor's thread."""
-        if len(self._waiting) >= _WAITING_EVENTS:
+        if len(self._waiting) >= _MAX_QUEUED_EVENTS:
             self.dropped_count += 1
-            self._untold_count += 1
+            self._unreported_count += 1
             return
-        if self._untold_count:
-            gap = {"at": event["at"], "event": "events_dropped", "worker": event["worker"]}
-            self._put({**gap, "count": self._untold_count})
-            self._untold_count = 0
+        if self._unreported_count:
+            dropped = {"at": event["at"], "event": "events_dropped", "worker": event["worker"]}
+            self._put({**dropped, "count": self._unreported_count})
+            self._unreported_count = 0
         self._put(event)
 
     def _put(self, event: Event) -> None:

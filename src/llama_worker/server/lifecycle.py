@@ -86,7 +86,7 @@ def step(  # noqa: C901  one line per case
         case Ending(gone=True) as ending, Drained():
             return endings.launch_over(life, ending, now)
         case _, Restart(reason=reason):
-            return _restart_by_hand(life, now, reason)
+            return _manual_restart(life, now, reason)
         case Launching(), BecameReady():
             ready = replace(life, state=Ready(), budget=life.budget.became_ready(now))
             return ready, (Resolve(Start),)
@@ -101,11 +101,11 @@ def step(  # noqa: C901  one line per case
         case Ending(gone=False) as ending, Unkillable(detail=detail):
             return endings.unkillable(life, ending, detail)
         case ((Ready() | Draining() | Launching()), HealthLost(detail=detail)):
-            return _trouble(life, now, "health_lost", detail)
+            return _replace_server(life, now, "health_lost", detail)
         case ((Ready() | Draining() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
-            return _trouble(life, now, "gpu_failed", fault.detail)
+            return _replace_server(life, now, "gpu_failed", fault.detail)
         case ((Ready() | Draining() | Launching()), RestartCause(reason=reason, detail=detail)):
-            return _trouble(life, now, reason, detail)
+            return _replace_server(life, now, reason, detail)
         case Ready(), RecycleDue(detail=detail):
             return endings.recycle(life, now, detail)
         case Ending(closing_until=float()) as ending, StreamsClosed():
@@ -178,7 +178,7 @@ def _stopped_by(called: str) -> WorkerStartError:
     return WorkerStartError(StartFailReason.STOPPED, f"{called} was called")
 
 
-def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, Effects]:
+def _manual_restart(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, Effects]:
     """`restart()`: it has no backoff and does not count towards the lockout. A Resolve answers its
     caller, now or later."""
     match life.state:
@@ -199,12 +199,12 @@ def _restart_by_hand(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycl
             return replace(life, state=replace(ending, goal=ToRestart(now))), ()
         case Ending(start_error=WorkerStartError()):
             return life, ()  # answered with the outcome of the waiting start
-        case _ if life.is_to_start_again:
+        case _ if life.will_start_again:
             return life, ()
         case _:
-            detail = "no server runs that restart() could replace; start() launches one"
+            detail = "there is no server to restart; call start() to launch one"
             if life.is_draining:
-                detail = "the worker is draining; start() launches a server once it has stopped"
+                detail = "the worker is draining; call start() after it has stopped"
             return life, (Resolve(Start, WorkerStartError(StartFailReason.STOPPED, detail)),)
 
 
@@ -242,7 +242,7 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
         case Launching(first=True) if exited.port_taken:
             return _start_failed(life, _exit_error(exited, "another process took the port"))
         case Launching(first=True):
-            early = _with_lack("the server ended before it was ready", exited)
+            early = _with_oom_evidence("the server ended before it was ready", exited)
             return _start_failed(life, _exit_error(exited, early))
         case Launching():
             error = _exit_error(exited, detail)
@@ -267,7 +267,9 @@ def _exit_error(exited: Exited, detail: str) -> WorkerStartError:
     return WorkerStartError(reason, detail, returncode=exited.returncode, log_tail=exited.log_tail)
 
 
-def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lifecycle, Effects]:
+def _replace_server(
+    life: Lifecycle, now: float, reason: str, detail: str
+) -> tuple[Lifecycle, Effects]:
     """The server counts as broken, or one of the worker's actors died: replace all of them."""
     if isinstance(life.state, Draining):
         lost = f"{reason}: {detail}; the worker was draining"
@@ -283,8 +285,8 @@ def _trouble(life: Lifecycle, now: float, reason: str, detail: str) -> tuple[Lif
 
 def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
     """An explicit start failed, and no process of it is left."""
-    leaves_nothing = error.reason is StartFailReason.PORT_IN_USE
-    state: State = Stopped() if leaves_nothing else Failed()
+    port_in_use = error.reason is StartFailReason.PORT_IN_USE
+    state: State = Stopped() if port_in_use else Failed()
     return replace(life, state=state, last_error=str(error)), (Resolve(Start, error),)
 
 
@@ -303,12 +305,12 @@ def _server_died(
 
 
 def _cause(death: Died | Exited, otherwise: str) -> str:
-    return otherwise if death.lack_of_memory is None else "out_of_memory"
+    return otherwise if death.oom_evidence is None else "out_of_memory"
 
 
 def _described(death: Died | Exited, when: str = "") -> str:
-    return _with_lack(f"the server ended with {described(death.returncode)}{when}", death)
+    return _with_oom_evidence(f"the server ended with {described(death.returncode)}{when}", death)
 
 
-def _with_lack(how: str, death: Died | Exited) -> str:
-    return how if death.lack_of_memory is None else f"{how}: {death.lack_of_memory}"
+def _with_oom_evidence(how: str, death: Died | Exited) -> str:
+    return how if death.oom_evidence is None else f"{how}: {death.oom_evidence}"

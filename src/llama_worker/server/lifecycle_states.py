@@ -92,7 +92,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
     budget: RestartBudget = field(default_factory=RestartBudget)
     last_error: str | None = None
 
-    def broken(self) -> Iterator[str]:
+    def violations(self) -> Iterator[str]:
         """The violated invariants, for a person."""
         serves = isinstance(self.state, Ready | Draining)
         if serves is not (self.budget.ready_at is not None):
@@ -124,7 +124,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
                 return False
 
     @property
-    def is_to_start_again(self) -> bool:
+    def will_start_again(self) -> bool:
         """Whether a `start()` waits for the server's end."""
         match self.state:
             case Draining(then_start=True) | Ending(goal=ToStopped(then_start=True)):

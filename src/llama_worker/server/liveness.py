@@ -115,15 +115,15 @@ def _advance(point: _Point, before: Mapping[ProcessKey, Counters], sample: Proce
     for key, new in sample.processes.items():
         old = before.get(key)
         if old is not None:
-            cpu_ticks += _grown(old.cpu_ticks, new.cpu_ticks)
-            read_bytes += _grown(old.read_bytes, new.read_bytes)
-            major_faults += _grown(old.major_faults, new.major_faults)
+            cpu_ticks += _increase(old.cpu_ticks, new.cpu_ticks)
+            read_bytes += _increase(old.read_bytes, new.read_bytes)
+            major_faults += _increase(old.major_faults, new.major_faults)
     return _Point(
         at=sample.at, cpu_ticks=cpu_ticks, read_bytes=read_bytes, major_faults=major_faults
     )
 
 
-def _grown(old: int | None, new: int | None) -> int:
+def _increase(old: int | None, new: int | None) -> int:
     return 0 if old is None or new is None else max(0, new - old)
 
 
@@ -140,8 +140,8 @@ class LookRounds:
         self._round = 0
         # the first round since watching started over; answers from before are outdated
         self._first_round = 0
-        self._out: set[int] = set()  # probes that have not returned
-        self._pending: set[int] = set()  # those of them that the current round waits for
+        self._in_progress: set[int] = set()  # probes that have not returned
+        self._awaited: set[int] = set()  # those of them that the current round waits for
         self._to_reset: set[int] = set()  # probes whose next look must drop their earlier state
 
     def begin(self, *, fresh: bool) -> list[Look]:
@@ -150,31 +150,31 @@ class LookRounds:
         if fresh:
             self._first_round = self._round
             self._to_reset = set(self._probes)
-        self._pending = set(self._probes - self._out)
-        return [self._look(probe) for probe in sorted(self._pending)]
+        self._awaited = set(self._probes - self._in_progress)
+        return [self._look(probe) for probe in sorted(self._awaited)]
 
     def returned(self, look: Look) -> Look | None:
         """A probe has returned; returns the look that it must take at once if it was out when
         watching started over."""
-        self._out.discard(look.probe)
+        self._in_progress.discard(look.probe)
         if look.probe in self._to_reset:
             return self._look(look.probe)
-        self._pending.discard(look.probe)
+        self._awaited.discard(look.probe)
         return None
 
-    def counts(self, look: Look) -> bool:
+    def is_current(self, look: Look) -> bool:
         """Whether the look began after watching started over."""
         return look.round >= self._first_round
 
     @property
     def complete(self) -> bool:
         """Whether every probe that the current round asked has returned."""
-        return not self._pending
+        return not self._awaited
 
     def _look(self, probe: int) -> Look:
         fresh = probe in self._to_reset
         self._to_reset.discard(probe)
-        self._out.add(probe)
+        self._in_progress.add(probe)
         return Look(probe=probe, round=self._round, fresh=fresh)
 
 

@@ -18,7 +18,7 @@ from llama_worker.request.messages import (
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.server.blame import GpuFault, ProbeNow, Verdict
 from llama_worker.server.pace import Pace
-from llama_worker.server.slots import SlotsLook, SlotsSilence
+from llama_worker.server.slots import SlotsLook, SlotsTimeout
 from llama_worker.server.traits import ServerTraits
 from llama_worker.types.request import RequestPhase
 from llama_worker.types.worker import StartFailReason, WorkerStatus
@@ -71,7 +71,7 @@ class Died(Struct, frozen=True, kw_only=True):
 
     epoch: int
     returncode: int  # negative: the signal's number
-    lack_of_memory: str | None = None  # evidence that it ran out of memory
+    oom_evidence: str | None = None  # evidence that it ran out of memory
 
 
 class Unkillable(Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Exited(Struct, frozen=True, kw_only=True):
     returncode: int | None  # negative: the signal's number; None: unknown
     log_tail: tuple[str, ...]
     port_taken: bool = False  # another process listens on the server's port
-    lack_of_memory: str | None = None  # evidence that it ran out of memory
+    oom_evidence: str | None = None  # evidence that it ran out of memory
 
 
 class EvidenceKept(Struct, frozen=True, kw_only=True):
@@ -136,7 +136,7 @@ class Stalled(Struct, frozen=True, kw_only=True):
     epoch: int
     request_id: int
     verdict: Verdict
-    costs_the_server: bool  # else the request ends alone
+    restarts_server: bool  # else the request ends alone
 
 
 class Observed(Struct, frozen=True, kw_only=True):
@@ -192,7 +192,7 @@ class Unwatch(Struct, frozen=True, kw_only=True):
     has_media: bool = False
 
 
-class StandDown(Struct, frozen=True, kw_only=True):
+class StopWatching(Struct, frozen=True, kw_only=True):
     """The launch is over: stop probing."""
 
 
@@ -207,9 +207,9 @@ class ProbeOutcome(Enum):
     READY = "ready"  # 200 with JSON, from a process of ours
     LOADING = "loading"  # 503: alive, but not ready
     FAILED = "failed"  # no answer, or an unexpected one
-    STRANGER = "stranger"  # an answer from a process outside the launch's tree
-    UNFIT = "unfit"  # it answers, but failed the canary
-    NO_NEWS = "no_news"  # not asked: this machine lacked a thread, a descriptor or an address
+    OTHER_PROCESS = "other_process"  # an answer from a process outside the launch's tree
+    CANARY_FAILED = "canary_failed"  # it answers, but failed the canary
+    NOT_ASKED = "not_asked"  # not asked: this machine lacked a thread, a descriptor or an address
 
 
 class Probed(Struct, frozen=True, kw_only=True):
@@ -244,7 +244,7 @@ class EvidenceSeen(Struct, frozen=True, kw_only=True):
     alive: bool = False
     detail: str = ""
     reads: bool = False  # the server reads its memory from disk
-    blind: bool = False  # the look failed for lack of a thread, a descriptor or memory
+    by_shortage: bool = False  # the look failed for lack of a thread, a descriptor or memory
 
 
 class PaceLearnt(Struct, frozen=True):
@@ -265,7 +265,7 @@ class SlotsSeen(Struct, frozen=True, kw_only=True):
     or it was not asked."""
 
     epoch: int
-    look: SlotsLook | SlotsSilence | None
+    look: SlotsLook | SlotsTimeout | None
 
 
 ServerMessage = (  # what decides about the server's life
@@ -289,17 +289,17 @@ ServerMessage = (  # what decides about the server's life
     | PaceLearnt
 )
 
-ServerNews = Launched | LaunchFailed | Died | Exited
+LaunchReport = Launched | LaunchFailed | Died | Exited
 """What a launch reports to the ProcessActor and the WorkerActor: Launched or LaunchFailed; after
 Launched, Died (unless the guard was killed) and one Exited."""
 
-ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | ServerNews | Tick
+ProcessMessage = Launch | Terminate | CheckServer | MeasureMemory | LaunchReport | Tick
 
 WatchdogMessage = (
     PaceLearnt
     | Launch
     | Launched
-    | StandDown
+    | StopWatching
     | Watch
     | Unwatch
     | ProbeNow
@@ -311,10 +311,12 @@ WatchdogMessage = (
     | Tick
 )
 
-WatchOrder = ProbeReadiness | StandDown | Look | LookAtSlots | AskForProgress
-"""What a watch orders its actor to do. StandDown: the answers of pending probes are not needed."""
+WatchOrder = ProbeReadiness | StopWatching | Look | LookAtSlots | AskForProgress
+"""What a watch orders its actor to do. StopWatching: answers of pending probes are not needed."""
 
-WatchNews = BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed | PaceLearnt
+WatchReport = (
+    BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed | PaceLearnt
+)
 """What a watch reports to the WorkerActor."""
 
-WatchEffect = WatchOrder | WatchNews
+WatchEffect = WatchOrder | WatchReport

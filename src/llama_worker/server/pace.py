@@ -21,10 +21,10 @@ PACE_MIN_S = 150.0
 _COLD_MULTIPLE = 2.0
 
 _KEPT = 16  # batches of each size; sizes differ by a factor of two
-_SMALLEST_SHARE = 4  # batches under a quarter of the tokens are ignored: a pass has a fixed cost
+_MIN_SIZE_DIVISOR = 4  # batches under a quarter of the tokens are ignored: a pass has a fixed cost
 
 
-class _Learnt(NamedTuple):
+class _BatchTime(NamedTuple):
     tokens: int
     depth: int  # the end of its last token in the context
     seconds: float
@@ -34,36 +34,36 @@ class Pace:
     """The batch times learnt for one configuration; they outlive a launch. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._learnt: dict[int, deque[_Learnt]] = {}  # by the bit length of the token count
+        self._batch_times: dict[int, deque[_BatchTime]] = {}  # by the bit length of the token count
         # seconds of launches' first batches, in which kernels are compiled and pages are read
         self._cold_s: deque[float] = deque(maxlen=_KEPT)
-        self._known_until: dict[int, float] = {}  # by request id: the end of its last batch
+        self._counted_until: dict[int, float] = {}  # by request id: the end of its last batch
 
     def copy(self) -> Pace:
         """A copy of the learnt times, for the next launch's watch."""
         other = Pace()
-        other._learnt = {size: learnt.copy() for size, learnt in self._learnt.items()}
+        other._batch_times = {size: learnt.copy() for size, learnt in self._batch_times.items()}
         other._cold_s = self._cold_s.copy()
         return other
 
     def learn(self, request_id: int, batches: Iterable[Batch], *, is_cold: bool = False) -> None:
         """Learn from a request's batches. Each counts once, however often it is passed; one that
         was reported together with the one before never does. `is_cold`: the first of a launch."""
-        known_until = self._known_until.get(request_id, -math.inf)
+        counted_until = self._counted_until.get(request_id, -math.inf)
         for batch in batches:
-            if batch.ended_at <= known_until:
+            if batch.ended_at <= counted_until:
                 continue
-            self._known_until[request_id] = batch.ended_at
+            self._counted_until[request_id] = batch.ended_at
             if batch.tokens > 0 and batch.ended_at > batch.began_at:
-                learnt = _Learnt(batch.tokens, batch.depth, batch.ended_at - batch.began_at)
-                size = self._learnt.setdefault(batch.tokens.bit_length(), deque(maxlen=_KEPT))
+                learnt = _BatchTime(batch.tokens, batch.depth, batch.ended_at - batch.began_at)
+                size = self._batch_times.setdefault(batch.tokens.bit_length(), deque(maxlen=_KEPT))
                 size.append(learnt)
                 if is_cold:
                     self._cold_s.append(learnt.seconds)
 
     def forget(self, request_id: int) -> None:
         """Forget which batches of the request were counted: it has ended."""
-        self._known_until.pop(request_id, None)
+        self._counted_until.pop(request_id, None)
 
     def longest_standstill_s(self, tokens: int, depth: int, *, is_cold: bool) -> float | None:
         """How long nothing may move while a batch of `tokens` tokens is computed that ends at
@@ -81,15 +81,15 @@ class Pace:
 
         Time grows with the tokens, and the time per token with the depth, at most in proportion.
         """
-        known = [learnt for each in self._learnt.values() for learnt in each]
+        known = [learnt for each in self._batch_times.values() for learnt in each]
         if not known:
             return None
-        most = max(learnt.tokens for learnt in known)
-        telling = min(most, max(1, tokens // _SMALLEST_SHARE))
-        known = [learnt for learnt in known if learnt.tokens >= telling]
+        max_tokens = max(learnt.tokens for learnt in known)
+        min_tokens = min(max_tokens, max(1, tokens // _MIN_SIZE_DIVISOR))
+        known = [learnt for learnt in known if learnt.tokens >= min_tokens]
         # leave out batches shallower than both this one and half the deepest
-        deep = min(depth, max(learnt.depth for learnt in known) / 2)
-        known = [learnt for learnt in known if learnt.depth >= deep]
+        min_depth = min(depth, max(learnt.depth for learnt in known) / 2)
+        known = [learnt for learnt in known if learnt.depth >= min_depth]
         return max(
             learnt.seconds
             * max(1.0, tokens / learnt.tokens)

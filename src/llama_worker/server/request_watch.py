@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress, newest
-from llama_worker.server.blame import Blame, Verdict, is_busy
+from llama_worker.server.blame import Verdict, VerdictHistory, is_busy
 from llama_worker.server.messages import EvidenceSeen, Stalled, Unwatch
 from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
 from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsLook, SlotsWatch
-from llama_worker.server.timeouts import Neighbours, SlotSigns, describe, verdict
+from llama_worker.server.timeouts import Neighbours, SlotSigns, describe, timeout_verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
-_ENDED = 0  # stands for all ended requests; no request has this id
+_ENDED_ID = 0  # stands for all ended requests; no request has this id
 
 
 class RequestWatch:
@@ -33,23 +33,23 @@ class RequestWatch:
         self.slots = SlotsWatch()
         # False: `/slots` may come from another server behind the same address than the one that
         # has the requests. Then it may show work, but gives up no request.
-        self.slots_are_theirs = True
+        self.slots_are_reliable = True
         self.liveness_at: float | None = None
-        self.build_answers_in_batches = False
+        self.build_answers_during_batches = False
         # when the latest readiness probe began that was answered within `LOOK_TIMEOUT_S`
         self.probe_answered_at: float | None = None
         self._epoch = epoch
         self._profile = profile
         self._is_cold = True  # nothing was computed in this launch so far
-        # by id: the latest data of each request in flight; under `_ENDED`, of all ended ones
+        # by id: the latest data of each request in flight; under `_ENDED_ID`, of all ended ones
         self._data_at: dict[int, float] = {}
-        self._owing: set[int] = set()  # ids that have not answered in the current round
+        self._unanswered: set[int] = set()  # ids that have not answered in the current round
         self._answered: list[int] = []  # ids that have answered
-        self._blame = Blame()
-        self._blind_at: float | None = None  # when a look last failed for lack of resources
+        self._history = VerdictHistory()
+        self._shortage_at: float | None = None  # when a look last failed for lack of resources
         self._reads_at: float | None = None  # when the server last read its memory from disk
-        self._batch_left = _LeftWork()
-        self._media_left = _LeftWork()  # images or sounds to be encoded
+        self._leftover_batch = _LeftoverWork()
+        self._leftover_media = _LeftoverWork()  # images or sounds to be encoded
         # by id: when a slot that may be the request's was last seen to move
         self._moved_at: dict[int, float] = {}
 
@@ -76,18 +76,18 @@ class RequestWatch:
         if request_id not in self.ids:
             return []
         self.ids.remove(request_id)
-        self._owing.discard(request_id)
+        self._unanswered.discard(request_id)
         self._moved_at.pop(request_id, None)
         self._learn(request_id, order.batches)
         self.pace.forget(request_id)
         self._note_data(request_id, order.data_at)
-        self._note_data(_ENDED, self._data_at.pop(request_id, None))
+        self._note_data(_ENDED_ID, self._data_at.pop(request_id, None))
         progress = self.progress.pop(request_id, None)
         if order.completed:
-            self._blame = self._blame.completed(request_id)
+            self._history = self._history.completed(request_id)
         if order.is_broken_off:
             self._broken_off(order, progress, now)
-        given_up = self._judge_when_all_are_heard(now)
+        given_up = self._judge_if_all_answered(now)
         if not self.ids:
             self.slots.stop_looking()
         return given_up
@@ -97,38 +97,40 @@ class RequestWatch:
         had_headers = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
         # The first batch may be in progress before the headers come.
         in_a_batch = had_headers or progress is None or progress.is_served
-        left_at, limit_s = self._batch_left_since(), self._profile.idle_stream_timeout_s
-        had_its_time = left_at is None or (limit_s is not None and now - left_at >= limit_s)
+        since, limit_s = self._leftover_batch_since(), self._profile.idle_stream_timeout_s
+        had_its_time = since is None or (limit_s is not None and now - since >= limit_s)
         if in_a_batch and had_its_time:
-            self._batch_left.begin(now)
+            self._leftover_batch.begin(now)
         if order.has_media and order.ended_in is not RequestPhase.GENERATING:
-            self._media_left.begin(now)
+            self._leftover_media.begin(now)
         if order.ended_in is RequestPhase.WAITING:
-            self._batch_left.queue(order.request_id, now)
+            self._leftover_batch.queue(order.request_id, now)
             if order.has_media:
-                self._media_left.queue(order.request_id, now)
+                self._leftover_media.queue(order.request_id, now)
 
-    def saw(self, seen: EvidenceSeen) -> None:
+    def record_evidence(self, seen: EvidenceSeen) -> None:
         """Record what a liveness probe saw the server do."""
         if seen.alive:
             self.liveness_at = seen.at
-        if seen.blind:
-            self._blind_at = seen.at
+        if seen.by_shortage:
+            self._shortage_at = seen.at
         if seen.reads:
             self._reads_at = seen.at
 
-    def forget_round(self) -> None:
+    def drop_answers(self) -> None:
         """Drop the answers of the current round, which are outdated."""
-        self._owing, self._answered = set(), []
+        self._unanswered, self._answered = set(), []
 
     def begin_round(self, now: float) -> list[Stalled]:
         """Begin a round, in which every request is asked; returns the verdicts of the round before
         if a request has not answered it."""
-        given_up = self._judge_heard(now)
-        self._owing = set(self.ids)
+        given_up = self._judge_answered(now)
+        self._unanswered = set(self.ids)
         return given_up
 
-    def heard(self, progress: Progress, now: float, *, for_verdict: bool) -> list[Stalled]:
+    def record_progress(
+        self, progress: Progress, now: float, *, for_verdict: bool
+    ) -> list[Stalled]:
         """Record a request's progress; returns the verdicts if it was the last to answer."""
         request_id = progress.request_id
         if request_id not in self.ids:
@@ -137,17 +139,17 @@ class RequestWatch:
         self.progress[request_id] = progress
         self._learn(request_id, progress.batches)
         self._is_cold = self._is_cold and not progress.tokens
-        if not for_verdict or request_id not in self._owing:
+        if not for_verdict or request_id not in self._unanswered:
             return []
-        self._owing.remove(request_id)
+        self._unanswered.remove(request_id)
         self._answered.append(request_id)
-        return self._judge_when_all_are_heard(now)
+        return self._judge_if_all_answered(now)
 
     def _note_data(self, request_id: int, at: float | None) -> None:
         if at is not None:
             self._data_at[request_id] = max(at, self._data_at.get(request_id, at))
-            self._batch_left.served(request_id)
-            self._media_left.served(request_id)
+            self._leftover_batch.served(request_id)
+            self._leftover_media.served(request_id)
 
     def _learn(self, request_id: int, batches: tuple[Batch, ...]) -> None:
         self.pace.learn(request_id, batches, is_cold=self._is_cold)
@@ -155,81 +157,82 @@ class RequestWatch:
 
     # ------------------------------------------------------------ verdicts
 
-    def _judge_when_all_are_heard(self, now: float) -> list[Stalled]:
-        return [] if self._owing else self._judge_heard(now)
+    def _judge_if_all_answered(self, now: float) -> list[Stalled]:
+        return [] if self._unanswered else self._judge_answered(now)
 
-    def _judge_heard(self, now: float) -> list[Stalled]:
-        heard = [self.progress[each] for each in self._answered if each in self.progress]
-        self.forget_round()
-        if not heard:
+    def _judge_answered(self, now: float) -> list[Stalled]:
+        reports = [self.progress[each] for each in self._answered if each in self.progress]
+        self.drop_answers()
+        if not reports:
             return []
         given_up = [
-            self._give_up(progress.request_id, accusation, now)
-            for progress in heard
-            if (accusation := self._judge(progress, heard, now)) is not None
+            self._give_up(progress.request_id, verdict, now)
+            for progress in reports
+            if (verdict := self._judge(progress, reports, now)) is not None
         ]
         if self.slots.complete:
-            self.slots.conclude(now)
-        if any(self._is_suspect(progress, now) for progress in heard):
+            self.slots.end_round(now)
+        if any(self._is_suspect(progress, now) for progress in reports):
             self.slots.start_looking(now)
         else:
             self.slots.stop_looking()
         return given_up
 
-    def _give_up(self, request_id: int, accusation: Verdict, now: float) -> Stalled:
+    def _give_up(self, request_id: int, verdict: Verdict, now: float) -> Stalled:
         others_data_at = self.data_of_others(request_id)
-        self._blame, costs_the_server = self._blame.judge(
+        self._history, restarts_server = self._history.judge(
             request_id,
-            accusation,
+            verdict,
             other_is_served=is_busy(others_data_at, profile=self._profile, now=now),
             newest_request_id=max(self.ids),
         )
         return Stalled(
             epoch=self._epoch,
             request_id=request_id,
-            verdict=accusation,
-            costs_the_server=costs_the_server,
+            verdict=verdict,
+            restarts_server=restarts_server,
         )
 
-    def _judge(self, progress: Progress, heard: Sequence[Progress], now: float) -> Verdict | None:
+    def _judge(self, progress: Progress, reports: Sequence[Progress], now: float) -> Verdict | None:
         is_suspect, slots = self._is_suspect(progress, now), self.slots
-        if is_suspect and slots.apart is not None:
+        around = slots.around_interruption
+        if is_suspect and around is not None:
             # Looks without an answer may leave no round complete, so the looks before and after
             # them are compared, too. If nothing moved between these, that gives up no request.
-            self._judge_looks(slots.apart, slots.apart[0].asked_at, progress, heard, now)
-        accusation = self._judge_by_times(progress, now)
-        if accusation is not None or not is_suspect:
-            return accusation
-        accusation = self._judge_silent_slots(progress, heard, now)
-        if accusation is None and slots.complete:
+            self._judge_looks(around, around[0].asked_at, progress, reports, now)
+        verdict = self._judge_by_times(progress, now)
+        if verdict is not None or not is_suspect:
+            return verdict
+        verdict = self._judge_silent_slots(progress, reports, now)
+        if verdict is None and slots.complete:
             moved_at = slots.looks[-1].asked_at
-            accusation = self._judge_looks(slots.looks, moved_at, progress, heard, now)
-        return accusation if self.slots_are_theirs else None
+            verdict = self._judge_looks(slots.looks, moved_at, progress, reports, now)
+        return verdict if self.slots_are_reliable else None
 
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
         others = (each for each in self.progress.values() if each.request_id != request_id)
-        return verdict(
+        return timeout_verdict(
             progress,
             liveness_at=self._worked_at(request_id),
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
-                one_is_served=any(other.is_served for other in others),
-                left_at=self._batch_left_since(),
+                any_is_served=any(other.is_served for other in others),
+                leftover_since=self._leftover_batch_since(),
             ),
             slots=SlotSigns(
                 moved_at=self._moved_at.get(request_id),
                 any_moved_at=slots.moved_at,
-                tells=slots.tells,
-                may_read_unseen=slots.may_read_unseen
-                or (slots.is_silent and not self.build_answers_in_batches),
+                answered_last_look=slots.answered_last_look,
+                may_progress_unseen=slots.may_progress_unseen
+                or (slots.is_silent and not self.build_answers_during_batches),
             ),
             profile=self._profile,
             now=now,
         )
 
     def _judge_silent_slots(
-        self, progress: Progress, heard: Sequence[Progress], now: float
+        self, progress: Progress, reports: Sequence[Progress], now: float
     ) -> Verdict | None:
         """The task queue is stuck if `/slots` answered before and no longer does, while the rest of
         HTTP still answers.
@@ -241,9 +244,9 @@ class RequestWatch:
         slots, since = self.slots, self.slots.silent_since
         if since is None:
             return None
-        may_encode = self._may_encode_media() or any(each.may_encode for each in heard)
-        answers_in_batches = self.build_answers_in_batches or slots.answers_in_batches
-        if slots.silent_looks < SILENT_LOOKS or may_encode or not answers_in_batches:
+        may_encode = self._may_encode_media() or any(each.may_encode for each in reports)
+        answers_during_batches = self.build_answers_during_batches or slots.answers_during_batches
+        if slots.silent_looks < SILENT_LOOKS or may_encode or not answers_during_batches:
             return None
         since = newest(since, self.data_at, self._reads_at)
         silent_s = now - since
@@ -259,7 +262,7 @@ class RequestWatch:
         looks: Sequence[SlotsLook],
         moved_at: float,
         progress: Progress,
-        heard: Sequence[Progress],
+        reports: Sequence[Progress],
         now: float,
     ) -> Verdict | None:
         """The verdict by looks. Movement that may be the request's is work as of `moved_at`."""
@@ -267,9 +270,9 @@ class RequestWatch:
         slots_round = SlotsRound(
             looks=looks,
             suspect=progress,
-            others=[other for other in heard if other.request_id != progress.request_id],
+            others=[other for other in reports if other.request_id != progress.request_id],
             all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
-            still_since=newest(self.slots.still_since, self._reads_at),
+            unchanged_since=newest(self.slots.unchanged_since, self._reads_at),
             pace=Pace() if self._may_encode_media() else self.pace,
             is_cold=self._is_cold,
             liveness_at=self.liveness_at,
@@ -292,23 +295,23 @@ class RequestWatch:
         limit_s = self._profile.suspect_after_s
         return limit_s is not None and (at is None or now - at >= limit_s)
 
-    def _batch_left_since(self) -> float | None:
+    def _leftover_batch_since(self) -> float | None:
         """Since when the server may compute a batch of broken-off requests; None: it does not."""
-        return self._batch_left.since(self.data_at, self.slots.moved_at, self.liveness_at)
+        return self._leftover_batch.since(self.data_at, self.slots.moved_at, self.liveness_at)
 
     def _may_encode_media(self) -> bool:
         """Whether the server may still encode media of a broken-off request. Its processes work
         meanwhile, so `liveness_at` does not show that it is done."""
-        return self._media_left.since(self.data_at, self.slots.moved_at) is not None
+        return self._leftover_media.since(self.data_at, self.slots.moved_at) is not None
 
     def _worked_at(self, request_id: int) -> float | None:
         """The newest sign of work: by the server's processes, or by a slot that may be the
         request's. A look that failed for lack of resources counts as one."""
-        signs = (self.liveness_at, self._blind_at, self._moved_at.get(request_id))
+        signs = (self.liveness_at, self._shortage_at, self._moved_at.get(request_id))
         return max((at for at in signs if at is not None), default=None)
 
 
-class _LeftWork:
+class _LeftoverWork:
     """Work that a server may still do for broken-off requests. It finishes what is in progress, and
     then begins on a request that waited in its queue: it notices only between two batches that a
     client is gone (b11434)."""

@@ -49,8 +49,8 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
                 f"restarted {row_count} times in a row (limit: max_restarts_per_window {limit})"
             )
             lacking = (
-                f"neither a completed request nor stable_after_s {policy.stable_after_s:g} of "
-                "READY between"
+                f"no completed request and no {policy.stable_after_s:g} s of READY "
+                "(stable_after_s) in between"
             )
             return left, Lockout(detail=f"{history} with {lacking}")
         next_budget = RestartBudget(

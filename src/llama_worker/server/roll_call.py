@@ -1,7 +1,8 @@
 """Finds the worker's actors that do not answer. Sans-IO; instants are monotonic seconds.
 
-While the worker is busy, every actor is asked every `EVERY_S` whether it still takes messages. One
-that has not answered for `ANSWER_S` is stuck in a handler, and counts as dead.
+While the worker is busy, every actor is asked every `ASK_INTERVAL_S` whether it still takes
+messages. One that has not answered for `ANSWER_TIMEOUT_S` is stuck in a handler, and counts as
+dead.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class Member(NamedTuple):
     slot: int | None
 
 
-EVERY_S = 10.0
-ANSWER_S = 30.0
+ASK_INTERVAL_S = 10.0
+ANSWER_TIMEOUT_S = 30.0
 
 
 class RollCall:
@@ -27,38 +28,38 @@ class RollCall:
 
     def __init__(self) -> None:
         self._next_at: float | None = None
-        self._owing: dict[Member, float] = {}  # since when
+        self._unanswered: dict[Member, float] = {}  # since when
 
     @property
     def deadline(self) -> float | None:
         """When a question is due or an answer is overdue; None: never."""
-        instants = [at + ANSWER_S for at in self._owing.values()]
+        instants = [at + ANSWER_TIMEOUT_S for at in self._unanswered.values()]
         if self._next_at is not None:
             instants.append(self._next_at)
         return min(instants, default=None)
 
     def keep(self, *, busy: bool, now: float) -> None:
         """Ask from now on; stop asking if the worker is not `busy` and no answer is owed."""
-        if not busy and not self._owing:
+        if not busy and not self._unanswered:
             self._next_at = None
         elif self._next_at is None:
-            self._next_at = now + EVERY_S
+            self._next_at = now + ASK_INTERVAL_S
 
     def due(self, members: Iterable[Member], now: float) -> list[Member]:
         """The members to ask now."""
         if self._next_at is None or now < self._next_at:
             return []
-        self._next_at = now + EVERY_S
-        return [member for member in members if member not in self._owing]
+        self._next_at = now + ASK_INTERVAL_S
+        return [member for member in members if member not in self._unanswered]
 
     def asked(self, member: Member, now: float) -> None:
         """The member was asked and owes an answer."""
-        self._owing[member] = now
+        self._unanswered[member] = now
 
     def answered(self, member: Member) -> None:
         """The member takes messages, or has been given up: it owes no answer."""
-        self._owing.pop(member, None)
+        self._unanswered.pop(member, None)
 
-    def silent(self, now: float) -> list[Member]:
+    def overdue(self, now: float) -> list[Member]:
         """The members that count as dead."""
-        return [member for member, at in self._owing.items() if now >= at + ANSWER_S]
+        return [member for member, at in self._unanswered.items() if now >= at + ANSWER_TIMEOUT_S]

@@ -14,7 +14,7 @@ from functools import cached_property
 from llama_worker.request.progress import Progress
 from llama_worker.server.blame import Verdict
 from llama_worker.server.pace import Pace
-from llama_worker.server.slots import Slot, SlotsLook, moved, moved_always
+from llama_worker.server.slots import Slot, SlotsLook, moved, moved_every_time
 from llama_worker.server.timeouts import describe
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
@@ -37,7 +37,7 @@ class SlotsRound:
     # move, and nothing was read from disk.
     all_are_silent: bool
     # since when nothing moved, and nothing was read from disk; it may lie before this round
-    still_since: float
+    unchanged_since: float
     pace: Pace  # the times of earlier batches
     is_cold: bool  # this launch has computed nothing so far
     liveness_at: float | None  # the latest work of the server's processes; for `Verdict.detail`
@@ -51,16 +51,16 @@ class SlotsRound:
         if not same_slots or heard_at >= self._began_at:
             return None
         if self._is_lost():
-            times = f"at {len(self.looks)} looks at /slots no slot was working on it"
+            times = f"no slot was working on it in {len(self.looks)} polls of /slots"
             lost = RequestFailReason.REQUEST_LOST
-            return self._verdict(lost, f"the server has lost it: {times}", alone=True)
+            return self._verdict(lost, f"the server has lost the request: {times}", alone=True)
         if not any(map(moved, self._tracks)):
             return self._judge_standstill()
-        if self._is_left_behind():
-            what = "its slot stands still while another slot of the server moves"
+        if self._is_stalled_alone():
+            what = "its slot makes no progress while another slot of the server does"
             return self._stalled(what, alone=True)
-        moving = [track for track in self._tracks if moved(track) and self._could_be_its(track)]
-        return SlotMoves() if len(moving) > len(self._explained) else None
+        moving = [track for track in self._tracks if moved(track) and self._matches_task(track)]
+        return SlotMoves() if len(moving) > len(self._other_candidates) else None
 
     def _is_lost(self) -> bool:
         """At every look, other requests account for each slot that works, and one slot is idle.
@@ -70,35 +70,35 @@ class SlotsRound:
         others are served and it has no media. One that picks its slots may wait for them until its
         first data.
         """
-        if self.suspect.picks_slots and self.suspect.data_at is None:
+        if self.suspect.needs_specific_slots and self.suspect.data_at is None:
             return False
         one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
-        explained = all(
+        others_use_the_rest = all(
             sum(slot.is_processing for slot in look.slots) <= len(self._served)
             for look in self.looks
         )
         has_headers = (
             self.suspect.headers_at is not None and self.suspect.headers_at < self._began_at
         )
-        would_be_placed = bool(self._served) and not self.suspect.may_encode
-        return one_is_free and explained and (has_headers or would_be_placed)
+        would_have_slot = bool(self._served) and not self.suspect.may_encode
+        return one_is_free and others_use_the_rest and (has_headers or would_have_slot)
 
     def _judge_standstill(self) -> Verdict | None:
         """Nothing moved in any slot. If something did recently, a slow server may just be in a long
         step or a pause: no verdict."""
         busy = [track[-1] for track in self._tracks if track[-1].is_processing]
-        if not self.all_are_silent or not busy or any(slot.may_read_unseen for slot in busy):
+        if not self.all_are_silent or not busy or any(slot.may_progress_unseen for slot in busy):
             return None
-        still_s = self.now - self.still_since
-        what = f"no slot of the server moved in {still_s:.1f} s"
+        still_s = self.now - self.unchanged_since
+        what = f"no slot of the server made progress for {still_s:.1f} s"
         if all(slot.decoded_tokens for slot in busy):
             return self._stalled(f"{what}, and none is in prefill")
-        if self.suspect.only_repeats_since(self.still_since):
-            return self._stalled(f"{what}, and it sends the same again and again")
+        if self.suspect.only_repeats_since(self.unchanged_since):
+            return self._stalled(f"{what}, and the server sends only repeated records")
         limit_s = self._longest_batch_s(busy)
         if limit_s is None or still_s < limit_s:
             return None
-        why = f"many times what such a batch takes by its prompts so far (limit: {limit_s:.1f} s)"
+        why = f"many times longer than earlier batches predict (limit: {limit_s:.1f} s)"
         return self._stalled(f"{what}, {why}")
 
     def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:
@@ -116,16 +116,16 @@ class SlotsRound:
                 depth = max(depth, slot.context_tokens)
         return self.pace.longest_standstill_s(tokens, depth, is_cold=self.is_cold)
 
-    def _is_left_behind(self) -> bool:
+    def _is_stalled_alone(self) -> bool:
         """Another slot moves at every interval, one that may be the request's never does, and other
         requests account for those that may be the request's and moved."""
-        if not any(moved_always(track) for track in self._tracks):
+        if not any(moved_every_time(track) for track in self._tracks):
             return False
-        if any(track[0].may_read_unseen for track in self._tracks):
+        if any(track[0].may_progress_unseen for track in self._tracks):
             return False
-        its = [track for track in self._tracks if self._may_be_its(track)]
+        its = [track for track in self._tracks if self._matches_task_and_phase(track)]
         moving = [track for track in its if moved(track)]
-        return len(moving) < len(its) and len(moving) <= len(self._explained)
+        return len(moving) < len(its) and len(moving) <= len(self._other_candidates)
 
     @cached_property
     def _tracks(self) -> list[tuple[Slot, ...]]:
@@ -141,12 +141,12 @@ class SlotsRound:
         return [other for other in self.others if self._has_been_served(other)]
 
     @property
-    def _explained(self) -> list[Progress]:
+    def _other_candidates(self) -> list[Progress]:
         """Other requests that are served, and whose slot may look like the suspect's."""
         generating = self.suspect.phase is _GENERATING
         return [other for other in self._served if not generating or other.phase is _GENERATING]
 
-    def _could_be_its(self, track: tuple[Slot, ...]) -> bool:
+    def _matches_task(self, track: tuple[Slot, ...]) -> bool:
         """Whether the slot worked on one task at every look, and has generated no less than the
         suspect received."""
         if not all(slot.is_processing for slot in track) or len({slot.task for slot in track}) > 1:
@@ -157,9 +157,9 @@ class SlotsRound:
             first > 0 and first >= self.suspect.tokens // 2
         )
 
-    def _may_be_its(self, track: tuple[Slot, ...]) -> bool:
-        """Whether the slot could be the suspect's (`_could_be_its`) and is in its phase."""
-        if not self._could_be_its(track):
+    def _matches_task_and_phase(self, track: tuple[Slot, ...]) -> bool:
+        """Whether the slot could be the suspect's (`_matches_task`) and is in its phase."""
+        if not self._matches_task(track):
             return False
         if self.suspect.phase is _GENERATING:
             return True

@@ -34,15 +34,16 @@ class Slot:
     prompt_tokens: int = 0  # of the prompt, processed so far; grows with each finished batch
     decoded_tokens: int = 0  # 0 in prefill
     context_tokens: int | None = field(default=None, compare=False)  # with the batch in progress
-    shows_reading: bool = field(default=True, compare=False)  # by `prompt_tokens`; b9093 does not
+    # by `prompt_tokens`; b9093 does not
+    shows_prompt_progress: bool = field(default=True, compare=False)
     speculates: bool = field(default=False, compare=False)  # a draft model may work for it
 
     @property
-    def may_read_unseen(self) -> bool:
+    def may_progress_unseen(self) -> bool:
         """Whether the slot may work while its counters stand still. A draft model reads the whole
         prompt by itself, in one go, after the first token."""
         drafts_first = self.speculates and self.decoded_tokens == 1
-        unseen = not self.decoded_tokens and not self.shows_reading
+        unseen = not self.decoded_tokens and not self.shows_prompt_progress
         return self.is_processing and (unseen or drafts_first)
 
 
@@ -55,7 +56,7 @@ class SlotsLook:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotsSilence:
+class SlotsTimeout:
     """Neither an answer nor a refusal within `LOOK_TIMEOUT_S`."""
 
 
@@ -95,7 +96,7 @@ def _slot(entry: Any) -> Slot | None:
         is_processing=is_processing,
         task=as_count(entry.get("id_task")),
         prompt_tokens=prompt_tokens or 0,
-        shows_reading=prompt_tokens is not None,
+        shows_prompt_progress=prompt_tokens is not None,
         decoded_tokens=decoded or 0,
         context_tokens=as_count(entry.get("n_prompt_tokens")),
         speculates=entry.get("speculative") is True,
@@ -109,7 +110,7 @@ def moved_between(one: SlotsLook, other: SlotsLook) -> bool:
     return any(moved(pair) for pair in zip(one.slots, other.slots, strict=True))
 
 
-def _went_on(one: Slot, other: Slot) -> bool:
+def _progressed(one: Slot, other: Slot) -> bool:
     """Whether a slot changed while working on the same task. A wedged one never does: no batch is
     computed for it."""
     both = one.is_processing and other.is_processing
@@ -121,7 +122,7 @@ def moved(track: Sequence[Slot]) -> bool:
     return any(one != other for one, other in pairwise(track))
 
 
-def moved_always(track: Sequence[Slot]) -> bool:
+def moved_every_time(track: Sequence[Slot]) -> bool:
     """Whether one slot changed between every two successive looks."""
     return all(one != other for one, other in pairwise(track))
 
@@ -134,24 +135,25 @@ class SlotsWatch:
         # when a look is due; None while no request is suspected, or a look is in progress
         self.deadline: float | None = None
         self.looks: list[SlotsLook] = []  # of the current round, complete or not
-        self.still_since = 0.0  # the first look since which nothing moved
+        self.unchanged_since = 0.0  # the first look since which nothing moved
         # the latest look after which something moved, of any round
         self.moved_at: float | None = None
-        self.tells = False  # `/slots` answered the latest look that was not refused
+        self.answered_last_look = False  # `/slots` answered the latest look that was not refused
         self.is_silent = False  # it did not
-        self.may_read_unseen = False  # true of some slot in the latest answer
-        self.answers_in_batches = False  # it answered while a slot stood still that later went on
-        self._stood_still: SlotsLook | None = None  # the latest look that showed no change
+        self.may_progress_unseen = False  # true of some slot in the latest answer
+        # it answered while a slot stood still that progressed later
+        self.answers_during_batches = False
+        self._last_unchanged: SlotsLook | None = None  # the latest look that showed no change
         self.silent_since: float | None = None  # the first of the latest looks without an answer
         self.silent_looks = 0
         self._has_answered = False
         self._is_looking = False  # a look is in progress
         self._asked_at = 0.0
-        self._last: SlotsLook | None = None  # of any round
-        # since `_last`, a look went without an answer, or looking stopped
+        self._last_look: SlotsLook | None = None  # of any round
+        # since `_last_look`, a look went without an answer, or looking stopped
         self._was_interrupted = True
         # the looks before and after the latest interruption: movement between them counts
-        self.apart: tuple[SlotsLook, SlotsLook] | None = None
+        self.around_interruption: tuple[SlotsLook, SlotsLook] | None = None
         self._paused_until = 0.0
         self._active = False
 
@@ -176,7 +178,7 @@ class SlotsWatch:
         self._is_looking, self._asked_at = True, now
         return True
 
-    def seen(self, look: SlotsLook | SlotsSilence | None, now: float) -> None:
+    def record_look(self, look: SlotsLook | SlotsTimeout | None, now: float) -> None:
         """Record the result of a look; None: no usable answer."""
         self._is_looking = False
         self._has_answered = self._has_answered or isinstance(look, SlotsLook)
@@ -186,35 +188,35 @@ class SlotsWatch:
         if not self._active:
             return
         if look is not None:  # else it was refused, or could not be asked
-            self.tells = isinstance(look, SlotsLook)
-            self.is_silent = not self.tells
+            self.answered_last_look = isinstance(look, SlotsLook)
+            self.is_silent = not self.answered_last_look
         if is_refused:
             self.stop_looking()
         elif isinstance(look, SlotsLook):
-            self._seen_slots(look, now)
+            self._record_answer(look, now)
         else:
-            self._seen_silent(now)
+            self._record_timeout(now)
 
-    def _seen_slots(self, look: SlotsLook, now: float) -> None:
-        self.may_read_unseen = any(slot.may_read_unseen for slot in look.slots)
+    def _record_answer(self, look: SlotsLook, now: float) -> None:
+        self.may_progress_unseen = any(slot.may_progress_unseen for slot in look.slots)
         self.silent_since, self.silent_looks = None, 0
-        if self._was_interrupted and self._last is not None:
-            self.apart = (self._last, look)
-        if self._last is not None and moved_between(self._last, look):
-            self.still_since, self.moved_at = look.asked_at, self._last.asked_at
+        if self._was_interrupted and self._last_look is not None:
+            self.around_interruption = (self._last_look, look)
+        if self._last_look is not None and moved_between(self._last_look, look):
+            self.unchanged_since, self.moved_at = look.asked_at, self._last_look.asked_at
         elif self._was_interrupted:
-            self.still_since = look.asked_at
-        elif not self.may_read_unseen:
-            self._stood_still = look
-        still = self._stood_still.slots if self._stood_still is not None else ()
-        if any(map(_went_on, still, look.slots)):
-            self.answers_in_batches = True
-        self._last, self._was_interrupted = look, False
+            self.unchanged_since = look.asked_at
+        elif not self.may_progress_unseen:
+            self._last_unchanged = look
+        still = self._last_unchanged.slots if self._last_unchanged is not None else ()
+        if any(map(_progressed, still, look.slots)):
+            self.answers_during_batches = True
+        self._last_look, self._was_interrupted = look, False
         self.looks.append(look)
         if not self.complete:
             self.deadline = now + LOOK_INTERVAL_S
 
-    def _seen_silent(self, now: float) -> None:
+    def _record_timeout(self, now: float) -> None:
         """No answer from a launch that has answered before: keep asking."""
         if self.silent_since is None:
             self.silent_since = self._asked_at
@@ -227,7 +229,7 @@ class SlotsWatch:
         """Whether the round is complete, and not judged yet."""
         return len(self.looks) == LOOKS_COUNT
 
-    def conclude(self, now: float) -> None:
+    def end_round(self, now: float) -> None:
         """The round was judged: another one follows later if a request is still suspected."""
         self.looks = []
         self._active = False

@@ -20,7 +20,7 @@ from llama_worker.server.messages import Exited, Launch, LaunchFailed, ProcessMe
 # From the first SIGTERM to the second. The handler of llama-server (b11434) takes a lock that the
 # interrupted thread may hold, and then waits for ever; a second signal ends it at once.
 REPEAT_S = 2.0
-_LOOK_S, _LOOKS = 1.0, 5  # interval and number of looks at a silent guard; the last one kills it
+_CHECK_INTERVAL_S, _CHECKS_COUNT = 1.0, 5  # of a silent guard; the last check kills it
 FORCE_S = 1.0  # from the kill order to a SIGKILL past a guard that did not obey it
 
 
@@ -117,31 +117,31 @@ def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-class GuardSilence:
+class SilentGuardWatch:
     """Resumes, and finally kills, a guard that does not report its server's end: it was stopped, or
     its control group was frozen.
 
-    It counts looks, not seconds: a gap in which this host did not run either counts as one look.
+    It counts checks, not seconds: a gap in which this host did not run either counts as one.
     """
 
     def __init__(self) -> None:
-        self._looks = 0
-        self._look_at: float | None = None
+        self._checks_count = 0
+        self._check_at: float | None = None
 
     def wait_ms(self, now: float) -> float | None:
-        """Milliseconds until the next look; None: no look is due."""
-        return None if self._look_at is None else max(0.0, self._look_at - now) * 1000
+        """Milliseconds until the next check; None: no check is due."""
+        return None if self._check_at is None else max(0.0, self._check_at - now) * 1000
 
-    def step(self, now: float, *, owes: bool) -> Signals | None:
-        """The signal to send the guard now. `owes`: its server has ended, and it has not reported
-        that. Once it has, it may have to wait for the rest of the tree."""
-        if not owes:
-            self._look_at = None
+    def step(self, now: float, *, overdue: bool) -> Signals | None:
+        """The signal to send the guard now. `overdue`: its server has ended, and it has not yet
+        reported that. Once it has, it may have to wait for the rest of the tree."""
+        if not overdue:
+            self._check_at = None
             return None
-        if self._look_at is not None and now < self._look_at:
+        if self._check_at is not None and now < self._check_at:
             return None
-        first, self._look_at = self._look_at is None, now + _LOOK_S
+        first, self._check_at = self._check_at is None, now + _CHECK_INTERVAL_S
         if first:
             return None
-        self._looks += 1
-        return Signals.SIGCONT if self._looks < _LOOKS else Signals.SIGKILL
+        self._checks_count += 1
+        return Signals.SIGCONT if self._checks_count < _CHECKS_COUNT else Signals.SIGKILL

@@ -15,16 +15,16 @@ from llama_worker.request.progress import Progress, newest
 from llama_worker.server.blame import Verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
-DEAD_BESIDE_MULTIPLE = 4  # of `idle_stream_timeout_s`, if `/slots` does not show whose work it is
+STALLED_ALONE_MULTIPLE = 4  # of `idle_stream_timeout_s`, if `/slots` does not show whose work it is
 
 
 class Neighbours(Struct, frozen=True, kw_only=True):
     """What is known about the other requests of this server."""
 
     data_at: float | None = None  # the latest data of any of them
-    one_is_served: bool = False  # one of them has its headers, and limits of its own
+    any_is_served: bool = False  # one of them has its headers, and limits of its own
     # when one was broken off (canceled, or given up) whose batch may still be computed
-    left_at: float | None = None
+    leftover_since: float | None = None
 
 
 class SlotSigns(Struct, frozen=True, kw_only=True):
@@ -32,8 +32,10 @@ class SlotSigns(Struct, frozen=True, kw_only=True):
 
     moved_at: float | None = None  # when a slot that may be the request's moved
     any_moved_at: float | None = None  # when any slot of the server moved
-    tells: bool = False  # `/slots` answered the latest look
-    may_read_unseen: bool = False  # it hides prompt progress, or answers only between two batches
+    answered_last_look: bool = False  # `/slots` answered the latest look
+    may_progress_unseen: bool = (
+        False  # it hides prompt progress, or answers only between two batches
+    )
 
 
 NO_NEIGHBOURS, NO_SLOT_SIGNS = Neighbours(), SlotSigns()
@@ -48,7 +50,7 @@ class _Limit(Struct, frozen=True):
     alone: bool = False
 
 
-def verdict(
+def timeout_verdict(
     progress: Progress,
     *,
     liveness_at: float | None,
@@ -65,8 +67,6 @@ def verdict(
     If several limits are exceeded, the first one exceeded gives the reason: a late tick decides the
     same as a punctual one, and a verdict, once due, stays the same until something new is heard.
     """
-    if progress.in_one_piece:  # nothing comes before it is complete, not even headers
-        profile = profile.without_evidence()
     over = []
     for limit in _limits(progress, liveness_at, neighbours, slots, profile):
         limit_s = getattr(profile, limit.setting)
@@ -101,53 +101,59 @@ def _limits(
     working_at = newest(
         progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at
     )
-    new_at = newest(progress.turn_started_at, progress.data_at)
-    moving_at = newest(new_at, neighbours.data_at)
+    data_at = newest(progress.turn_started_at, progress.data_at)
+    any_data_at = newest(data_at, neighbours.data_at)
     # Batches are filled in slot order: while another prompt is read first, a request gets nothing,
     # or its old report again after each of that prompt's batches (b10453 to b11434).
-    turn_at = newest(moving_at, slots.any_moved_at)
+    any_progress_at = newest(any_data_at, slots.any_moved_at)
     waiting = progress.phase is RequestPhase.WAITING
     prefill = progress.phase is RequestPhase.PREFILL
     generating = progress.phase is RequestPhase.GENERATING
     reporting = prefill and progress.prompt_progress_at is not None
     stall = RequestFailReason.STALL_TIMEOUT
 
-    if waiting and not neighbours.one_is_served:
+    # A reply in one piece has its headers when it is complete.
+    if waiting and not neighbours.any_is_served and not progress.in_one_piece:
         # Connecting has a timeout of its own. Builds of October 2025 to May 2026 hold the headers
         # back for the whole prefill: only the lack of any sign of work counts. Every build holds
         # them back during another request's batch: the limits of that request apply then.
-        reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, turn_at)
-        left_at, idle_s = neighbours.left_at, profile.idle_stream_timeout_s
+        reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, any_progress_at)
+        leftover_since, idle_s = neighbours.leftover_since, profile.idle_stream_timeout_s
         what = "no response headers and no sign of work"
-        if left_at is None or (
-            idle_s is not None and left_at + idle_s <= since + profile.headers_timeout_s
+        if leftover_since is None or (
+            idle_s is not None and leftover_since + idle_s <= since + profile.headers_timeout_s
         ):
             yield _Limit("headers_timeout_s", reason, what, since)
         else:
-            what = f"{what} since a request before it was broken off"
-            yield _Limit("idle_stream_timeout_s", reason, what, left_at)
+            what = f"{what} since an earlier request was aborted"
+            yield _Limit("idle_stream_timeout_s", reason, what, leftover_since)
     if prefill and not reporting:
         yield _Limit(
             "prefill_liveness_timeout_s",
             stall,
             "no data and no sign of work in prefill",
-            max(working_at, turn_at),
+            max(working_at, any_progress_at),
         )
     if reporting or generating:
-        since = max(working_at, turn_at) if prefill else working_at
+        since = max(working_at, any_progress_at) if prefill else working_at
         yield _Limit("idle_stream_timeout_s", stall, "no data and no sign of work", since)
     if prefill or generating:
-        since = turn_at if prefill else newest(new_at, slots.moved_at)
-        waits_unseen = prefill and slots.may_read_unseen  # perhaps behind another client
+        since = any_progress_at if prefill else newest(data_at, slots.moved_at)
+        waits_unseen = prefill and slots.may_progress_unseen  # perhaps behind another client
         if progress.only_repeats_since(since) and not waits_unseen:
-            what = "nothing new, only the same again,"
+            what = "only repeated records"
             yield _Limit("idle_stream_timeout_s", stall, what, since)
-    idle_s, since = profile.idle_stream_timeout_s, newest(new_at, slots.moved_at)
-    if generating and not slots.tells and idle_s is not None and moving_at - since >= idle_s:
+    idle_s, since = profile.idle_stream_timeout_s, newest(data_at, slots.moved_at)
+    if (
+        generating
+        and not slots.answered_last_look
+        and idle_s is not None
+        and any_data_at - since >= idle_s
+    ):
         # A generating request gets a token with every batch, however long another's prompt is.
-        what = "no data, while others get theirs,"
+        what = "no data while other requests receive data,"
         yield _Limit(
-            "idle_stream_timeout_s", stall, what, since, multiple=DEAD_BESIDE_MULTIPLE, alone=True
+            "idle_stream_timeout_s", stall, what, since, multiple=STALLED_ALONE_MULTIPLE, alone=True
         )
     if waiting or prefill:
         yield _Limit(
@@ -156,8 +162,8 @@ def _limits(
     if waiting or prefill or generating:  # a server that spins gives evidence of work for ever
         waits = prefill and progress.only_repeats_since(progress.turn_started_at)
         # A reply in one piece brings no data until it is complete: slot movement counts instead.
-        since = turn_at if waits or progress.in_one_piece else moving_at
-        yield _Limit("silent_work_timeout_s", stall, "no data, for this request or another,", since)
+        since = any_progress_at if waits or progress.in_one_piece else any_data_at
+        yield _Limit("silent_work_timeout_s", stall, "no data for any request", since)
     yield _Limit(
         "absolute_timeout_s",
         RequestFailReason.ABSOLUTE_TIMEOUT,

@@ -72,8 +72,8 @@ def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
         ):
             model = f"{traits.model!r}" if traits.model else "the model"
             return (
-                f"{kind} parts need a model with {modality}, which {model} has not as the server "
-                "runs it: take another model, or give the server its projector (--mmproj FILE)"
+                f"{kind} parts need a model with {modality}; {model} as served has none: use "
+                "another model, or pass its projector to the server (--mmproj FILE)"
             )
     return None
 
@@ -81,16 +81,16 @@ def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
 def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
     """Lines for a person: what the worker was configured for and the server lacks, and known
     problems of its build."""
-    lines = known_flaws(traits.build, config.server_cmd) + unseen(traits.build)
+    lines = known_flaws(traits.build, config.server_cmd) + visibility_warnings(traits.build)
     if traits.is_router:
         lines.append(
-            "the server is a router: what its own servers do is not seen, and a slow one may be "
-            "taken for hung; give --model, and each model a worker"
+            "the server is a router: the servers behind it cannot be watched, and a slow one may "
+            "be mistaken for a hung one; use --model, with one worker per model"
         )
     if traits.slots is not None and traits.slots < config.slots:
         lines.append(
-            f"the server has {traits.slots} slots, fewer than the worker's {config.slots}: requests"
-            " beyond them wait in the server without a sign of life; start it with "
+            f"the server has {traits.slots} slots, fewer than the worker's {config.slots}: further "
+            "requests wait inside the server, with no visible progress; start it with "
             f"--parallel {config.slots}"
         )
     asked = commanded_n_ctx(config.server_cmd, config.env, config.slots)
@@ -119,8 +119,8 @@ def _text(value: object) -> str | None:
 # ---------------------------------------------------------------- builds
 
 # A build number counts commits: 1 in a shallow clone, 0 without git; neither is a real number.
-_LEAST_NUMBER = 2
-_FORMS = (
+_MIN_BUILD = 2
+_VERSION_PATTERNS = (
     re.compile(r"\bbuild\b[ :=]*b?(\d+)"),  # version: 0.6.0-dev (build 11434, commit 8f2c1d0)
     re.compile(r"^version:\s*b?(\d+)\b(?!\.)", re.MULTILINE),  # version: 7234 (8f2c1d0)
     re.compile(r"^b(\d+)\b"),  # b11434-8f2c1d0, as build_info of /props
@@ -142,45 +142,45 @@ _FLAWS = (
         names="CVE-2026-43631, CVE-2026-43632",
         first=7492,
         last=9060,
-        what="memory is used after it was freed when the server falls asleep",
+        what="use after free when the server goes to sleep",
         flag="--sleep-idle-seconds",
     ),
     _Flaw(
         names="CVE-2026-107183",
         first=0,
         last=11392,
-        what="memory is used after it was freed while a reply is parsed",
+        what="use after free while a reply is parsed",
     ),
 )
 
 
 # The oldest builds that were measured to do so: docs/servers.md.
-_SHOWS_READING = 9544
-_ANSWERS_IN_BATCHES = 10453
+_SHOWS_PROMPT_PROGRESS_FROM = 9544
+_ANSWERS_DURING_BATCHES_FROM = 10453
 
 
-def unseen(build: int | None) -> list[str]:
+def visibility_warnings(build: int | None) -> list[str]:
     """Lines for a person: what a server of this build does not show of its work. [] if the build is
     unknown."""
-    if build is None or build >= _SHOWS_READING:
+    if build is None or build >= _SHOWS_PROMPT_PROGRESS_FROM:
         return []
     return [
-        f"llama-server b{build} does not show in /slots how far a prompt is read: one that hangs "
-        f"is found only after silent_work_timeout_s; take b{_SHOWS_READING} or later"
+        f"llama-server b{build} does not show prompt progress in /slots: a hang is detected only "
+        f"after silent_work_timeout_s; use b{_SHOWS_PROMPT_PROGRESS_FROM} or later"
     ]
 
 
-def answers_in_batches(build: int | None) -> bool:
+def answers_during_batches(build: int | None) -> bool:
     """Whether a server of that build is known to answer `/slots` in the middle of a batch."""
-    return build is not None and build >= _ANSWERS_IN_BATCHES
+    return build is not None and build >= _ANSWERS_DURING_BATCHES_FROM
 
 
-def build_number(said: str) -> int | None:
+def build_number(text: str) -> int | None:
     """The build number in the output of `llama-server --version`, or in `build_info` of `/props`;
     None if it holds none."""
-    for form in _FORMS:
-        match = form.search(said)
-        if match is not None and int(match[1]) >= _LEAST_NUMBER:
+    for pattern in _VERSION_PATTERNS:
+        match = pattern.search(text)
+        if match is not None and int(match[1]) >= _MIN_BUILD:
             return int(match[1])
     return None
 
@@ -190,7 +190,7 @@ def known_flaws(build: int | None, command: Sequence[str]) -> list[str]:
     `command`. [] if the build is unknown."""
     return [
         f"llama-server b{build} has {flaw.names}: {flaw.what}"
-        f"{f' ({flaw.flag})' if flaw.flag else ''}; take a later build than b{flaw.last}"
+        f"{f' ({flaw.flag})' if flaw.flag else ''}; use a build later than b{flaw.last}"
         for flaw in _FLAWS
         if build is not None
         and flaw.first <= build <= flaw.last

@@ -9,16 +9,16 @@ do. Instants (`*_at`, `now`) are monotonic seconds.
 | --- | --- | --- |
 | waiting | Launch | starting |
 | waiting | adopt | ready |
-| waiting | StandDown | over |
+| waiting | StopWatching | over |
 | starting | READY | ready |
-| starting | UNFIT | over |
-| starting | STRANGER | over |
+| starting | CANARY_FAILED | over |
+| starting | OTHER_PROCESS | over |
 | starting | overdue | over |
-| starting | StandDown | over |
-| ready | StandDown | over |
+| starting | StopWatching | over |
+| ready | StopWatching | over |
 
-READY, UNFIT and STRANGER are outcomes of a probe; everything else leaves the state as it is. The
-WorkerActor decides whether an unhealthy or stalled server is ended.
+READY, CANARY_FAILED and OTHER_PROCESS are outcomes of a probe; everything else leaves the state as
+it is. The WorkerActor decides whether an unhealthy or stalled server is ended.
 
 While ready, the watch wakes for the health probe, for verdicts only while a request is in flight,
 and for the slots only while a request is suspected.
@@ -37,7 +37,7 @@ from llama_worker.server.blame import ProbeNow
 from llama_worker.server.liveness import LookRounds
 from llama_worker.server.request_watch import RequestWatch
 from llama_worker.server.slots import LOOK_TIMEOUT_S
-from llama_worker.server.traits import answers_in_batches
+from llama_worker.server.traits import answers_during_batches
 from llama_worker.types.worker import StartFailReason
 
 FIRST_LOOK_S = 0.5  # after the first request began
@@ -76,14 +76,14 @@ class ServerWatch:
         self._effects = []
         is_of_another = getattr(message, "epoch", self._epoch) != self._epoch
         if not self._is_over and not is_of_another:
-            self._take(message, now)
+            self._handle(message, now)
         return self._effects
 
     def adopt(self, now: float) -> None:
         """Watch a server that this program did not start: it counts as ready, and several servers
         may share its address."""
         assert self.state == "waiting"
-        self._requests.slots_are_theirs = False
+        self._requests.slots_are_reliable = False
         self._stage = health.HealthCounter(since=now)
         self._probe_at = health.next_probe_at(self._profile, now)
 
@@ -100,7 +100,7 @@ class ServerWatch:
             case health.HealthCounter():
                 return "ready"
 
-    def _take(self, message: messages.WatchdogMessage, now: float) -> None:
+    def _handle(self, message: messages.WatchdogMessage, now: float) -> None:
         match message:
             case Tick():
                 self._tick(now)
@@ -113,16 +113,16 @@ class ServerWatch:
                 self.root_pid = pid
                 self._begin_round(fresh=True)
                 self._probe_at = now + health.FIRST_PROBE_S
-            case messages.StandDown():
+            case messages.StopWatching():
                 if self._stage is not None:
                     self._effects.append(messages.PaceLearnt(self._requests.pace))
-                self._stand_down()
+                self._stop_watching()
             case messages.Watch(request_id=request_id):
                 self._watch(request_id, now)
             case messages.Unwatch():
                 self._unwatch(message, now)
             case ProbeNow(cause=cause):
-                self._probe_out_of_turn(cause, now)
+                self._probe_now(cause, now)
             case messages.EvidenceSeen():
                 self._evidence_seen(message, now)
             case messages.Probed():
@@ -130,15 +130,17 @@ class ServerWatch:
             case messages.SlotsSeen():
                 self._slots_seen(message, now)
             case ProgressReported(progress=progress, for_verdict=for_verdict):
-                self._give_up(self._requests.heard(progress, now, for_verdict=for_verdict), now)
+                self._give_up(
+                    self._requests.record_progress(progress, now, for_verdict=for_verdict), now
+                )
             case messages.GpuFaulted():
                 self._gpu_faulted(message, now)
             case _:
                 assert_never(message)
 
-    def _stand_down(self) -> None:
+    def _stop_watching(self) -> None:
         self._is_over = True
-        self._effects.append(messages.StandDown())
+        self._effects.append(messages.StopWatching())
 
     def _tick(self, now: float) -> None:
         if self._probe_at is not None and now >= self._probe_at:
@@ -169,8 +171,8 @@ class ServerWatch:
             self._probe_at = health.next_probe_at(self._profile, now)
         self._probe(now)
 
-    def _probe(self, now: float, *, counts: bool = True) -> None:
-        if not self._probes.begin(now, counts=counts):
+    def _probe(self, now: float, *, failure_counts: bool = True) -> None:
+        if not self._probes.begin(now, failure_counts=failure_counts):
             return
         self._ask_for_progress(for_verdict=False)  # data received by now overrides a failure
         first = isinstance(self._stage, health.StartupWatch)
@@ -188,7 +190,7 @@ class ServerWatch:
         match self._stage:
             case health.StartupWatch():
                 self._startup_probed(probed, now)
-            case health.HealthCounter() if probed.outcome is messages.ProbeOutcome.NO_NEWS:
+            case health.HealthCounter() if probed.outcome is messages.ProbeOutcome.NOT_ASKED:
                 self._probes.want(self._probes.cause)
                 self._probe_at = min(self._probe_at or math.inf, now + _RETRY_S)
             case health.HealthCounter():
@@ -199,13 +201,13 @@ class ServerWatch:
             case messages.ProbeOutcome.READY:
                 self._stage = health.HealthCounter(since=now)
                 traits = probed.traits
-                self._requests.build_answers_in_batches = answers_in_batches(traits.build)
+                self._requests.build_answers_during_batches = answers_during_batches(traits.build)
                 self._probe_at = health.next_probe_at(self._profile, now)
                 self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
                 self._look_at_slots(now)  # silence counts only if it ever answered
-            case messages.ProbeOutcome.UNFIT:
+            case messages.ProbeOutcome.CANARY_FAILED:
                 self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
-            case messages.ProbeOutcome.STRANGER:
+            case messages.ProbeOutcome.OTHER_PROCESS:
                 self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
             case _:
                 pass
@@ -221,25 +223,25 @@ class ServerWatch:
         if self._probes.cause is not None and not ok and not serves:
             lost = f"{self._probes.cause}, and then the probe failed: {probed.detail}"
         if lost is not None:
-            self._tell_observed(now)
+            self._report_observed(now)
             self._effects.append(messages.HealthLost(epoch=self._epoch, detail=lost))
         elif self._probes.wanted is not None:
             self._probe(now)  # the finished probe began too early
 
     def _fail_startup(self, reason: StartFailReason, detail: str, now: float) -> None:
-        self._tell_observed(now)
+        self._report_observed(now)
         failed = messages.StartupFailed(epoch=self._epoch, reason=reason, detail=detail)
         self._effects.append(failed)
-        self._stand_down()
+        self._stop_watching()
 
-    def _probe_out_of_turn(self, cause: str, now: float) -> None:
+    def _probe_now(self, cause: str, now: float) -> None:
         if self.state == "ready":
             self._probes.want(cause)
             self._probe(now)
 
     def _gpu_faulted(self, faulted: messages.GpuFaulted, now: float) -> None:
         if self.state == "ready":
-            self._tell_observed(now)
+            self._report_observed(now)
             self._effects.append(faulted)
 
     # ------------------------------------------------------------ requests
@@ -277,26 +279,26 @@ class ServerWatch:
         again = self._rounds.returned(seen.look)
         if again is not None:
             self._effects.append(again)
-        if not self._rounds.counts(seen.look) or self._watched_since is not None:
+        if not self._rounds.is_current(seen.look) or self._watched_since is not None:
             return
         self._activity[seen.look.probe] = seen.detail
         # During a look that failed for lack of resources, the server may have worked.
-        if isinstance(self._stage, health.StartupWatch) and (seen.alive or seen.blind):
+        if isinstance(self._stage, health.StartupWatch) and (seen.alive or seen.by_shortage):
             self._stage = self._stage.saw_work(seen.at)
         if self._requests.ids:
-            self._requests.saw(seen)
-            self._tell_observed(seen.at)
+            self._requests.record_evidence(seen)
+            self._report_observed(seen.at)
             if self._rounds.complete and not seen.look.fresh:
                 self._ask_for_verdicts(now)
 
     def _slots_seen(self, seen: messages.SlotsSeen, now: float) -> None:
         slots = self._requests.slots
-        slots.seen(seen.look, now)
+        slots.record_look(seen.look, now)
         if slots.silent_since is not None:
-            self._probe(now, counts=False)  # does HTTP still answer?
+            self._probe(now, failure_counts=False)  # does HTTP still answer?
         if slots.complete:
             # Progress that was reported before the last look is outdated.
-            self._requests.forget_round()
+            self._requests.drop_answers()
             self._ask_for_verdicts(now)
 
     def _ask_for_verdicts(self, now: float) -> None:
@@ -310,10 +312,10 @@ class ServerWatch:
 
     def _give_up(self, given_up: list[messages.Stalled], now: float) -> None:
         for stalled in given_up:
-            self._tell_observed(now)
+            self._report_observed(now)
             self._effects.append(stalled)
 
-    def _tell_observed(self, now: float) -> None:
+    def _report_observed(self, now: float) -> None:
         """Report at every look and before every verdict: the worker may also kill for reasons of
         its own."""
         self._effects.append(

@@ -7,7 +7,7 @@ A reader sleeps while text comes fast, since each wake-up of a thread costs more
     lazy   text comes fast: it wakes every `LOOK_S`, or when `MUCH_BYTES` are in the socket
 
 Delivered at once: the first text, anything that is not text, the end, `MUCH_BYTES`, text after a
-pause of `LOOK_S`, and text that somebody waits for (`hurry`). Other text is delivered `tell_s`
+pause of `LOOK_S`, and text that somebody waits for (`hurry`). Other text is delivered `max_hold_s`
 after the last delivery, or when the next look finds no more of it.
 """
 
@@ -21,7 +21,7 @@ from msgspec import Struct
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 
 LOOK_S = 0.28  # a call, an error or the end behind fast text is seen this late: within 0.3 s
-TELL_S = 0.84  # three looks, and below the 1 s in which another request's data counts as recent
+MAX_HOLD_S = 0.84  # three looks, and below the 1 s in which another request's data counts as recent
 MUCH_BYTES = 32 * 1024
 HURRY_LASTS_S = 0.25
 _TEXT = frozenset({TextDelta, ReasoningDelta})
@@ -40,12 +40,12 @@ class Portion(Struct, frozen=True):
 class LazyReading:
     """One stream's timing: pass what was read (`took`); deliver what `due`, `hurry`, `all` return.
 
-    `tell_s`: how long text may be held back, at least `LOOK_S`.
+    `max_hold_s`: how long text may be held back, at least `LOOK_S`.
     """
 
-    def __init__(self, now: float, *, tell_s: float = TELL_S) -> None:
+    def __init__(self, now: float, *, max_hold_s: float = MAX_HOLD_S) -> None:
         self.is_lazy = False
-        self._tell_s = tell_s
+        self._max_hold_s = max_hold_s
         self._events: list[StreamEvent] = []  # not delivered yet
         self._bytes_count = 0  # not delivered yet
         self._took_at = now  # when the latest bytes came
@@ -81,7 +81,7 @@ class LazyReading:
             or self._after_pause
             or self._is_hurried
             or self._bytes_count >= MUCH_BYTES
-            or now >= self._told_at + self._tell_s
+            or now >= self._told_at + self._max_hold_s
         ):
             return self.all(now)
         self.is_lazy = True
@@ -107,5 +107,5 @@ class LazyReading:
         """Seconds until `due` must be called again; None: not before bytes come."""
         if not self.is_lazy:
             return None
-        left_s = self._told_at + self._tell_s - now if self._bytes_count else LOOK_S
+        left_s = self._told_at + self._max_hold_s - now if self._bytes_count else LOOK_S
         return min(LOOK_S, max(left_s, 0.0))

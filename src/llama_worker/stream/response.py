@@ -125,7 +125,7 @@ class ChatBody:
             )
             self._fail(StreamFailure(reason=reason, detail=self.decoder.error))
         elif self._reply.error is not None:
-            why = f"it is not HTTP any more: {self._reply.error}"
+            why = f"invalid HTTP in the reply: {self._reply.error}"
             self._fail(disconnected("in mid-stream", why))
         elif self._reply.is_complete:
             self.end()

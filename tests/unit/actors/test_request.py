@@ -83,7 +83,7 @@ class Bench:
         self.actor.handle(messages.CancelRequest(request_id=request_id, reply=reply))
 
 
-def test_a_late_stream_is_not_the_next_requests() -> None:
+def test_a_late_stream_does_not_reach_the_next_request() -> None:
     bench = Bench()
     bench.begin(1)
     bench.cancel(1)  # while its headers are on their way
@@ -97,7 +97,7 @@ def test_a_late_stream_is_not_the_next_requests() -> None:
     assert bench.transport.told[-1].turn_id == (2, 1)
 
 
-def test_progress_is_reported_behind_what_waits_to_be_told() -> None:
+def test_progress_is_reported_after_pending_output() -> None:
     bench = Bench()
     bench.begin(1)
     bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))
@@ -111,7 +111,7 @@ def test_progress_is_reported_behind_what_waits_to_be_told() -> None:
     assert reported.progress.last_data_at == 7.0
 
 
-def test_of_a_request_that_has_ended_no_progress_is_reported() -> None:
+def test_an_ended_request_reports_no_progress() -> None:
     bench = Bench()
     bench.begin(1)
     bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))

@@ -19,7 +19,7 @@ from llama_worker.request.leased import LeasedRequest
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
-from llama_worker.server.slots import Slot, SlotsLook, SlotsSilence
+from llama_worker.server.slots import Slot, SlotsLook, SlotsTimeout
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.events import PromptReport, StreamEvent, TextDelta
 from llama_worker.stream.failure import disconnected
@@ -80,7 +80,7 @@ class World:
         self,
         timeouts: TimeoutProfile = NORMAL,
         *,
-        slots: Callable[[float], Slots | SlotsSilence | None] = lambda now: None,
+        slots: Callable[[float], Slots | SlotsTimeout | None] = lambda now: None,
         answers: Callable[[float], bool] = lambda now: True,
     ) -> None:
         self.at = 0.0
@@ -218,7 +218,7 @@ def test_a_hang_is_found_in_time(hears: Any, world: Any, reason: str, by: float)
     assert client.given_up == reason
 
 
-def test_the_least_patient_profile_is_the_users_choice() -> None:
+def test_the_shortest_timeouts_are_the_users_choice() -> None:
     client, upstream = Client((0.0, None), (1.0, TEXT)), World(TimeoutProfile.fast())
     upstream.begin(client)
     assert upstream.run(client) <= 36.0
@@ -243,7 +243,7 @@ def test_the_least_patient_profile_is_the_users_choice() -> None:
         ),
     ],
 )
-def test_slow_ones_are_left_alone(clients: list[Client], world: Any) -> None:
+def test_slow_servers_are_not_given_up(clients: list[Client], world: Any) -> None:
     upstream = World(**world)
     upstream.begin(*clients)
     upstream.run(*clients, until=SILENT_S)
@@ -257,11 +257,11 @@ def test_slow_ones_are_left_alone(clients: list[Client], world: Any) -> None:
         pytest.param(lambda now: IDLE, id="idle"),
         pytest.param(lambda now: GENERATES, id="hung"),
         pytest.param(lambda now: (generates(now), *READS), id="one hangs, one does not"),
-        pytest.param(lambda now: GENERATES if now < 70 else SlotsSilence(), id="silent"),
+        pytest.param(lambda now: GENERATES if now < 70 else SlotsTimeout(), id="silent"),
     ],
 )
-def test_slots_of_another_server_accuse_nobody(
-    hears: Any, slots: Callable[[float], Slots | SlotsSilence]
+def test_slots_of_another_server_give_no_verdict(
+    hears: Any, slots: Callable[[float], Slots | SlotsTimeout]
 ) -> None:
     """Behind a load balancer `/slots` may be answered by one that has not got the request."""
     patient = replace(NORMAL, prefill_liveness_timeout_s=None, idle_stream_timeout_s=None)
@@ -289,7 +289,7 @@ def test_a_slow_client_is_not_the_servers_fault() -> None:
     assert client.given_up is None
 
 
-def test_while_nobody_waits_nothing_is_asked() -> None:
+def test_an_idle_upstream_is_not_probed() -> None:
     client, upstream = Client(), World()
     upstream.begin(client)
     upstream.run(client, until=100.0)

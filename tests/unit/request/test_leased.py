@@ -14,7 +14,7 @@ from llama_worker.request.messages import (
     RequestInput,
     ServerChecked,
 )
-from llama_worker.request.states import DEATH_NEWS_S, LAST_WORDS_S, LATE_NEWS_S
+from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S, READ_REST_S
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.blame import is_degenerate
@@ -146,7 +146,7 @@ def test_a_finish_behind_the_end_changes_nothing() -> None:
 def test_what_a_dead_server_had_sent_is_read() -> None:
     request = speaking()
     assert request.step(DIED, 3.0) == []
-    assert request.deadline == 3.0 + LAST_WORDS_S
+    assert request.deadline == 3.0 + READ_REST_S
     request.heard([TextDelta("upon"), Finish("stop"), Done()], 3.1)
     record = recorded(request)
     assert (record.result["state"], record.status["output_chars"]) == ("completed", 9)
@@ -156,7 +156,7 @@ def test_a_dead_servers_request_ends_in_time() -> None:
     request = speaking()
     request.step(DIED, 3.0)
     assert request.step(Tick(), 4.9) == []
-    ended = request.step(Tick(), 3.0 + LAST_WORDS_S)
+    ended = request.step(Tick(), 3.0 + READ_REST_S)
     assert result(ended)["fail_reason"] is Reason.SERVER_DIED
 
 
@@ -169,7 +169,7 @@ def broken() -> LeasedRequest:
     request.closed(BROKEN)
     assert request.end(3.0) is None
     request.hear_out(3.0)
-    assert request.deadline == 3.0 + DEATH_NEWS_S
+    assert request.deadline == 3.0 + EXIT_REPORT_WAIT_S
     return request
 
 
@@ -187,8 +187,8 @@ def test_a_broken_connection_waits_for_its_reason() -> None:
 )
 def test_it_is_asked_whether_the_server_died(news: RequestInput, reason: Reason) -> None:
     request = broken()
-    assert request.step(Tick(), 3.0 + DEATH_NEWS_S) == [AskIfServerDied(request_id=7)]
-    assert request.deadline == 3.0 + DEATH_NEWS_S + LATE_NEWS_S
+    assert request.step(Tick(), 3.0 + EXIT_REPORT_WAIT_S) == [AskIfServerDied(request_id=7)]
+    assert request.deadline == 3.0 + EXIT_REPORT_WAIT_S + LATE_EXIT_REPORT_WAIT_S
     assert result(request.step(news, request.deadline))["fail_reason"] is reason
 
 
@@ -196,8 +196,8 @@ def test_a_server_that_is_gone_is_the_reason() -> None:
     request = broken()
     request.step(Tick(), 3.2)
     assert request.step(GONE, 3.3) == []
-    assert request.deadline == 3.3 + LATE_NEWS_S
-    ended = request.step(Tick(), 3.3 + LATE_NEWS_S)
+    assert request.deadline == 3.3 + LATE_EXIT_REPORT_WAIT_S
+    ended = request.step(Tick(), 3.3 + LATE_EXIT_REPORT_WAIT_S)
     assert result(ended)["fail_reason"] is Reason.SERVER_DIED
 
 

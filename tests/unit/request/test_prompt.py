@@ -15,7 +15,7 @@ from llama_worker.request.prompt import (
     SYSTEM_PROMPT_DELIMITER,
     Conversation,
     Prompts,
-    picks_slots,
+    needs_specific_slots,
 )
 from llama_worker.request.submission import Submission
 from llama_worker.stream.calls import ParsedCall
@@ -309,6 +309,6 @@ def test_what_the_worker_owns_is_replaced() -> None:
     },
 )
 def test_who_picks_its_slots(params: dict[str, Any], picks: bool) -> None:
-    assert picks_slots(params) is picks
-    assert Play(params=params).request.progress().picks_slots is picks
-    assert Play(config(default_params=params)).request.progress().picks_slots is picks
+    assert needs_specific_slots(params) is picks
+    assert Play(params=params).request.progress().needs_specific_slots is picks
+    assert Play(config(default_params=params)).request.progress().needs_specific_slots is picks

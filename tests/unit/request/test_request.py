@@ -39,7 +39,7 @@ from llama_worker.stream.events import (
     UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.lazy_reading import LOOK_S, TELL_S
+from llama_worker.stream.lazy_reading import LOOK_S, MAX_HOLD_S
 from llama_worker.stream.turn_end import NO_FINISH_REASON, TurnEnd
 from llama_worker.types.hooks import BiosContext, BiosText
 from llama_worker.types.request import RequestFailReason
@@ -658,18 +658,18 @@ def test_an_exit_call_is_recorded_once_it_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "prompted", "tell_s"),
+    ("of", "prompted", "max_hold_s"),
     [
         (WITH_TOOLS, True, LOOK_S),
-        (WITH_TOOLS, False, TELL_S),
-        (with_tools(exit_tools=()), True, TELL_S),
+        (WITH_TOOLS, False, MAX_HOLD_S),
+        (with_tools(exit_tools=()), True, MAX_HOLD_S),
     ],
 )
 def test_text_that_may_hold_a_signal_is_told_sooner(
-    of: WorkerConfig, prompted: bool, tell_s: float
+    of: WorkerConfig, prompted: bool, max_hold_s: float
 ) -> None:
     play = Play(of, prompted=prompted)
-    assert play << PostChat(turn_id=(7, 1), body=play.body, tell_s=tell_s)
+    assert play << PostChat(turn_id=(7, 1), body=play.body, max_hold_s=max_hold_s)
 
 
 @pytest.mark.parametrize("prompted", [True, False])

@@ -27,7 +27,9 @@ def test_an_ambiguous_reply_is_not_begun(status: int, headers: list[tuple[str, s
 
 
 def test_a_repeated_length_is_sent_once() -> None:
-    head = ReplyFramer(is_kept=True).begin(200, [("Content-Length", "2"), ("content-length", "2")])
+    head = ReplyFramer(keep_alive=True).begin(
+        200, [("Content-Length", "2"), ("content-length", "2")]
+    )
     assert head == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
 
 
@@ -41,7 +43,7 @@ def test_a_reply_is_as_long_as_it_says() -> None:
 
 
 def test_head_is_replied_to_without_a_body() -> None:
-    reply = ReplyFramer("HEAD", is_kept=True)
+    reply = ReplyFramer("HEAD", keep_alive=True)
     assert (
         reply.begin(200, [("Content-Length", "2")])
         == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"

@@ -57,7 +57,7 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
     assert request.header("host") == "localhost"
     client.reply.begin(204, [])
     client.reply.end()
-    assert client.reply.is_kept
+    assert client.reply.keep_alive
     again = client.next_request() or client.receive(whole)
     assert again is not None
     assert again.body == b"hello"
@@ -168,7 +168,7 @@ def test_what_follows_a_request_waits_for_its_reply() -> None:
     for _ in range(3):
         assert client.reply.begin(200, [("Content-Length", "2")]).startswith(b"HTTP/1.1 200 OK\r\n")
         assert client.reply.data(b"ok") + client.reply.end() == b"ok"
-        assert client.reply.is_kept
+        assert client.reply.keep_alive
         request = client.next_request()
         targets += [request.target] if request else []
     assert (targets, client.phase) == (["/2", "/3"], Phase.HEAD)
@@ -264,4 +264,4 @@ def test_framing_follows_the_clients_http_version() -> None:
         assert client.reply.data(b"ok") == framed
         client.reply.end()
         assert client.reply.is_complete
-        assert client.reply.is_kept is (version == b"1.1")
+        assert client.reply.keep_alive is (version == b"1.1")

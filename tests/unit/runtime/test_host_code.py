@@ -12,7 +12,7 @@ import pytest
 from llama_worker import WorkerConfig
 from llama_worker.request.messages import RunTool, ToolThreadReturned, ToolThreadStuck
 from llama_worker.runtime.host import host_code
-from llama_worker.runtime.host.host_code import OneAtATime, ToolCallThread, look
+from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread, look
 from llama_worker.server.messages import Look
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.types.chat import ToolDef
@@ -72,7 +72,7 @@ def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
         (False, ""),
         (True, "work"),
     ]
-    assert not mailbox[0].blind
+    assert not mailbox[0].by_shortage
     assert logging_raises or "a liveness probe failed" in caplog.text
 
 
@@ -90,7 +90,7 @@ def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.Monke
             seen.append(f"out of {root_pid}")
             return super().probe(root_pid, now)
 
-    looks = OneAtATime(Slow(None))
+    looks = SerializedProbe(Slow(None))
     looks.look(Look(probe=0, round=1, fresh=False), 1, mailbox)
     (call,) = begun
     call()
@@ -101,11 +101,11 @@ def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.Monke
     assert len(begun) == 2
 
 
-def test_a_look_without_a_thread_is_not_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_without_a_thread_does_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(call: Callable[[], object]) -> None:
         raise RuntimeError("can't start new thread")
 
-    looks, mailbox = OneAtATime(Probe(None)), Told()
+    looks, mailbox = SerializedProbe(Probe(None)), Told()
     order = Look(probe=0, round=1, fresh=True)
     monkeypatch.setattr(host_code, "run_probe", refuse)
     with pytest.raises(RuntimeError):
@@ -146,7 +146,7 @@ def test_a_generator_is_no_result() -> None:
     assert "returned what JSON cannot hold: a generator" in ended.text
 
 
-def test_a_tool_that_heeds_being_given_up_has_not_failed() -> None:
+def test_a_tool_that_obeys_cancellation_has_not_failed() -> None:
     class Runner:
         def run_tool(self, *, call: RunningCall, **about: Any) -> str:
             assert call.cancelled.wait(60.0)

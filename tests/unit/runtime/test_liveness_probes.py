@@ -99,7 +99,7 @@ def test_a_busy_process_gives_evidence_and_a_stopped_one_none(start: Start) -> N
         pytest.param(False, False, True, id="a start in which nobody listens yet"),
     ],
 )
-def test_work_of_a_child_counts_where_it_serves(
+def test_work_of_a_child_counts_if_it_serves(
     start: Start, root_listens: bool, child_listens: bool, counts: bool
 ) -> None:
     listens = "import socket; listener = socket.create_server(('127.0.0.1', 0))\n"
@@ -115,7 +115,7 @@ def test_work_of_a_child_counts_where_it_serves(
     assert saw_work(probe.probe(pid, 1.0)) is counts
 
 
-def test_a_look_without_a_descriptor_is_no_look(start: Start) -> None:
+def test_a_look_without_a_descriptor_does_not_count(start: Start) -> None:
     pid, probe = start(IDLE), ProcessProbe()
     probe.probe(pid, 0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -131,7 +131,7 @@ def test_a_look_without_a_descriptor_is_no_look(start: Start) -> None:
     assert probe.probe(pid, 10.0) is not None
 
 
-def test_half_a_look_without_a_descriptor_misleads_nobody(
+def test_a_partial_look_without_descriptors_is_no_evidence(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server may be a child of what was started: it was taken for a stranger on its port."""
@@ -197,7 +197,7 @@ def stat_line(*, faults: int = 0, utime: int = 0, stime: int = 0) -> bytes:
     ).encode("latin-1")
 
 
-def test_what_cannot_be_read_is_no_news(proc: Path) -> None:
+def test_unreadable_proc_files_give_no_evidence(proc: Path) -> None:
     probe = ProcessProbe(proc=str(proc.parent))
     assert probe.probe(ME, 0.0) is None, "no file"
     for stat in (b"", b"garbage", b"77 (x) S 1", b"77 (x) S " + b"x " * 40):
@@ -320,7 +320,7 @@ WORK, OLD_WORK, STRANGERS = mine(2, smUtil=50), mine(1, smUtil=99), Sample(NOBOD
         ),
     ],
 )
-def test_new_use_of_a_gpu_is_evidence_and_an_error_is_no_news_and_spares_the_other_devices(
+def test_gpu_use_is_evidence_and_an_error_affects_one_device(
     looks: list[list[Device]], seen: list[bool | None]
 ) -> None:
     nvml = NvmlOfSamples()
@@ -364,7 +364,7 @@ def test_default_probes_are_new_ones_for_what_is_there(
         assert probe.probe(ME, 0.0) is None
 
 
-def test_nvml_is_begun_with_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_is_initialised_at_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hang: whoever makes a worker does not wait for it."""
     nvml, begins = NvmlOfSamples(), Mock()
     monkeypatch.setattr(nvml, "nvmlInit", begins)
@@ -392,7 +392,7 @@ def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: S
     assert child["pid"] in {process.pid for process in psutil.Process(parent).children()}
 
 
-def test_threads_are_bounded_and_of_what_is_gone_nothing_is_shown(start: Start) -> None:
+def test_thread_states_are_bounded_and_empty_for_a_gone_process(start: Start) -> None:
     assert len(probes.thread_states(start(THREADS))) == 64
     assert probes.thread_states(NOBODY) == []
     assert process_evidence(NOBODY) == {"root_pid": NOBODY, "processes_count": 1, "processes": []}

@@ -62,7 +62,7 @@ def test_a_line_without_end_is_cut_and_memory_stays_bounded() -> None:
     assert len(ring._partial) <= 8192
 
 
-def test_it_may_be_read_while_it_is_fed() -> None:
+def test_the_log_may_be_read_while_it_is_fed() -> None:
     ring, stop = LogRing(50), threading.Event()
 
     def feed() -> None:

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.blame import (
-    Blame,
+    FailureCounts,
     GpuFault,
     ProbeNow,
-    RequestEnds,
     RestartCause,
     Verdict,
+    VerdictHistory,
     fault_of_xid,
     is_busy,
 )
@@ -30,36 +30,40 @@ RESTART = RestartPolicy()
 DEGENERATE = RestartPolicy(degenerate_outputs_before_restart=2)
 
 
-def judge(blame: Blame, request_id: int, verdict: Verdict = BESIDE) -> tuple[Blame, bool]:
+def judge(
+    blame: VerdictHistory, request_id: int, verdict: Verdict = BESIDE
+) -> tuple[VerdictHistory, bool]:
     """What is known afterwards, and whether the server has to go; request 9 came last."""
     return blame.judge(request_id, verdict, other_is_served=False, newest_request_id=9)
 
 
-ONE_ENDED_ALONE, _ = judge(Blame(), 1)
+ONE_ENDED_ALONE, _ = judge(VerdictHistory(), 1)
 
 
 @cases(
     "blame, request_id, verdict, costs",
     {
-        "nobody else is served": (Blame(), 1, STALLED, True),
-        "the first beside one that is served": (Blame(), 1, BESIDE, False),
+        "nobody else is served": (VerdictHistory(), 1, STALLED, True),
+        "the first beside one that is served": (VerdictHistory(), 1, BESIDE, False),
         "the same one, told twice": (ONE_ENDED_ALONE, 1, STALLED, False),
         "the second": (ONE_ENDED_ALONE, 2, BESIDE, True),
         "one under way completed": (ONE_ENDED_ALONE.completed(9), 2, BESIDE, True),
         "a new one completed": (ONE_ENDED_ALONE.completed(10), 2, BESIDE, False),
-        "one that accuses nobody": (ONE_ENDED_ALONE, 2, OVERDUE, False),
+        "one that does not count": (ONE_ENDED_ALONE, 2, OVERDUE, False),
     },
 )
-def test_what_a_verdict_costs(blame: Blame, request_id: int, verdict: Verdict, costs: bool) -> None:
+def test_which_verdicts_restart_the_server(
+    blame: VerdictHistory, request_id: int, verdict: Verdict, costs: bool
+) -> None:
     after, found = judge(blame, request_id, verdict)
     assert found is costs
-    assert after == blame or after in (Blame(), judge(Blame(), request_id)[0])
+    assert after == blame or after in (VerdictHistory(), judge(VerdictHistory(), request_id)[0])
     if verdict is OVERDUE:
         assert after == blame
 
 
 def test_a_request_with_data_just_now_is_served() -> None:
-    assert not Blame().judge(1, STALLED, other_is_served=True, newest_request_id=9)[1]
+    assert not VerdictHistory().judge(1, STALLED, other_is_served=True, newest_request_id=9)[1]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +95,9 @@ def found(
     *records: RequestRecord, policy: RestartPolicy = RESTART
 ) -> ProbeNow | RestartCause | None:
     """What the last of these gives."""
-    ends, last = RequestEnds(), None
+    ends, last = FailureCounts(), None
     for record in records:
-        ends, last = ends.ended(record, policy)
+        ends, last = ends.after(record, policy)
     return last
 
 
@@ -117,12 +121,12 @@ def test_broken_connections_cost_a_probe_then_the_server() -> None:
 
 
 @pytest.mark.parametrize("between", [DONE, REFUSED])
-def test_a_server_that_speaks_between_breaks_the_row(between: RequestRecord) -> None:
+def test_a_reply_in_between_resets_the_count(between: RequestRecord) -> None:
     assert isinstance(found(BROKEN, between, BROKEN), ProbeNow)
 
 
 JOBS_REFUSED = ("server_errors", "server errors in 5 jobs with no success between")
-JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or in nothing")
+JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or without output")
 
 
 @cases(
@@ -146,7 +150,7 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or i
         "so is reasoning": ([ended(job="a"), ended(job="b", reasoning="hm")], None),
     },
 )
-def test_what_enough_jobs_met_costs_the_server(
+def test_enough_failed_jobs_restart_the_server(
     records: list[RequestRecord], costs: tuple[str, str] | None
 ) -> None:
     last = found(*records, policy=DEGENERATE)
@@ -155,7 +159,7 @@ def test_what_enough_jobs_met_costs_the_server(
         assert (last.reason, last.detail.partition(" (")[0]) == costs
 
 
-def test_without_a_limit_what_came_to_nothing_says_nothing_of_the_server() -> None:
+def test_without_a_limit_degenerate_output_is_ignored() -> None:
     assert found(*(ended(LOOP, f"job-{number}") for number in range(50))) is None
     assert found(*(ended(job=f"job-{number}") for number in range(50))) is None
 
@@ -178,7 +182,7 @@ def test_what_an_error_means_for_the_server(xids: tuple[int, ...], fatal: bool |
     )
 
 
-def test_a_fault_names_the_gpu_the_number_and_the_meaning() -> None:
+def test_a_gpu_fault_names_gpu_xid_and_meaning() -> None:
     assert fault_of_xid("GPU 3", 79) == GpuFault(
         fatal=True, detail="GPU 3: Xid 79, the GPU has fallen off the bus"
     )

@@ -75,7 +75,7 @@ def test_a_probe_is_given_up_when_the_next_is_due_within_bounds(
 
 # ---------------------------------------------------------------- before READY
 
-IDLE = "not ready, and no sign of work for startup_timeout_s 120 s"
+IDLE = "not ready, and no sign of work (CPU or disk) for 120.0 s (limit: startup_timeout_s 120)"
 LAST_RESORT = TimeoutProfile(startup_timeout_s=120.0, silent_work_timeout_s=1000.0)
 BOUNDED = TimeoutProfile(startup_timeout_s=120.0, silent_work_timeout_s=500.0, load_timeout_s=900.0)
 
@@ -89,7 +89,7 @@ def watch(*worked_at: float) -> StartupWatch:
 @cases(
     "profile, worked_at, due_at, why",
     {
-        "no sign of work": (LAST_RESORT, (), 220.0, f"{IDLE}; 120.0 s since the launch"),
+        "no sign of work": (LAST_RESORT, (), 220.0, f"{IDLE}; launched 120.0 s ago"),
         "work starts the time anew": (LAST_RESORT, (200.0, 300.0, 250.0), 420.0, IDLE),
         "spins": (LAST_RESORT, (1099.0,), 1100.0, "not ready within silent_work_timeout_s 1000 s"),
         "it is bound": (BOUNDED, (999.0,), 1000.0, "not ready within load_timeout_s 900 s"),
@@ -152,21 +152,28 @@ def raises(text: str) -> bool:
             lambda text: "4" in text,
             200,
             replied("????"),
-            "the canary's check refused the answer '????'",
+            "the canary check rejected the answer '????'",
         ),
-        (lambda text: "4" in text, 200, replied(None), "refused the answer ''"),
+        (lambda text: "4" in text, 200, replied(None), "rejected the answer ''"),
         (lambda text: not text, 200, [], None),
-        (lambda text: True, 500, {"error": "no"}, "the canary got HTTP 500: {'error': 'no'}"),
-        (raises, 200, replied("x"), "the canary's check raised SystemExit: 3"),
+        (
+            lambda text: True,
+            500,
+            {"error": "no"},
+            "the canary request got HTTP 500: {'error': 'no'}",
+        ),
+        (raises, 200, replied("x"), "the canary check raised SystemExit: 3"),
     ],
 )
-def test_a_canary_lives_or_not(check: Any, status: int, told: Any, problem: str | None) -> None:
+def test_the_canary_check_decides_about_the_answer(
+    check: Any, status: int, told: Any, problem: str | None
+) -> None:
     found = canary_problem(check, status, told)
     assert (found is None) == (problem is None)
     assert (problem or "") in (found or "")
 
 
-def test_a_canary_is_greedy() -> None:
+def test_the_canary_uses_greedy_sampling() -> None:
     body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
     assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (
         0,

@@ -179,7 +179,7 @@ def test_the_evidence_of_a_kill(journal: Journal) -> None:
     assert killed(journal) == {"at": 1110.0, "pid": 5, "last_error": "it hangs", **seen}
 
 
-def test_what_was_observed_of_another_launch_is_no_evidence(journal: Journal) -> None:
+def test_observations_of_another_launch_are_no_evidence(journal: Journal) -> None:
     evidence = killed(journal, epoch=2)
     assert (evidence["activity"], evidence["observed_ago_s"]) == ("", None)
     assert evidence["requests"] == [{"request_id": 7, "job_name": "j", "slot": 0}]
@@ -291,7 +291,13 @@ def test_tokens_add_up_also_those_of_requests_without_usage(journal: Journal) ->
 
 @pytest.mark.parametrize(
     ("seconds", "index"),
-    [(0.0, 0), (0.1, 0), (0.11, 1), (3600.0, len(BOUNDS_S) - 1), (3601.0, len(BOUNDS_S))],
+    [
+        (0.0, 0),
+        (0.1, 0),
+        (0.11, 1),
+        (3600.0, len(BOUNDS_S) - 1),
+        (3601.0, len(BOUNDS_S)),
+    ],
 )
 def test_a_duration_counts_once_where_it_is_not_above_the_bound(
     journal: Journal, seconds: float, index: int
@@ -317,7 +323,7 @@ def empty(value: Any) -> None:
         value.clear()
 
 
-def test_what_a_host_is_told_is_its_own(journal: Journal) -> None:
+def test_answers_to_the_host_are_copies(journal: Journal) -> None:
     journal.restart_decided("exited", "code 1", 5.0, 100.0)
     counted(journal, record(tokens=1, timings={"total_s": 1.0, "ttft_s": 1.0}))
     killed(journal)

@@ -144,7 +144,7 @@ def error_of(effects: Effects) -> WorkerStartError:
 # ---------------------------------------------------------------- start and stop
 
 
-def test_what_is_so_already_and_a_stop_during_backoff_resolve_at_once() -> None:
+def test_start_and_stop_without_effect_resolve_at_once() -> None:
     assert start(ready(), 2.0) == (ready(), (Resolve(Start),))
     stopped = Lifecycle(policy=POLICY)
     assert stop(stopped, 0.0) == (stopped, (Resolve(Stop),))
@@ -177,7 +177,7 @@ def test_start_during_a_stop_launches_anew_afterwards() -> None:
     assert (life.state, effects) == (Stopped(), (Resolve(Stop),))
 
 
-def test_a_hurried_stop_shortens_the_grace_of_one_under_way() -> None:
+def test_a_later_stop_shortens_the_grace_period() -> None:
     life, _ = streams_closed(stop(ready(), 2.0, grace_s=10.0)[0], 2.1)
     assert Terminate(grace_s=2.0) in stop(life, 2.2, grace_s=2.0)[1]
 
@@ -241,10 +241,10 @@ def test_the_first_launch_and_last_restart_are_final(
 @pytest.mark.parametrize(
     ("why", "reason"), [(None, "server_died"), ("the kernel killed it", "out_of_memory")]
 )
-def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
+def test_requests_fail_at_once_and_a_restart_follows_the_backoff(
     why: str | None, reason: str
 ) -> None:
-    ending, effects = died(ready(), 10.0, lack_of_memory=why)
+    ending, effects = died(ready(), 10.0, oom_evidence=why)
     detail = "the server ended with signal 9" + (f": {why}" if why else "")
     assert effects == (
         RecordRestart(reason=reason, detail=detail, delay_s=5.0),
@@ -253,7 +253,7 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
     )
     assert ending.state == Ending(goal=ToRestart(15.0))
     # the first that is heard of it
-    life, told = exited(ready(), 10.0, returncode=-9, lack_of_memory=why)
+    life, told = exited(ready(), 10.0, returncode=-9, oom_evidence=why)
     assert (life.state, told) == (BackingOff(resume_at=15.0), effects[:2])
     life, effects = exited(ending, 10.2)
     assert (life.state, effects, life.budget.restart_count) == (BackingOff(resume_at=15.0), (), 1)
@@ -263,17 +263,17 @@ def test_requests_hear_of_a_death_at_once_and_a_restart_follows_the_backoff(
         assert (launched.state, effects) == (Launching(first=False), (Launch(epoch=2),))
 
 
-def test_a_launch_that_lacks_memory_says_so() -> None:
+def test_a_launch_without_memory_says_so() -> None:
     lack = "the kernel killed it for lack of memory"
-    _, effects = exited(launching(), 20.0, returncode=-9, lack_of_memory=lack)
+    _, effects = exited(launching(), 20.0, returncode=-9, oom_evidence=lack)
     assert error_of(effects).detail == f"the server ended before it was ready: {lack}"
-    life, effects = exited(relaunched(), 20.0, returncode=-9, lack_of_memory=lack)
+    life, effects = exited(relaunched(), 20.0, returncode=-9, oom_evidence=lack)
     detail = f"the server ended with signal 9 before it was ready: {lack}"
     assert effects == (RecordRestart(reason="out_of_memory", detail=detail, delay_s=10.0),)
     assert life.last_error == f"out_of_memory: {detail}"
 
 
-def test_a_death_after_the_last_restart_is_failed() -> None:
+def test_an_exit_after_the_last_restart_leads_to_failed() -> None:
     life, effects = died(became_ready(relaunched(ONE_RESTART), 16.0)[0], 40.0, returncode=1)
     assert isinstance(effects[0], RecordRestart)
     assert (effects[0].reason, effects[0].delay_s) == ("server_died", None)
@@ -318,7 +318,7 @@ def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing
     assert step(life, error, 2.1) == (life, ())
 
 
-def test_stale_and_expected_news_change_nothing() -> None:
+def test_stale_and_expected_messages_change_nothing() -> None:
     life = relaunched()
     for older in (became_ready, exited, died, streams_closed):
         assert older(life, 16.0, epoch=1) == (life, ())
@@ -361,7 +361,7 @@ def draining() -> Lifecycle:
     return life
 
 
-def test_a_drained_worker_stops_in_peace_and_then_starts_if_asked_to() -> None:
+def test_a_drained_worker_stops_then_starts_if_asked() -> None:
     for life, state, launches in (
         (draining(), Stopped(), ()),
         (start(draining(), 2.5)[0], Launching(first=True), (Launch(epoch=2),)),
@@ -417,7 +417,7 @@ def test_a_server_lost_while_draining_is_not_launched_again(
     assert (ended.state, effects, ended.budget.restart_count) == (Stopped(), (Resolve(Stop),), 0)
 
 
-def test_an_end_without_a_death_before_it_ends_the_drain() -> None:
+def test_exited_without_died_ends_the_drain() -> None:
     life, effects = exited(draining(), 3.0)
     assert isinstance(effects[0], Abandon)
     assert (life.state, effects[-1]) == (Stopped(), Resolve(Stop))
@@ -440,7 +440,7 @@ def replace_state(state: State) -> Lifecycle:
 
 
 @pytest.mark.parametrize("lives", [launching, ready, relaunched])
-def test_a_restart_by_hand_takes_no_backoff_and_no_budget(lives: Callable[[], Lifecycle]) -> None:
+def test_a_manual_restart_has_no_backoff_and_no_budget(lives: Callable[[], Lifecycle]) -> None:
     before = lives()
     life, effects = restart(before, 20.0)
     assert effects == (
@@ -456,7 +456,7 @@ def test_a_restart_by_hand_takes_no_backoff_and_no_budget(lives: Callable[[], Li
     assert became_ready(launched, 21.0)[1] == (Resolve(Start),)
 
 
-def test_a_restart_by_hand_ends_a_backoff() -> None:
+def test_a_manual_restart_ends_a_backoff() -> None:
     backing_off = exited(ready(), 10.0)[0]
     launched, effects = restart(backing_off, 11.0)
     assert launched.state == Launching(first=False)
@@ -469,15 +469,15 @@ def test_a_restart_by_hand_ends_a_backoff() -> None:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        (Stopped(), "no server runs"),
-        (Failed(), "no server runs"),
+        (Stopped(), "no server to restart"),
+        (Failed(), "no server to restart"),
         (Draining(), "is draining"),
-        (Ending(goal=ToStopped()), "no server runs"),
+        (Ending(goal=ToStopped()), "no server to restart"),
         (Ending(goal=ToStopped(draining=True)), "is draining"),
     ],
     ids=repr,
 )
-def test_there_is_no_restart_of_what_is_stopped(state: State, says: str) -> None:
+def test_a_stopped_worker_cannot_be_restarted(state: State, says: str) -> None:
     life, effects = restart(replace_state(state), 2.0)
     assert life == replace_state(state)
     error = error_of(effects)
@@ -514,7 +514,7 @@ every_ending = pytest.mark.parametrize(("end", "afterwards"), ENDINGS.values(), 
 
 
 @every_ending
-def test_what_cannot_be_killed_is_failed_and_gets_no_second_server(
+def test_an_unkillable_server_is_failed_and_gets_no_second_one(
     end: Callable[[], Step], afterwards: State
 ) -> None:
     life, (starts, stops) = unkillable(end()[0], 9.0)

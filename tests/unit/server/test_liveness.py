@@ -103,7 +103,7 @@ def test_counters_that_cannot_be_read_are_left_out() -> None:
     assert told == [None, False, True]
 
 
-def test_a_process_that_appears_brings_in_nothing_of_its_past() -> None:
+def test_a_new_process_adds_none_of_its_earlier_usage() -> None:
     told = alive(
         {ROOT: Counters(cpu_ticks=10)},
         {ROOT: Counters(cpu_ticks=10), CHILD: Counters(cpu_ticks=99_999, read_bytes=900 * MIB)},
@@ -112,7 +112,7 @@ def test_a_process_that_appears_brings_in_nothing_of_its_past() -> None:
     assert told == [None, False, True]
 
 
-def test_a_process_that_vanishes_takes_nothing_away() -> None:
+def test_an_ended_process_takes_no_usage_away() -> None:
     *_, last = watch(
         {ROOT: Counters(cpu_ticks=0), CHILD: Counters(cpu_ticks=5000)},
         {ROOT: Counters(cpu_ticks=50), CHILD: Counters(cpu_ticks=5050)},
@@ -132,7 +132,7 @@ def test_a_pid_that_comes_back_is_another_process() -> None:
     assert told == [None, None, False]
 
 
-def test_a_look_at_the_same_instant_is_no_news() -> None:
+def test_a_look_at_the_same_instant_gives_no_evidence() -> None:
     assert watch({ROOT: Counters(cpu_ticks=0)}, {ROOT: Counters(cpu_ticks=9)}, every_s=0.0) == [
         None,
         None,

@@ -14,7 +14,7 @@ def learnt(*batches: tuple[int, int, float]) -> Pace:
     return pace
 
 
-def test_a_batch_teaches_once_and_never_where_its_report_came_with_another() -> None:
+def test_each_separately_reported_batch_is_learnt_once() -> None:
     pace = Pace()
     pace.learn(1, [Batch(100.0, 100.0, 512, 512), Batch(100.0, 100.0, 512, 1024)])
     assert pace.expected_s(512, 512) is None

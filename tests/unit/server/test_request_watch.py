@@ -30,14 +30,14 @@ def watch_of(*request_ids: int) -> RequestWatch:
     st.lists(st.tuples(st.sampled_from(IDS), st.floats(0.0, 100.0), st.booleans()), max_size=40),
     st.sampled_from((*IDS, 7)),
 )
-def test_the_data_of_others_stay_known_when_they_have_ended(
+def test_data_of_ended_requests_still_counts(
     news: list[tuple[int, float, bool]], asked: int
 ) -> None:
     watch, heard, running = watch_of(*IDS), [], set(IDS)
     for request_id, at, ends in news:
         if request_id not in running:
             continue
-        watch.heard(generating(at, request_id), at, for_verdict=False)
+        watch.record_progress(generating(at, request_id), at, for_verdict=False)
         heard.append((request_id, at))
         if ends and request_id != asked:
             watch.end(Unwatch(request_id=request_id, data_at=None, completed=False), at)
@@ -47,11 +47,13 @@ def test_the_data_of_others_stay_known_when_they_have_ended(
     assert watch.data_of_others(asked) == others
 
 
-def test_a_round_is_over_when_all_have_answered_once_or_ended() -> None:
+def test_a_round_ends_when_all_requests_answered_or_ended() -> None:
     def answer(request_id: int) -> list[int]:
         """Whose verdicts follow."""
         silent: Progress = generating(0.0, request_id)
-        return [stalled.request_id for stalled in watch.heard(silent, 9.0, for_verdict=True)]
+        return [
+            stalled.request_id for stalled in watch.record_progress(silent, 9.0, for_verdict=True)
+        ]
 
     watch = watch_of(1, 2, 3, 4)
     assert watch.begin_round(9.0) == []
@@ -78,7 +80,7 @@ def test_a_round_is_over_when_all_have_answered_once_or_ended() -> None:
         ),
     ],
 )
-def test_headers_wait_while_the_batch_of_one_that_is_gone_may_be_computed(
+def test_an_aborted_requests_batch_may_delay_headers(
     ended: dict[str, Any], given_up_at: float
 ) -> None:
     profile = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
@@ -91,7 +93,7 @@ def test_headers_wait_while_the_batch_of_one_that_is_gone_may_be_computed(
             watch.begin(request_id)
         watch.end(Unwatch(**{"request_id": 1, "data_at": None, "completed": False, **ended}), 10.0)
         watch.begin_round(now)
-        assert bool(watch.heard(waiting, now, for_verdict=True)) is is_given_up
+        assert bool(watch.record_progress(waiting, now, for_verdict=True)) is is_given_up
 
 
 @pytest.mark.parametrize(
@@ -101,9 +103,7 @@ def test_headers_wait_while_the_batch_of_one_that_is_gone_may_be_computed(
         pytest.param(1, 305.0, id="one that was there before: now it may be its turn"),
     ],
 )
-def test_who_left_the_queue_holds_headers_back_until_its_turn_is_over(
-    served_id: int, given_up_at: float
-) -> None:
+def test_a_canceled_queued_request_may_delay_headers(served_id: int, given_up_at: float) -> None:
     profile = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=300.0)
     waiting = Progress(
         request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0
@@ -114,8 +114,8 @@ def test_who_left_the_queue_holds_headers_back_until_its_turn_is_over(
         watch = RequestWatch(profile, epoch=1)
         for request_id in (2, served_id, 4):
             watch.begin(request_id)
-        watch.heard(waiting, 0.0, for_verdict=False)
+        watch.record_progress(waiting, 0.0, for_verdict=False)
         watch.end(Unwatch(**{"request_id": 2, "data_at": None, "completed": False, **left}), 0.0)
         watch.end(Unwatch(request_id=served_id, data_at=5.0, completed=True), 5.0)
         watch.begin_round(now)
-        assert bool(watch.heard(hung, now, for_verdict=True)) is is_given_up
+        assert bool(watch.record_progress(hung, now, for_verdict=True)) is is_given_up

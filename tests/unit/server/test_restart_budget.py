@@ -142,7 +142,7 @@ def test_an_idle_server_is_due_for_replacement(
     assert (found.detail if found else None) == says
 
 
-def test_age_is_due_at_the_very_instant_of_its_alarm() -> None:
+def test_a_recycle_by_age_is_due_at_its_own_deadline() -> None:
     ready_at, max_age_s = 1000.2, 60.1
     alarm_at = ready_at + max_age_s
     assert alarm_at - ready_at < max_age_s  # rounded

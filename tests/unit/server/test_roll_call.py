@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker.server.roll_call import ANSWER_S, EVERY_S, Member, RollCall
+from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, ASK_INTERVAL_S, Member, RollCall
 
 MEMBERS = [Member(1, "process", None), Member(1, "request", 0)]
 STUCK = MEMBERS[1]
@@ -13,7 +13,7 @@ STUCK = MEMBERS[1]
 def asked_at(now: float) -> RollCall:
     """Everybody was asked then, and the process actor has answered."""
     roll_call = RollCall()
-    roll_call.keep(busy=True, now=now - EVERY_S)
+    roll_call.keep(busy=True, now=now - ASK_INTERVAL_S)
     for member in roll_call.due(MEMBERS, now):
         roll_call.asked(member, now)
     roll_call.answered(MEMBERS[0])
@@ -21,28 +21,28 @@ def asked_at(now: float) -> RollCall:
 
 
 @pytest.mark.parametrize(
-    ("now", "silent"), [(100.0 + ANSWER_S - 0.1, []), (100.0 + ANSWER_S, [STUCK])]
+    ("now", "silent"), [(100.0 + ANSWER_TIMEOUT_S - 0.1, []), (100.0 + ANSWER_TIMEOUT_S, [STUCK])]
 )
-def test_who_owes_an_answer_for_long_is_dead(now: float, silent: list[object]) -> None:
-    assert asked_at(100.0).silent(now) == silent
+def test_an_actor_that_does_not_answer_counts_as_dead(now: float, silent: list[object]) -> None:
+    assert asked_at(100.0).overdue(now) == silent
 
 
-def test_silence_is_over_at_the_very_instant_of_its_alarm() -> None:
+def test_an_answer_is_overdue_at_its_own_deadline() -> None:
     at = 1000.1
-    assert at + ANSWER_S - at < ANSWER_S  # rounded
-    assert asked_at(at).silent(at + ANSWER_S) == [STUCK]
+    assert at + ANSWER_TIMEOUT_S - at < ANSWER_TIMEOUT_S  # rounded
+    assert asked_at(at).overdue(at + ANSWER_TIMEOUT_S) == [STUCK]
 
 
-def test_each_is_asked_again_once_it_has_answered() -> None:
+def test_each_actor_is_asked_again_after_its_answer() -> None:
     roll_call = asked_at(100.0)
-    assert roll_call.due(MEMBERS, 100.0 + EVERY_S - 0.1) == []
-    assert roll_call.due(MEMBERS, 100.0 + EVERY_S) == [MEMBERS[0]]
+    assert roll_call.due(MEMBERS, 100.0 + ASK_INTERVAL_S - 0.1) == []
+    assert roll_call.due(MEMBERS, 100.0 + ASK_INTERVAL_S) == [MEMBERS[0]]
 
 
 def test_an_idle_worker_is_woken_only_by_what_is_still_owed() -> None:
     roll_call = asked_at(100.0)
     roll_call.keep(busy=False, now=101.0)
-    assert roll_call.deadline == 100.0 + EVERY_S
+    assert roll_call.deadline == 100.0 + ASK_INTERVAL_S
     roll_call.answered(STUCK)
     roll_call.keep(busy=False, now=102.0)
     assert roll_call.deadline is None

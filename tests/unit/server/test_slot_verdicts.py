@@ -66,7 +66,7 @@ def judge(
     is_cold: bool = False,
 ) -> Any:
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
-    times: Any = {"still_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
+    times: Any = {"unchanged_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
     times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
@@ -76,7 +76,13 @@ def judge(
     {
         "swallowed before its prefill": ([IDLE], IN_PREFILL, [], LOST, True),
         "swallowed while it generated": ([IDLE], WRITES, [], LOST, True),
-        "lost by a picked slot": ([IDLE], replace(REPORTED, picks_slots=True), [], LOST, True),
+        "lost by a picked slot": (
+            [IDLE],
+            replace(REPORTED, needs_specific_slots=True),
+            [],
+            LOST,
+            True,
+        ),
         "lost beside a live one": ([IDLE, MOVES], IN_PREFILL, [SERVED], LOST, True),
         "queued although a slot is idle": ([IDLE, MOVES], WAITS, [SERVED], LOST, True),
         "livelock in decode": ([STUCK], WRITES, [], STALL, False),
@@ -96,12 +102,12 @@ def test_a_wedge_is_found_in_one_round(
 ) -> None:
     found = judge(looks(*tracks), suspect, *others)
     assert isinstance(found, Verdict)
-    assert (found.reason, found.alone, found.accuses) == (reason, alone, True)
+    assert (found.reason, found.alone, found.counts_against_server) == (reason, alone, True)
     assert "request 1 in phase" in found.detail
     assert "last sign of work 7.0 s ago" in found.detail
 
 
-UNSEEN: Track = [replace(slot(prompt=0), shows_reading=False)] * LOOKS_COUNT
+UNSEEN: Track = [replace(slot(prompt=0), shows_prompt_progress=False)] * LOOKS_COUNT
 DRAFTS: Track = [replace(slot(decoded=1), speculates=True)] * LOOKS_COUNT
 REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
 
@@ -116,12 +122,13 @@ REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
         "a draft model reads a neighbour's prompt": ([DRAFTS, STUCK], WRITES, [QUIET]),
     },
 )
-def test_who_may_read_unseen_is_not_given_up(
+def test_a_slot_that_may_progress_unseen_is_not_given_up(
     tracks: list[Track], suspect: Progress, others: list[Progress]
 ) -> None:
     assert judge(looks(*tracks), suspect, *others, still_s=500.0) is None
     seen = [
-        [replace(each, shows_reading=True, speculates=False) for each in track] for track in tracks
+        [replace(each, shows_prompt_progress=True, speculates=False) for each in track]
+        for track in tracks
     ]
     if STUCK not in tracks:
         assert isinstance(judge(looks(*seen), suspect, *others, still_s=500.0), Verdict)
@@ -153,13 +160,13 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         ),
         "no headers: it waits for a slot of its own": (
             [IDLE, MOVES],
-            replace(WAITS, picks_slots=True),
+            replace(WAITS, needs_specific_slots=True),
             [SERVED],
             False,
         ),
         "headers at once, of an old build, and no slot": (
             [IDLE, MOVES],
-            replace(IN_PREFILL, picks_slots=True),
+            replace(IN_PREFILL, needs_specific_slots=True),
             [SERVED],
             False,
         ),
@@ -171,13 +178,13 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         "a neighbour's slow step": ([STUCK], WAITS, [replace(SERVED, last_data_at=99.0)], False),
     },
 )
-def test_an_honest_server_is_spared(
+def test_a_working_server_is_not_given_up(
     tracks: list[Track], suspect: Progress, others: list[Progress], works: bool
 ) -> None:
     assert judge(looks(*tracks), suspect, *others) == (SlotMoves() if works else None)
 
 
-def test_other_slots_than_before_tell_nothing() -> None:
+def test_looks_with_different_slots_give_no_verdict() -> None:
     seen = looks(IDLE)
     seen[2] = looks(IDLE, IDLE)[2]
     assert judge(seen, IN_PREFILL) is None
@@ -220,7 +227,7 @@ AS_DEEP, NEARLY_AS_DEEP = ([(512, 512, 60.0), (512, depth, 70.0)] for depth in (
         "the slowest counts": (SLOW_AND_FAST, [(512, 512)], LIMIT_OF_60_S),
     },
 )
-def test_a_prefill_is_measured_by_earlier_ones(
+def test_a_prefill_is_judged_by_earlier_ones(
     earlier: list[tuple[int, int, float]], batches: list[tuple[int, int]], limit_s: float
 ) -> None:
     seen, pace = looks(*(in_batch(*batch) for batch in batches)), learnt(*earlier)
@@ -248,5 +255,5 @@ def test_an_image_that_was_read_hides_no_standstill() -> None:
         "a build that does not tell the batch": (REPORTED, IN_A_BATCH),
     },
 )
-def test_an_unknown_batch_may_take_any_time(suspect: Progress, track: Track) -> None:
+def test_an_unknown_batch_has_no_limit(suspect: Progress, track: Track) -> None:
     assert judge(looks(track), suspect, still_s=1e6, pace=learnt((512, 512, 1.0))) is None

@@ -26,7 +26,7 @@ from llama_worker.server.slots import (
     PAUSE_S,
     SILENT_S,
     Slot,
-    SlotsSilence,
+    SlotsTimeout,
     parse_slots,
 )
 from llama_worker.types.request import RequestFailReason, RequestPhase
@@ -104,9 +104,9 @@ def decoded(count: int) -> list[dict[str, int]]:
         "no draft model, one token": (told(speculative=False, next_token=decoded(1)), False),
     },
 )
-def test_a_slot_may_read_unseen(body: Any, unseen: bool) -> None:
+def test_which_slots_may_progress_unseen(body: Any, unseen: bool) -> None:
     (found,) = parse_slots([body]) or ()
-    assert found.may_read_unseen is unseen
+    assert found.may_progress_unseen is unseen
 
 
 # ---------------------------------------------------------------- when it is asked
@@ -126,7 +126,7 @@ def writes_on(now: float) -> tuple[Slot, ...]:
     return (slot(decoded=int(now)),)
 
 
-def test_one_that_holds_its_text_back_is_spared() -> None:
+def test_a_server_that_holds_text_back_is_not_given_up() -> None:
     watch = watched(writes_on, lambda now: generating(min(now, 100.0)))
     assert watch.run(1000.0, Stalled) is None
     at_ready, *asked = watch.slots_asked_at
@@ -137,11 +137,11 @@ def test_one_that_holds_its_text_back_is_spared() -> None:
     )
 
 
-@pytest.mark.parametrize("missed", [None, SlotsSilence()])
-def test_a_missed_look_undoes_nothing(missed: SlotsSilence | None) -> None:
+@pytest.mark.parametrize("missed", [None, SlotsTimeout()])
+def test_a_missed_look_undoes_nothing(missed: SlotsTimeout | None) -> None:
     """Not for one that holds its text back beside one that does not."""
 
-    def slots(now: float) -> tuple[Slot, ...] | SlotsSilence | None:
+    def slots(now: float) -> tuple[Slot, ...] | SlotsTimeout | None:
         seen = slot(decoded=int(now))
         return missed if 700.0 <= now < 703.0 else (seen, replace(seen, slot_id=1, task=2))
 
@@ -158,8 +158,8 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     assert 99.9 + ANSWER_S <= min(asked) <= max(asked) < 180.0
 
 
-@pytest.mark.parametrize("answer", [None, SlotsSilence()])
-def test_who_refuses_at_ready_is_left_alone_for_a_minute(answer: SlotsSilence | None) -> None:
+@pytest.mark.parametrize("answer", [None, SlotsTimeout()])
+def test_slots_refused_at_ready_are_not_asked_for_a_minute(answer: SlotsTimeout | None) -> None:
     impatient = replace(PROFILE, suspect_after_s=10.0)
     watch = VirtualWatch.ready(impatient, slots=lambda now: answer)
     watch.begin(lambda now: generating(0.0))
@@ -207,7 +207,7 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
         assert stalled([]) is None
 
 
-def test_a_request_that_ends_before_it_is_asked_teaches() -> None:
+def test_batches_of_an_ended_request_are_learnt() -> None:
     watch = watched(lambda now: (slot(prompt=0),), reads)
     batch = Batch(-3.0, -1.0, 512, 512)
     watch.tell(Unwatch(request_id=1, data_at=0.0, batches=(batch,), completed=True))
@@ -240,19 +240,19 @@ def test_a_gone_requests_image_may_be_encoded_still(
     assert (watch.run(1000.0, Stalled) is None) is may_encode
 
 
-UNSEEN_SLOT = replace(slot(prompt=0), shows_reading=False)
+UNSEEN_SLOT = replace(slot(prompt=0), shows_prompt_progress=False)
 
 
-def cannot_be_asked_once(now: float) -> SlotsSilence | None:
-    return None if 500.0 <= now < 507.0 else SlotsSilence()
+def cannot_be_asked_once(now: float) -> SlotsTimeout | None:
+    return None if 500.0 <= now < 507.0 else SlotsTimeout()
 
 
 @pytest.mark.parametrize(
     ("slots", "build"),
     [
         (lambda now: (UNSEEN_SLOT, replace(UNSEEN_SLOT, slot_id=1, task=2)), 9093),
-        (lambda now: SlotsSilence(), 10019),
-        (lambda now: SlotsSilence(), None),
+        (lambda now: SlotsTimeout(), 10019),
+        (lambda now: SlotsTimeout(), None),
         (lambda now: in_a_batch(now) if now < 0.1 else cannot_be_asked_once(now), 10019),
     ],
 )
@@ -271,7 +271,7 @@ def test_who_waits_behind_an_unseen_prefill_is_spared(slots: SlotsAt, build: int
 
 
 def falls_silent(at: float, before: Callable[[float], tuple[Slot, ...]]) -> SlotsAt:
-    return lambda now: before(now) if now < at else SlotsSilence()
+    return lambda now: before(now) if now < at else SlotsTimeout()
 
 
 def in_a_batch(now: float) -> tuple[Slot, ...]:
@@ -294,17 +294,17 @@ def wrote_about_an_image(now: float) -> Progress:
     return replace(WROTE(now), has_media=True)
 
 
-def now_and_then(now: float) -> tuple[Slot, ...] | SlotsSilence:
-    return SlotsSilence() if int(now) // 50 % 2 else writes_on(now)
+def now_and_then(now: float) -> tuple[Slot, ...] | SlotsTimeout:
+    return SlotsTimeout() if int(now) // 50 % 2 else writes_on(now)
 
 
 def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
     """Of b9093, between two batches of a prompt that is read beside it."""
-    return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_reading=False))
+    return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_prompt_progress=False))
 
 
 def hides_its_reading(now: float) -> tuple[Slot, ...]:
-    return (replace(slot(prompt=0), shows_reading=False),)
+    return (replace(slot(prompt=0), shows_prompt_progress=False),)
 
 
 def reads_batches(now: float) -> tuple[Slot, ...]:
@@ -337,7 +337,7 @@ def stalled_at(
         "had answered in batches": (falls_silent(180.0, reads_batches), reads, None, 180.0),
     },
 )
-def test_slots_that_fall_silent_cost_the_server(
+def test_slots_that_fall_silent_restart_the_server(
     slots: SlotsAt, request_at: RequestAt, build: int | None, since: float
 ) -> None:
     at = stalled_at(slots, request_at, build=build)
@@ -352,7 +352,7 @@ def is_loading(now: float) -> ProbeOutcome:
 @cases(
     "slots, request_at, world",
     {
-        "always silent": (lambda now: SlotsSilence(), WROTE, {}),
+        "always silent": (lambda now: SlotsTimeout(), WROTE, {}),
         "no HTTP": (SILENT_FROM_180, WROTE, {"readiness": is_loading}),
         "a long batch, of an old build": (SILENT_IN_PREFILL, reads, {"build": 10019}),
         "an image, perhaps": (SILENT_IN_PREFILL, reads_an_image, {}),

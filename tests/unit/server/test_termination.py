@@ -11,11 +11,11 @@ from llama_worker.server import termination
 from llama_worker.server.messages import Exited, Launch, LaunchFailed, ProcessMessage, Terminate
 from llama_worker.server.termination import (
     Absent,
-    GuardSilence,
     Killing,
     Present,
     ProcessState,
     Signal,
+    SilentGuardWatch,
     Stuck,
     Terminating,
     deadline,
@@ -39,7 +39,7 @@ def tick(state: ProcessState, now: float) -> Step:
     return step(state, Tick(), now)
 
 
-def test_a_process_is_asked_first_then_once_more_and_killed_after_the_grace() -> None:
+def test_sigterm_is_repeated_once_then_sigkill_follows() -> None:
     state, signal = terminate(Present(), 5.0, grace_s=10.0)
     assert (state, signal, deadline(state)) == (Terminating(15.0, 7.0), Signal.TERMINATE, 7.0)
     assert tick(state, 6.9) == (state, None)
@@ -50,14 +50,14 @@ def test_a_process_is_asked_first_then_once_more_and_killed_after_the_grace() ->
     assert tick(state, 15.0) == (Killing(16.0, 19.0), Signal.KILL)
 
 
-def test_a_grace_that_is_over_before_the_second_time_comes_kills() -> None:
+def test_a_grace_shorter_than_the_repeat_kills() -> None:
     assert deadline(Terminating(6.0, 7.0)) == 6.0
     assert tick(Terminating(6.0, 7.0), 7.0) == (Killing(8.0, 11.0), Signal.KILL)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, -1.0])
 @pytest.mark.parametrize("state", [Present(), Terminating(15.0, 7.0)])
-def test_without_grace_it_is_killed_at_once(state: ProcessState, grace_s: float) -> None:
+def test_without_grace_the_server_is_killed_at_once(state: ProcessState, grace_s: float) -> None:
     assert terminate(state, 5.0, grace_s=grace_s) == (Killing(6.0, 9.0), Signal.KILL)
 
 
@@ -69,12 +69,12 @@ def test_a_second_order_only_shortens_the_grace(grace_s: float, kill_at: float) 
 
 @pytest.mark.parametrize("grace_s", [0.0, 10.0])
 @pytest.mark.parametrize("state", [Absent(), Killing(6.0, 9.0), Stuck()])
-def test_an_order_that_comes_too_late_changes_nothing(state: ProcessState, grace_s: float) -> None:
+def test_a_late_order_changes_nothing(state: ProcessState, grace_s: float) -> None:
     assert terminate(state, 5.0, grace_s=grace_s) == (state, None)
 
 
 @pytest.mark.parametrize("state", [Absent(), Present(), Stuck()])
-def test_where_nothing_is_due_time_changes_nothing(state: ProcessState) -> None:
+def test_a_tick_before_the_deadline_changes_nothing(state: ProcessState) -> None:
     assert deadline(state) is None
     assert tick(state, 1e9) == (state, None)
 
@@ -90,7 +90,7 @@ def test_where_nothing_is_due_time_changes_nothing(state: ProcessState) -> None:
         (Launch(epoch=1), Present()),
     ],
 )
-def test_its_end_and_the_next_launch_are_the_same_from_everywhere(
+def test_exit_and_launch_are_the_same_in_every_state(
     state: ProcessState, message: ProcessMessage, after: ProcessState
 ) -> None:
     assert step(state, message, 20.0) == (after, None)
@@ -115,7 +115,7 @@ def test_a_short_kill_timeout_is_kept(kill_timeout_s: float) -> None:
     assert step(state, Tick(), 5.0 + kill_timeout_s, kill_timeout_s) == (Stuck(), None)
 
 
-def test_a_person_is_told_what_the_kernel_waits_for() -> None:
+def test_an_unkillable_process_is_described_with_its_wchan() -> None:
     process = {"pid": 5, "state": "D", "uid": 0, "wchan": "nfs_wait_bit_killable", "stack": ""}
     told = termination.describe_stuck(5, {"processes": [process, {"pid": 6, "state": "Z"}]})
     assert told == "SIGKILL does not end process 5; state D; uid 0; wchan nfs_wait_bit_killable"
@@ -142,20 +142,20 @@ def test_a_person_is_told_what_the_kernel_waits_for() -> None:
             [None, SIGCONT, SIGCONT, SIGCONT, SIGCONT, SIGKILL, SIGKILL, SIGKILL],
         ),
     ],
-    ids=["owes nothing", "a second", "in time", "a gap is one look", "too long"],
+    ids=["nothing is due", "a second", "in time", "a gap is one check", "too long"],
 )
-def test_a_guard_that_owes_news_goes_on_or_is_killed(
+def test_a_silent_guard_is_resumed_or_killed(
     looks: list[tuple[float, bool]], sent: list[object]
 ) -> None:
-    silence = GuardSilence()
-    assert [silence.step(now, owes=owes) for now, owes in looks] == sent
+    silence = SilentGuardWatch()
+    assert [silence.step(now, overdue=overdue) for now, overdue in looks] == sent
 
 
-def test_nobody_is_woken_for_a_guard_that_owes_nothing() -> None:
-    silence = GuardSilence()
+def test_a_guard_without_an_overdue_report_wakes_nobody() -> None:
+    silence = SilentGuardWatch()
     assert silence.wait_ms(5.0) is None
-    silence.step(5.0, owes=True)
+    silence.step(5.0, overdue=True)
     assert silence.wait_ms(5.25) == 750.0
     assert silence.wait_ms(7.0) == 0.0
-    silence.step(7.0, owes=False)
+    silence.step(7.0, overdue=False)
     assert silence.wait_ms(7.0) is None

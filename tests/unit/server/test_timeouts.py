@@ -11,7 +11,7 @@ from msgspec.structs import replace as replace_struct
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, newest
-from llama_worker.server.timeouts import NO_SLOT_SIGNS, Neighbours, SlotSigns, verdict
+from llama_worker.server.timeouts import NO_SLOT_SIGNS, Neighbours, SlotSigns, timeout_verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 from tests.tables import cases
 
@@ -49,14 +49,14 @@ def heard(
     `beside` one that is served, or when that one `left`; judged by these limits."""
     return {
         "liveness_at": work,
-        "neighbours": Neighbours(data_at=neighbour, one_is_served=beside, left_at=left),
+        "neighbours": Neighbours(data_at=neighbour, any_is_served=beside, leftover_since=left),
         "slots": slots,
         "profile": replace(PROFILE, **limits),
     }
 
 
 def reason_at(now: float, at: Progress, told: dict[str, Any]) -> RequestFailReason | None:
-    found = verdict(at, now=now, **told)
+    found = timeout_verdict(at, now=now, **told)
     return None if found is None else found.reason
 
 
@@ -106,7 +106,7 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             replace(QUEUED, in_one_piece=True),
             heard(slots=SlotSigns(any_moved_at=1150.0)),
             2350.0,
-            HEADERS,
+            STALL,
         ),
         "silent prefill, from the headers on": (READS, heard(), 1610.0, STALL),
         "headers are no data for silent work": (READS, heard(work=2199.0), 2200.0, STALL),
@@ -121,7 +121,7 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
         "a server that spins": (WRITES, heard(work=2299.0), 2300.0, STALL),
         "its work is a neighbour's": (
             WRITES,
-            heard(3199.0, 2000.0, SlotSigns(tells=True)),
+            heard(3199.0, 2000.0, SlotSigns(answered_last_look=True)),
             3200.0,
             STALL,
         ),
@@ -161,13 +161,13 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
         },
     },
 )
-def test_a_limit_that_is_over_has_its_verdict(
+def test_an_exceeded_limit_gives_its_verdict(
     at: Progress, told: dict[str, Any], due_at: float, reason: RequestFailReason
 ) -> None:
-    assert verdict(at, now=due_at - 0.1, **told) is None
-    found = verdict(at, now=due_at, **told)
+    assert timeout_verdict(at, now=due_at - 0.1, **told) is None
+    found = timeout_verdict(at, now=due_at, **told)
     assert found is not None
-    assert (found.reason, found.accuses) == (reason, reason is not ABSOLUTE)
+    assert (found.reason, found.counts_against_server) == (reason, reason is not ABSOLUTE)
 
 
 STRICT = heard(idle_stream_timeout_s=1.0, ttft_timeout_s=1.0, absolute_timeout_s=1.0)
@@ -189,8 +189,8 @@ OFF = heard() | {"profile": TimeoutProfile.debug()}
         },
     },
 )
-def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any]) -> None:
-    assert verdict(at, now=1e9, **told) is None
+def test_without_a_limit_there_is_no_verdict(at: Progress, told: dict[str, Any]) -> None:
+    assert timeout_verdict(at, now=1e9, **told) is None
 
 
 @cases(
@@ -209,7 +209,9 @@ def test_where_no_limit_holds_no_verdict_falls(at: Progress, told: dict[str, Any
         ),
     },
 )
-def test_what_waits_for_its_turn_is_spared(at: Progress, told: dict[str, Any]) -> None:
+def test_a_request_that_waits_for_its_turn_is_not_given_up(
+    at: Progress, told: dict[str, Any]
+) -> None:
     heard_at = max(told["neighbours"].data_at or 0.0, told["slots"].any_moved_at or 0.0, 1100.0)
     assert reason_at(heard_at + 119.0, at, told | {"liveness_at": heard_at}) is None
 
@@ -223,7 +225,7 @@ def test_the_first_limit_over_gives_the_reason() -> None:
 
 def test_detail_names_the_limit_and_the_times() -> None:
     at = progress(GENERATING, request_id=7, last_data_at=1100.0, last_stream_byte_at=1245.0)
-    found = verdict(at, now=1250.0, **heard(work=1110.0))
+    found = timeout_verdict(at, now=1250.0, **heard(work=1110.0))
     assert found is not None
     assert found.detail == (
         "no data and no sign of work for 140.0 s (limit: idle_stream_timeout_s 120); request 7 in "
@@ -246,7 +248,7 @@ profiles = st.builds(
     absolute_timeout_s=st.none() | some,
     silent_work_timeout_s=st.none() | some,
 )
-neighbours = st.builds(Neighbours, data_at=maybe, one_is_served=st.booleans(), left_at=maybe)
+neighbours = st.builds(Neighbours, data_at=maybe, any_is_served=st.booleans(), leftover_since=maybe)
 what_is_heard = st.fixed_dictionaries(
     {"liveness_at": maybe, "neighbours": neighbours, "profile": profiles}
 )
@@ -278,18 +280,18 @@ def test_a_due_verdict_stays_the_same(
 
 
 @given(progresses(), what_is_heard, offsets, offsets)
-def test_hearing_more_never_brings_a_verdict_on(
+def test_more_signs_of_work_never_cause_a_verdict(
     at: Progress, told: dict[str, Any], age: float, more: float
 ) -> None:
     now = at.turn_started_at + age
-    assume(verdict(at, now=now, **told) is None)
+    assume(timeout_verdict(at, now=now, **told) is None)
     heard_at = 1000.0 + more
     works = {**told, "liveness_at": newest(heard_at, told["liveness_at"])}
-    assert verdict(at, now=now, **works) is None
+    assert timeout_verdict(at, now=now, **works) is None
     newer = replace(at, last_data_at=newest(at.turn_started_at + more, at.last_data_at))
-    assert verdict(newer, now=now, **works) is None
+    assert timeout_verdict(newer, now=now, **works) is None
     beside = told["neighbours"]
     served = replace_struct(beside, data_at=newest(heard_at, beside.data_at))
-    found = verdict(at, now=now, **{**works, "neighbours": served})
+    found = timeout_verdict(at, now=now, **{**works, "neighbours": served})
     # But one that generates gets data when the others do, or its stream alone is dead.
     assert found is None or (found.alone and at.phase is GENERATING)

@@ -13,8 +13,8 @@ from llama_worker.server.traits import (
     known_flaws,
     server_traits,
     shortcomings,
-    unseen,
     unsupported,
+    visibility_warnings,
 )
 from llama_worker.types.chat import ToolDef
 from tests.unit.config.cases import config
@@ -128,7 +128,7 @@ NO_TOOLS, SHRUNK = ServerTraits(tools=False), ServerTraits(n_ctx=512)
         (ServerTraits(is_router=True), {}, r"^the server is a router: "),
     ],
 )
-def test_a_server_that_is_less_than_was_asked_for_is_told(
+def test_a_server_with_less_than_configured_gives_a_warning(
     traits: ServerTraits, given: dict[str, Any], says: str | None
 ) -> None:
     lines = shortcomings(traits, config(**{"server_cmd": ("llama-server",), **given}))
@@ -181,7 +181,7 @@ def test_the_number_is_read_in_every_form(said: str, number: int | None) -> None
         (7491, SLEEPING, ["CVE-2026-107183"]),
     ],
 )
-def test_the_flaws_of_a_build_are_named(
+def test_the_vulnerabilities_of_a_build_are_named(
     build: int | None, command: tuple[str, ...], names: list[str]
 ) -> None:
     lines = known_flaws(build, command)
@@ -189,15 +189,15 @@ def test_the_flaws_of_a_build_are_named(
 
 
 @pytest.mark.parametrize(("build", "warns"), [(None, 0), (9093, 1), (9543, 1), (9544, 0)])
-def test_what_an_old_build_does_not_show_is_told(build: int | None, warns: int) -> None:
-    lines = unseen(build)
+def test_old_builds_give_a_visibility_warning(build: int | None, warns: int) -> None:
+    lines = visibility_warnings(build)
     assert len(lines) == warns
     assert all(f"b{build} does not show" in line for line in lines)
 
 
-def test_a_flaw_says_what_to_take() -> None:
+def test_a_vulnerability_names_the_build_to_use() -> None:
     (line,) = known_flaws(11392, MODEL)
     assert line == (
-        "llama-server b11392 has CVE-2026-107183: memory is used after it was freed while a reply "
-        "is parsed; take a later build than b11392"
+        "llama-server b11392 has CVE-2026-107183: use after free while a reply "
+        "is parsed; use a build later than b11392"
     )

@@ -23,7 +23,7 @@ from llama_worker.server.messages import (
     LookAtSlots,
     ProbeOutcome,
     ProbeReadiness,
-    StandDown,
+    StopWatching,
     Unwatch,
     Watch,
 )
@@ -76,7 +76,7 @@ def told(progress: Progress) -> ProgressReported:
 
 
 @pytest.mark.parametrize(
-    ("next_message", "at", "costs_the_server"),
+    ("next_message", "at", "restarts_server"),
     [
         pytest.param(
             told(generating(60.1, request_id=2)), 60.15, False, id="the other answers late"
@@ -87,8 +87,8 @@ def told(progress: Progress) -> ProgressReported:
         pytest.param(Tick(), 60.2, True, id="it never answers: nobody is held up for ever"),
     ],
 )
-def test_no_verdict_falls_before_every_request_was_heard(
-    next_message: messages.WatchdogMessage, at: float, costs_the_server: bool
+def test_no_verdict_before_every_request_has_answered(
+    next_message: messages.WatchdogMessage, at: float, restarts_server: bool
 ) -> None:
     step = ready(STALLS_AFTER_1_S)
     for request_id in (1, 2):
@@ -97,7 +97,7 @@ def test_no_verdict_falls_before_every_request_was_heard(
     assert asked.for_verdict
     assert step(told(generating(0.0)), 60.1) == []
     stalled, *asked_again = step(next_message, at)
-    assert (stalled.request_id, stalled.costs_the_server) == (1, costs_the_server)
+    assert (stalled.request_id, stalled.restarts_server) == (1, restarts_server)
     assert [type(effect) for effect in asked_again] == [AskForProgress] * isinstance(
         next_message, Tick
     )
@@ -110,7 +110,7 @@ DOUBT_CONFIRMED = messages.HealthLost(
 )
 
 
-def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
+def test_a_probe_wanted_during_a_probe_follows_it() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=30.0, health_failures_before_restart=99))
     assert step(Tick(), 31.0) == [PROBE]
     assert step(DOUBT, 31.2) == []
@@ -120,7 +120,9 @@ def test_a_doubt_during_a_probe_gets_a_probe_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("data_at", "works"), [(None, False), (30.9, False), (36.0, True)])
-def test_data_since_the_probe_began_outweighs_a_doubt(data_at: float | None, works: bool) -> None:
+def test_data_since_the_probe_began_overrides_its_failure(
+    data_at: float | None, works: bool
+) -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None))
     step(Watch(request_id=2, request=Nobody()), 30.9)
     assert step(DOUBT, 31.0)[-1] == PROBE
@@ -134,10 +136,10 @@ def test_data_since_the_probe_began_outweighs_a_doubt(data_at: float | None, wor
 @pytest.mark.parametrize(
     ("interval_s", "outcome", "answered_at"),
     [
-        pytest.param(None, ProbeOutcome.NO_NEWS, 1.1, id="it could not be made"),
+        pytest.param(None, ProbeOutcome.NOT_ASKED, 1.1, id="it could not be made"),
     ],
 )
-def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_news(
+def test_a_probe_that_was_not_asked_is_retried(
     interval_s: float | None, outcome: ProbeOutcome, answered_at: float
 ) -> None:
     step = ready(
@@ -146,7 +148,7 @@ def test_a_probe_that_says_nothing_of_the_server_is_made_again_until_there_is_ne
     assert step(DOUBT, 1.0) == [PROBE]
     assert step(probed(outcome), answered_at) == []
     assert step(Tick(), answered_at + 1.0) == [PROBE]
-    assert step(probed(ProbeOutcome.NO_NEWS), answered_at + 1.1) == []
+    assert step(probed(ProbeOutcome.NOT_ASKED), answered_at + 1.1) == []
     assert step(Tick(), answered_at + 2.1) == [PROBE]
     assert step(probed(ProbeOutcome.FAILED), answered_at + 2.2) == [DOUBT_CONFIRMED]
 
@@ -156,11 +158,11 @@ def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
     error = messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
     assert step(error, 1.0) == [error]
     assert step(replace(error, epoch=2), 1.0) == []
-    step(StandDown(), 2.0)
+    step(StopWatching(), 2.0)
     assert step(error, 3.0) == []
 
 
-def test_evidence_comes_before_the_question_and_the_question_before_the_verdict() -> None:
+def test_evidence_then_progress_then_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
     assert step(Watch(request_id=1, request=Nobody()), 60.0) == []
     first, second = step(Tick(), 60.05)
@@ -173,7 +175,7 @@ def test_evidence_comes_before_the_question_and_the_question_before_the_verdict(
     assert step(told(generating(0.0)), 60.13) == []  # it works
 
 
-def test_a_probe_that_hangs_is_not_asked_again_and_holds_no_verdict_up() -> None:
+def test_a_hanging_probe_is_not_asked_again_and_delays_no_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
     step(Watch(request_id=1, request=Nobody()), 60.0)
     hanging, quick = step(Tick(), 60.05)
@@ -201,12 +203,12 @@ def test_what_a_probe_saw_before_watching_began_does_not_count(returns_at: float
     assert [e.liveness_at for e in asked] == [None]
 
 
-def test_a_launch_that_is_over_leaves_no_probe_and_its_news_changes_nothing() -> None:
+def test_a_launch_that_is_over_leaves_no_probe() -> None:
     step = Watched(TimeoutProfile(), probes_count=1)
     step(Launch(epoch=1), 0.0)
     (look,) = step(Launched(epoch=1, pid=7), 0.0)
     step(Tick(), 0.1)
-    assert StandDown() in step(StandDown(), 0.2)
+    assert StopWatching() in step(StopWatching(), 0.2)
     assert step.watch.deadline is None
     assert step(probed(ProbeOutcome.READY), 0.3) == []
     assert step(Launched(epoch=1, pid=7), 0.3) == []
@@ -221,23 +223,23 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
     while not news and step.watch.deadline is not None:
         now = step.watch.deadline
         news = step(Tick(), now)
-    assert [type(told) for told in news] == [messages.StartupFailed, StandDown]
+    assert [type(told) for told in news] == [messages.StartupFailed, StopWatching]
     assert 10.0 <= now <= 10.5
     assert step.watch.deadline is None
 
 
-def test_what_nobody_saw_before_an_idle_hour_takes_nothing_from_the_next_request() -> None:
+def test_an_idle_hour_does_not_affect_the_next_request() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None), probes_count=1)
     step(Watch(request_id=1, request=Nobody()), 9.5)
     (look,) = step(Tick(), 10.0)
-    step(EvidenceSeen(look=look, at=10.0, blind=True), 10.0)
+    step(EvidenceSeen(look=look, at=10.0, by_shortage=True), 10.0)
     step(Unwatch(request_id=1, data_at=None, completed=True), 10.0)
     step(Watch(request_id=2, request=Nobody()), 3600.0)
     (look,) = step(Tick(), 3600.5)
     step(EvidenceSeen(look=look, at=3600.5), 3600.5)
     batches = (Batch(3601.0, 3603.0, 512, 512),)
     step(Unwatch(request_id=2, data_at=3603.0, batches=batches, completed=True), 3603.0)
-    learnt, _ = step(StandDown(), 3604.0)
+    learnt, _ = step(StopWatching(), 3604.0)
     assert learnt.pace.expected_s(512, 512) == 2.0
 
 
@@ -263,7 +265,7 @@ def in_state(state: str) -> Watched:
         step(Launched(epoch=1, pid=7), 0.0)
         step(Tick(), 0.1)
     if state == "over":
-        step(StandDown(), 0.1)
+        step(StopWatching(), 0.1)
     return step
 
 
@@ -274,8 +276,8 @@ def happens(step: Watched, event: str) -> None:
             step.watch.adopt(0.2)
         case "Launch":
             step(Launch(epoch=1), 0.2)
-        case "StandDown":
-            step(StandDown(), 0.2)
+        case "StopWatching":
+            step(StopWatching(), 0.2)
         case "overdue":
             now = 0.2
             while step.watch.state == "starting":
@@ -286,7 +288,10 @@ def happens(step: Watched, event: str) -> None:
 
 
 STATES = ("waiting", "starting", "ready", "over")
-EVENTS = (*("Launch", "StandDown", "adopt", "overdue"), *(outcome.name for outcome in ProbeOutcome))
+EVENTS = (
+    *("Launch", "StopWatching", "adopt", "overdue"),
+    *(outcome.name for outcome in ProbeOutcome),
+)
 # a launch is ordered once, and a server that runs already instead of one
 IMPOSSIBLE = set(itertools.product(("adopt", "Launch"), STATES[1:]))
 ROWS = {(before, event): after for before, event, after in table(str(watch.__doc__), "in")}
@@ -294,7 +299,7 @@ ROWS = {(before, event): after for before, event, after in table(str(watch.__doc
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", STATES)
-def test_the_watch_goes_where_its_table_says(state: str, event: str) -> None:
+def test_the_watch_follows_its_state_table(state: str, event: str) -> None:
     if (event, state) in IMPOSSIBLE:
         assert (state, event) not in ROWS
         return

@@ -11,8 +11,8 @@ from llama_worker.stream.events import Finish, PromptReport, StreamEvent, TextDe
 from llama_worker.stream.lazy_reading import (
     HURRY_LASTS_S,
     LOOK_S,
+    MAX_HOLD_S,
     MUCH_BYTES,
-    TELL_S,
     LazyReading,
     Portion,
 )
@@ -25,9 +25,9 @@ SLOW_S = LOOK_S + 0.01
 class Reader:
     """Looks when it is to, as the thread of a stream does, at what `sent` holds by then."""
 
-    def __init__(self, *, tell_s: float = TELL_S) -> None:
+    def __init__(self, *, max_hold_s: float = MAX_HOLD_S) -> None:
         self.now = 100.0
-        self.reading = LazyReading(self.now, tell_s=tell_s)
+        self.reading = LazyReading(self.now, max_hold_s=max_hold_s)
         self.told: list[tuple[float, str]] = []  # when, and what
         self.looks = 0
         self._ready: list[StreamEvent] = []
@@ -98,15 +98,15 @@ def test_fast_text_is_told_each_third_look(reader: Reader) -> None:
     for _ in range(1000):
         reader.sends(TextDelta("x"), after_s=FAST_S)
     seconds = 1000 * FAST_S
-    assert len(reader.told) == seconds // TELL_S
-    assert reader.looks <= 3 * seconds / TELL_S + 3
+    assert len(reader.told) == seconds // MAX_HOLD_S
+    assert reader.looks <= 3 * seconds / MAX_HOLD_S + 3
     times = [at for at, _ in reader.told]
     gaps = [later - at for at, later in pairwise(times)]
-    assert all(gap == pytest.approx(TELL_S, abs=0.002) for gap in gaps)
+    assert all(gap == pytest.approx(MAX_HOLD_S, abs=0.002) for gap in gaps)
 
 
 def test_text_that_may_hold_a_signal_is_told_at_each_look() -> None:
-    reader = Reader(tell_s=LOOK_S)
+    reader = Reader(max_hold_s=LOOK_S)
     for _ in range(1000):
         reader.sends(TextDelta("x"), after_s=FAST_S)
     assert len(reader.told) == 1 + 1000 * FAST_S // LOOK_S

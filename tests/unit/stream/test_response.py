@@ -96,7 +96,7 @@ def test_a_body_cut_off_is_a_disconnect(
     body.end()
     assert body.failure is not None
     assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
-    assert ("it is not HTTP any more" in body.failure.detail) is is_malformed
+    assert ("invalid HTTP in the reply" in body.failure.detail) is is_malformed
 
 
 def test_a_stream_that_is_none_is_a_protocol_error() -> None:

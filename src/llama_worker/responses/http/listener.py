@@ -297,7 +297,7 @@ class SocketListener:
             self._drop(client)
             return
         self._epoll.modify(client.socket, select.EPOLLIN)
-        if client.http.reply.is_kept and not self._stopped:
+        if client.http.reply.keep_alive and not self._stopped:
             self._read(client, client.http.next_request)
         else:
             self._linger(client)

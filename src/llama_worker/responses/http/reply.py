@@ -20,14 +20,14 @@ class MalformedReply(ValueError):
 class ReplyFramer:
     """Frames one reply: call `begin`, `data` for each piece of the body, `end`.
 
-    `method` and `version` are the request's. `is_kept`: whether the connection is kept alive after
-    the reply, unless the reply's own headers say "close".
+    `method` and `version` are the request's. `keep_alive`: whether the connection is kept alive
+    after the reply, unless the reply's own headers say "close".
     """
 
-    def __init__(self, method: str = "", version: str = "1.1", *, is_kept: bool = False) -> None:
+    def __init__(self, method: str = "", version: str = "1.1", *, keep_alive: bool = False) -> None:
         self.has_begun = False
         self.is_complete = False
-        self.is_kept = is_kept
+        self.keep_alive = keep_alive
         self._method = method
         self._version = version
         self._is_chunked = False
@@ -50,7 +50,7 @@ class ReplyFramer:
         if len(lengths) > 1:
             headers = [header for header in headers if header[0].lower() != "content-length"]
             headers.append(("Content-Length", lengths[0]))
-        missing, is_chunked, is_kept = None, False, self.is_kept
+        missing, is_chunked, keep_alive = None, False, self.keep_alive
         if status in _WITHOUT_BODY or self._method == "HEAD":
             missing = 0
         elif lengths:
@@ -59,17 +59,17 @@ class ReplyFramer:
             is_chunked = True
             headers.append(("Transfer-Encoding", "chunked"))
         else:
-            is_kept = False  # the body ends with the connection
+            keep_alive = False  # the body ends with the connection
         connection = next((value for name, value in headers if name.lower() == "connection"), None)
-        is_kept = is_kept and (connection or "").lower() != "close"
-        if not is_kept and connection is None:
+        keep_alive = keep_alive and (connection or "").lower() != "close"
+        if not keep_alive and connection is None:
             headers.append(("Connection", "close"))
         status_line = f"HTTP/1.1 {status} {reason or _PHRASES.get(status, 'Unknown')}"
         lines = [f"{name}: {value}" for name, value in headers]
         if not _STATUS_LINE.fullmatch(status_line) or not all(map(_HEADER.fullmatch, lines)):
             raise MalformedReply("a header has several lines, or a malformed name")
         self.has_begun = True
-        self.is_kept = is_kept
+        self.keep_alive = keep_alive
         self._is_chunked = is_chunked
         self._missing = missing
         return "\r\n".join([status_line, *lines, "", ""]).encode("latin-1", "replace")

@@ -176,7 +176,7 @@ class RequestReader:
         self._length = int(length or 0)
         check_body_size(self._length, self._max_body_bytes)
         self._awaits_continue = head.header("expect").lower() == "100-continue" and version == "1.1"
-        self.reply.is_kept = version == "1.1" and "close" not in header_words(
+        self.reply.keep_alive = version == "1.1" and "close" not in header_words(
             head.header("connection")
         )
         if encoding:

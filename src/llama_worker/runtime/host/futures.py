@@ -21,7 +21,7 @@ import pykka
 
 T = TypeVar("T")
 _RETRY_S = 0.25  # until the start of a thread is tried again
-_UNNOTICED_S = 1.0  # longest time a signal may go unnoticed by the main thread
+_SIGNAL_CHECK_S = 1.0  # longest time a signal may go unnoticed by the main thread
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 _logger = logging.getLogger("llama_worker.futures")
 
@@ -34,25 +34,25 @@ _awaited: set[WorkerFuture[Any]] = set()
 _this_thread = threading.local()
 
 
-def never_wait_here() -> None:
+def never_block_this_thread() -> None:
     """Mark the calling thread as one that others wait for: a WorkerFuture never blocks it.
 
     The garbage collector runs on any thread, and may call a `__del__` of the host's there that
     closes a worker: it gets no answer, rather than wait for ever.
     """
-    _this_thread.never_waits = True
+    _this_thread.never_blocks = True
 
 
 @contextlib.contextmanager
-def may_wait_here() -> Iterator[None]:
-    """Lift the mark of `never_wait_here` within the block, which holds no lock: for the host's own
-    code, which may use the worker."""
-    before = getattr(_this_thread, "never_waits", False)
-    _this_thread.never_waits = False
+def may_block_this_thread() -> Iterator[None]:
+    """Lift the mark of `never_block_this_thread` within the block, which holds no lock: for the
+    host's own code, which may use the worker."""
+    before = getattr(_this_thread, "never_blocks", False)
+    _this_thread.never_blocks = False
     try:
         yield
     finally:
-        _this_thread.never_waits = before
+        _this_thread.never_blocks = before
 
 
 class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
@@ -85,13 +85,13 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         """As Pykka's: raises queue.Full if the future is resolved."""
         self._claim()
         super().set(value)
-        self._wake()
+        self._call_wakers()
 
     def set_exception(self, exc_info: Any = None) -> None:
         """As Pykka's: raises queue.Full if the future is resolved."""
         self._claim()
         super().set_exception(exc_info)
-        self._wake()
+        self._call_wakers()
 
     def _claim(self) -> None:
         if self._get_hook is not None or not self._unanswered.acquire(blocking=False):
@@ -113,22 +113,23 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until resolved. Returns False after `timeout_s` seconds, and at once on a thread
-        that called `never_wait_here`, or if the interpreter ends and nobody is left to answer."""
+        that called `never_block_this_thread`, or if the interpreter ends and nobody is left to
+        answer."""
         if self._get_hook is not None:
             try:
                 self.get(timeout=timeout_s)
             except Exception as error:  # get() will raise it again
                 return not isinstance(error, pykka.Timeout)
             return True
-        in_vain = getattr(_this_thread, "never_waits", False) or sys.is_finalizing()
+        in_vain = getattr(_this_thread, "never_blocks", False) or sys.is_finalizing()
         if not self.done() and not in_vain:
             woken = threading.Lock()
             woken.acquire()
-            self._on_resolved(woken.release)
+            self._add_waker(woken.release)
             try:
                 _acquire(woken, timeout_s)
             finally:
-                self._forget(woken.release)
+                self._remove_waker(woken.release)
         return self.done()
 
     def add_done_callback(self, callback: Callable[[WorkerFuture[T]], object]) -> None:
@@ -138,7 +139,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         An exception in it is logged. It may use the worker; it should not wait long, since it keeps
         the other callbacks waiting.
         """
-        self._on_resolved(lambda: _callbacks.run(lambda: callback(self)))
+        self._add_waker(lambda: _callback_thread.run(lambda: callback(self)))
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an asyncio task, without blocking the event loop."""
@@ -156,11 +157,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 except RuntimeError:
                     return  # the loop was closed; nobody waits there any more
 
-            self._on_resolved(wake_threadsafe)
+            self._add_waker(wake_threadsafe)
             try:
                 yield from resolved
             finally:
-                self._forget(wake_threadsafe)
+                self._remove_waker(wake_threadsafe)
         return self.get()
 
     def __repr__(self) -> str:
@@ -183,7 +184,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         def __iter__(self) -> NoReturn:
             raise TypeError(f"{type(self).__name__} is not iterable; {_REMEDY}")
 
-    def _on_resolved(self, waker: Callable[[], object]) -> None:
+    def _add_waker(self, waker: Callable[[], object]) -> None:
         self._wakers.append(waker)
         _awaited.add(self)
         if self._get_hook is not None:  # only a waiter resolves it
@@ -191,9 +192,9 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 target=self._wait_and_wake, name="llama_worker-derived", daemon=True
             ).start()
         elif self.done():
-            self._wake()
+            self._call_wakers()
 
-    def _forget(self, waker: Callable[[], object]) -> None:
+    def _remove_waker(self, waker: Callable[[], object]) -> None:
         with contextlib.suppress(ValueError):  # already called
             self._wakers.remove(waker)
         if not self._wakers:
@@ -201,7 +202,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         if self._wakers:  # one was added meanwhile
             _awaited.add(self)
 
-    def _wake(self) -> None:
+    def _call_wakers(self) -> None:
         """Call each waker once, also if several threads do this at the same time."""
         with contextlib.suppress(IndexError):
             while True:
@@ -213,7 +214,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         try:
             self.wait(None)
         finally:
-            self._wake()
+            self._call_wakers()
 
 
 def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
@@ -224,7 +225,7 @@ def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
     no effect for as long as the wait takes.
     """
     slice_s = (
-        _UNNOTICED_S
+        _SIGNAL_CHECK_S
         if threading.current_thread() is threading.main_thread()
         else threading.TIMEOUT_MAX
     )
@@ -261,11 +262,11 @@ class _CallbackThread:
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._starting = threading.Lock()  # nobody waits for it
         self._thread: threading.Thread | None = None
-        self._is_late = False  # the thread could not be started; a timer tries again
+        self._retry_is_set = False  # the thread could not be started; a timer tries again
 
     def run(self, call: Callable[[], object]) -> None:
         self._calls.put(call)
-        if not self._is_late:
+        if not self._retry_is_set:
             self._start()
 
     def flush(self, timeout_s: float) -> None:
@@ -291,19 +292,21 @@ class _CallbackThread:
     def _start_later(self) -> None:
         from llama_worker.runtime.host.timers import call_at, now  # which imports this module
 
-        if not self._is_late:
-            log_exception(_logger, "a callback of the host has to wait")
-        self._is_late = False
+        if not self._retry_is_set:
+            log_exception(
+                _logger, f"cannot start the thread {self._name}; retrying every {_RETRY_S:g} s"
+            )
+        self._retry_is_set = False
         with contextlib.suppress(RuntimeError):  # the timers have no thread, either
             call_at(now() + _RETRY_S, self._start)
-            self._is_late = True
+            self._retry_is_set = True
 
     def _run(self) -> None:
         while True:
             _run_logged(self._calls.get())
 
 
-def _run_logged(call: Callable[[], object], name: str = "a callback of the host") -> None:
+def _run_logged(call: Callable[[], object], name: str = "a callback of the host program") -> None:
     try:
         call()
     except BaseException:
@@ -320,45 +323,45 @@ def log_exception(logger: logging.Logger, text: str) -> None:
             traceback.print_exc()
 
 
-_LOG_THREAD = "llama_worker-log"
-_callbacks = _CallbackThread()
-_lines = _CallbackThread(_LOG_THREAD)
+_LOG_THREAD_NAME = "llama_worker-log"
+_callback_thread = _CallbackThread()
+_log_thread = _CallbackThread(_LOG_THREAD_NAME)
 
 
 def call_host(call: Callable[[], object], name: str) -> None:
     """Make the call on the callback thread that all workers of this process share; an exception in
     it is logged with the name."""
-    _callbacks.run(lambda: _run_logged(call, name))
+    _callback_thread.run(lambda: _run_logged(call, name))
 
 
 def write_log(logger: logging.Logger, level: int, text: str) -> None:
     """Log the line on another thread: a handler of the host's that blocks delays lines, but no
     actor."""
     if logger.isEnabledFor(level):
-        _lines.run(lambda: logger.log(level, "%s", text))
+        _log_thread.run(lambda: logger.log(level, "%s", text))
 
 
 def flush_log(timeout_s: float) -> None:
     """Wait until the lines so far were written, for `timeout_s` at most."""
-    _lines.flush(timeout_s)
+    _log_thread.flush(timeout_s)
 
 
-def _is_written_here(record: logging.LogRecord) -> bool:
+def _is_handled_here(record: logging.LogRecord) -> bool:
     """A filter that has the log thread write what Pykka logs on an actor's thread, when an actor
     starts or ends, as it does our own lines."""
     thread_name = threading.current_thread().name
-    if thread_name == _LOG_THREAD or not thread_name.startswith("llama_worker-"):
+    if thread_name == _LOG_THREAD_NAME or not thread_name.startswith("llama_worker-"):
         return True
-    _lines.run(lambda: logging.getLogger(record.name).handle(record))
+    _log_thread.run(lambda: logging.getLogger(record.name).handle(record))
     return False
 
 
-logging.getLogger("pykka").addFilter(_is_written_here)
+logging.getLogger("pykka").addFilter(_is_handled_here)
 
 
-def _forget_after_fork() -> None:
-    global _callbacks, _lines  # the parent's threads do not exist in the child
-    _callbacks, _lines = _CallbackThread(), _CallbackThread(_LOG_THREAD)
+def _reset_after_fork() -> None:
+    global _callback_thread, _log_thread  # the parent's threads do not exist in the child
+    _callback_thread, _log_thread = _CallbackThread(), _CallbackThread(_LOG_THREAD_NAME)
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -20,7 +20,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.tools import call_result
 from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.futures import log_exception, may_wait_here
+from llama_worker.runtime.host.futures import log_exception, may_block_this_thread
 from llama_worker.runtime.host.threads import run_probe, start_thread
 from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types.hooks import LivenessProbe, RunningCall
@@ -40,14 +40,14 @@ class ToolCallThread:
         self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
         self._cancel_task: Callable[[], object] | None = None  # of an async runner
         self._lock = threading.Lock()  # guards what follows
-        self._given_up_to: Mailbox[messages.ToolThreadNews] | None = None
+        self._given_up_to: Mailbox[messages.ToolThreadReport] | None = None
         self._has_returned = False
         self._thread = start_thread(name, self._run)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def give_up(self, reply_to: Mailbox[messages.ToolThreadNews]) -> None:
+    def give_up(self, reply_to: Mailbox[messages.ToolThreadReport]) -> None:
         with self._lock:
             if self._has_returned:
                 return
@@ -59,17 +59,17 @@ class ToolCallThread:
 
     def _run(self) -> None:
         loops = contextlib.ExitStack()  # of an async runner; closing may wait for its threads
-        self._tell(loops)
+        self._run_tool(loops)
         try:
             loops.close()
         except BaseException:
-            log_exception(_logger, "the event loop of a tool did not end well")
+            log_exception(_logger, "closing the event loop of a tool failed")
         if self._given_up_to is not None:
             self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
 
-    def _tell(self, loops: contextlib.ExitStack) -> None:
+    def _run_tool(self, loops: contextlib.ExitStack) -> None:
         call = self._order.call
-        ok, text = call_result(call.name, lambda: self._returned(loops))
+        ok, text = call_result(call.name, lambda: self._call_tool(loops))
         ended = messages.CallEnded(
             turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=timers.now()
         )
@@ -79,15 +79,15 @@ class ToolCallThread:
         if is_awaited:  # else a runner that obeys `cancelled` would seem to have failed
             self._order.reply_to.tell(ended)
 
-    def _returned(self, loops: contextlib.ExitStack) -> Any:
+    def _call_tool(self, loops: contextlib.ExitStack) -> Any:
         run_tool: Callable[..., Any] = self._runner.run_tool
-        more = {"call": self._call} if takes(run_tool, "call") else {}
+        extra = {"call": self._call} if takes(run_tool, "call") else {}
         value = run_tool(
             name=self._order.call.name,
             arguments=copy.deepcopy(self._order.call.arguments),
             request_id=self._order.turn_id[0],
             job_name=self._order.job_name,
-            **more,
+            **extra,
         )
         if not isinstance(value, Coroutine):  # asyncio.iscoroutine accepts generators, too (3.11)
             return value
@@ -110,9 +110,9 @@ class ToolCallThread:
 def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
     """Have one probe look at the server's processes, and send one EvidenceSeen. A probe that raises
     or returns something invalid counts as no news."""
-    alive, reads, detail, blind = False, False, "", False
+    alive, reads, detail, by_shortage = False, False, "", False
     try:
-        with may_wait_here():
+        with may_block_this_thread():
             if order.fresh:
                 probe.reset()
             evidence = probe.probe(root_pid, time.monotonic())
@@ -120,44 +120,46 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
             alive, detail = bool(evidence.alive), str(evidence.detail)
             reads = bool(getattr(evidence, "reads", False))  # older evidence lacks it
     except BaseException as error:  # a SystemExit counts only as a failure of the probe
-        blind = is_shortage(error)
-        if not blind:
+        by_shortage = is_shortage(error)
+        if not by_shortage:
             log_exception(_logger, "a liveness probe failed")
     now = timers.now()
     reply_to.tell(
-        EvidenceSeen(look=order, at=now, alive=alive, detail=detail, reads=reads, blind=blind)
+        EvidenceSeen(
+            look=order, at=now, alive=alive, detail=detail, reads=reads, by_shortage=by_shortage
+        )
     )
 
 
-class OneAtATime:
+class SerializedProbe:
     """Makes the looks of one probe one at a time: one from a launch that is over may not have
     returned yet, and then the next one waits for it. Thread-safe."""
 
     def __init__(self, probe: LivenessProbe) -> None:
         self._probe = probe
         self._lock = threading.Lock()
-        self._is_out = False
+        self._is_running = False
         self._next: Callable[[], None] | None = None
 
     def look(self, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         """Raises RuntimeError if the system has no thread left."""
         call = partial(look, self._probe, order, root_pid, reply_to)
         with self._lock:
-            if self._is_out:
+            if self._is_running:
                 self._next = call  # replaces a waiting one, whose launch is over
                 return
-            self._is_out = True
+            self._is_running = True
         try:
-            run_probe(partial(self._go_on, call))
+            run_probe(partial(self._run_calls, call))
         except RuntimeError:
             with self._lock:
-                self._is_out = False
+                self._is_running = False
             raise
 
-    def _go_on(self, call: Callable[[], None]) -> None:
+    def _run_calls(self, call: Callable[[], None]) -> None:
         following: Callable[[], None] | None = call
         while following is not None:
             following()
             with self._lock:
                 following, self._next = self._next, None
-                self._is_out = following is not None
+                self._is_running = following is not None

@@ -25,9 +25,9 @@ class WeakList(Generic[W]):
         self._sweep_at = _SWEEP_MIN
         self._sweeping = threading.Lock()  # nobody waits for it
 
-    def add(self, thing: W) -> None:
+    def add(self, item: W) -> None:
         """Add a thing; now and then the dead references are removed."""
-        self._refs.append(weakref.ref(thing))
+        self._refs.append(weakref.ref(item))
         if len(self._refs) >= self._sweep_at and self._sweeping.acquire(blocking=False):
             try:
                 seen = len(self._refs)  # another thread, or a signal handler, may add one meanwhile
@@ -41,7 +41,7 @@ class WeakList(Generic[W]):
         return bool(self._refs)
 
     def alive(self) -> list[W]:
-        return [thing for ref in self._refs if (thing := ref()) is not None]
+        return [item for ref in self._refs if (item := ref()) is not None]
 
 
 class OpenFutures:

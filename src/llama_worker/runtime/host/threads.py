@@ -14,14 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from llama_worker.runtime.host.futures import log_exception, never_wait_here
+from llama_worker.runtime.host.futures import log_exception, never_block_this_thread
 from llama_worker.runtime.host.timers import call_at, now
 
-PATIENCE_S = 0.05  # how long a probe keeps the next one waiting; a server answers within 10 ms
-_SPARE = 4  # threads that are kept, 16 KiB each
+ADD_THREADS_AFTER_S = 0.05  # a server answers within 10 ms
+_MAX_SPARE = 4  # threads that are kept, 16 KiB each
 _Call = Callable[[], object]
 _spare: list[queue.SimpleQueue[tuple[str, _Call]]] = []  # the mailboxes of the idle threads
-_keeping = threading.Lock()
+_spare_lock = threading.Lock()
 _logger = logging.getLogger("llama_worker")
 
 
@@ -39,19 +39,19 @@ def run_on_thread(name: str, call: _Call) -> None:
     try:
         mailbox = _spare.pop()
     except IndexError:
-        start_thread(name, lambda: _work(call))
+        start_thread(name, lambda: _run_calls(call))
     else:
         mailbox.put((name, call))
 
 
-def _work(call: _Call) -> None:
-    never_wait_here()  # others wait for the locks that these calls hold
+def _run_calls(call: _Call) -> None:
+    never_block_this_thread()  # others wait for the locks that these calls hold
     thread, mailbox = threading.current_thread(), queue.SimpleQueue[tuple[str, _Call]]()
     while True:
         call()
         del call  # and what it holds
-        with _keeping:
-            if len(_spare) >= _SPARE:
+        with _spare_lock:
+            if len(_spare) >= _MAX_SPARE:
                 return
             thread.name = "llama_worker-spare"
             _spare.append(mailbox)
@@ -62,57 +62,57 @@ class ProbeQueue:
     """Makes probes one after the other on one thread: threads that run at the same instant wake one
     another for the interpreter's lock. Thread-safe.
 
-    Whenever a probe waits and none was begun for `PATIENCE_S`, threads are added, twice as many as
-    the last time: servers that do not answer, however many, do not delay the probes of others.
+    Whenever a probe waits and none was begun for `ADD_THREADS_AFTER_S`, threads are added, twice as
+    many as the last time: servers that do not answer, however many, do not delay other probes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
         self._waiting: deque[_Call] = deque()
         self._threads_count = 0
-        self._begun_count = 0
-        self._is_watched = False  # a timer is set
-        self._helpers_count = 1  # threads that are added next time
+        self._started_count = 0
+        self._timer_is_set = False
+        self._threads_to_add = 1  # next time
 
     def run(self, probe: _Call) -> None:
         """Make the probe soon. Raises RuntimeError if the first thread cannot be started."""
         with self._lock:
             if self._threads_count:
-                self._watch()
+                self._set_timer()
             else:
                 self._start_thread()
             self._waiting.append(probe)
 
     def _start_thread(self) -> None:
-        run_on_thread("llama_worker-probes", self._make_probes)
+        run_on_thread("llama_worker-probes", self._run_probes)
         self._threads_count += 1
 
-    def _watch(self) -> None:
-        if not self._is_watched:
-            self._is_watched, begun_count = True, self._begun_count
-            call_at(now() + PATIENCE_S, lambda: self._help(begun_count))
+    def _set_timer(self) -> None:
+        if not self._timer_is_set:
+            self._timer_is_set, started_count = True, self._started_count
+            call_at(now() + ADD_THREADS_AFTER_S, lambda: self._add_threads(started_count))
 
-    def _help(self, begun_count: int) -> None:
+    def _add_threads(self, started_count: int) -> None:
         with self._lock:
-            self._is_watched = False
+            self._timer_is_set = False
             if not self._waiting:
-                self._helpers_count = 1
+                self._threads_to_add = 1
                 return
-            self._watch()
-            if self._begun_count == begun_count:
+            self._set_timer()
+            if self._started_count == started_count:
                 with contextlib.suppress(RuntimeError):  # no thread is left: the probes wait
-                    for _ in range(min(self._helpers_count, len(self._waiting))):
+                    for _ in range(min(self._threads_to_add, len(self._waiting))):
                         self._start_thread()
-                    self._helpers_count *= 2
+                    self._threads_to_add *= 2
 
-    def _make_probes(self) -> None:
+    def _run_probes(self) -> None:
         while True:
             with self._lock:
                 if not self._waiting:
                     self._threads_count -= 1
                     return
                 probe = self._waiting.popleft()
-                self._begun_count += 1
+                self._started_count += 1
             try:
                 probe()
             except Exception:
@@ -127,10 +127,10 @@ def run_probe(probe: _Call) -> None:
     _probes.run(probe)
 
 
-def _forget_after_fork() -> None:
-    global _probes, _spare, _keeping
+def _reset_after_fork() -> None:
+    global _probes, _spare, _spare_lock
     _probes, _spare = ProbeQueue(), []  # the parent's threads do not exist in the child
-    _keeping = threading.Lock()
+    _spare_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -12,18 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from llama_worker.clock import ClockTimer, PatientClock
-from llama_worker.runtime.host.futures import log_exception, never_wait_here
+from llama_worker.clock import ClockTimer, PausingClock
+from llama_worker.runtime.host.futures import log_exception, never_block_this_thread
 
 _PAUSE_S = 0.1
 _logger = logging.getLogger("llama_worker.timers")
 
 
 class TimerThread:
-    """A patient clock and the daemon thread that waits for the first of its timers."""
+    """A pausing clock and the daemon thread that waits for the first of its timers."""
 
     def __init__(self, system: Callable[[], float] = time.monotonic) -> None:
-        self.clock = PatientClock()
+        self.clock = PausingClock()
         self.system = system
         self._changed = threading.Condition()  # guards its timers
         self._thread: threading.Thread | None = None
@@ -48,12 +48,12 @@ class TimerThread:
         return timer
 
     def _run(self) -> None:
-        never_wait_here()
+        never_block_this_thread()
         while True:
             try:
                 timer = self._wait_for_due()
             except Exception:  # no memory to wait with; without this thread no timer ever fires
-                log_exception(_logger, "the timers pause")
+                log_exception(_logger, f"the timer thread failed; retrying in {_PAUSE_S:g} s")
                 time.sleep(_PAUSE_S)
                 continue
             try:
@@ -75,7 +75,7 @@ _timers = TimerThread()
 
 
 def now() -> float:
-    """Seconds of the patient clock that all workers of this process share. Any thread."""
+    """Seconds of the pausing clock that all workers of this process share. Any thread."""
     return _timers.clock.now(_timers.system())
 
 
@@ -93,9 +93,9 @@ def start_timers() -> None:
     _timers.start()
 
 
-def _forget_after_fork() -> None:
+def _reset_after_fork() -> None:
     global _timers
     _timers = TimerThread()  # the parent's thread does not exist in the child
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -54,12 +54,12 @@ class Abort:
         which this program did not run does not count. A reply that has come is still read."""
         limit = self._limit = object()
 
-        def time_is_up() -> None:
+        def on_timeout() -> None:
             with self._lock:
                 if self._limit is limit and self.error is None:
-                    self._end(TimeoutError("the time for the reply is up"))
+                    self._end(TimeoutError(f"no complete reply within {timeout_s:g} s"))
 
-        timer = timers.call_at(timers.now() + timeout_s, time_is_up)
+        timer = timers.call_at(timers.now() + timeout_s, on_timeout)
         try:
             yield
         finally:
@@ -130,10 +130,10 @@ class _Abortable:
                 self.waiter.before_reading()
                 silence_s = self.waiter.silence_s
             left_s = None if self.deadline is None else max(self.deadline - timers.now(), 0.0)
-            if self.abort.wait_readable(_shorter(left_s, silence_s)):
+            if self.abort.wait_readable(_shorter_timeout(left_s, silence_s)):
                 return
             if self.deadline is not None and timers.now() >= self.deadline:
-                raise TimeoutError("the time for the reply is up")
+                raise TimeoutError("timed out while reading the reply")
 
     def close(self) -> None:
         self.abort.detach()
@@ -293,5 +293,5 @@ def _timeval(timeout_s: float | None) -> bytes:
     return struct.pack("ll", *divmod(micros, 1_000_000))
 
 
-def _shorter(one_s: float | None, other_s: float | None) -> float | None:
+def _shorter_timeout(one_s: float | None, other_s: float | None) -> float | None:
     return min((each for each in (one_s, other_s) if each is not None), default=None)

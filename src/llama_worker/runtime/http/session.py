@@ -52,17 +52,17 @@ class HttpReply:
         self._abort = request.abort
         self._connection = connection
         self._parser = ReplyParser(str(request.method))
-        begins = b""
+        first_bytes = b""
         while not self._parser.has_head:
             data = connection.read_reply(_READ_BYTES)
             if not data:
-                raise ConnectionResetError("the connection ended in the headers")
-            begins = begins or data[:_SHOWN_CHARS]
+                raise ConnectionResetError("the connection was closed within the response headers")
+            first_bytes = first_bytes or data[:_SHOWN_CHARS]
             self._parser.feed(data)
             if self._parser.error is not None and not self._parser.has_head:
-                shown = begins.decode("latin-1")
+                shown = first_bytes.decode("latin-1")
                 raise ValueError(
-                    f"the reply is not HTTP: {self._parser.error}: it begins with {shown!r}"
+                    f"the reply is not HTTP ({self._parser.error}); it begins with {shown!r}"
                 )
         self.status = self._parser.status
         self.reason = self._parser.reason
@@ -90,9 +90,9 @@ class HttpReply:
             elif self._abort.error is None and parser.ends_with_connection:
                 break
             else:
-                raise self._abort.error or ConnectionResetError("the server closed it")
+                raise self._abort.error or ConnectionResetError("the server closed the connection")
         if not body and parser.error is not None:
-            raise ValueError(f"it is not HTTP any more: {parser.error}")
+            raise ValueError(f"invalid HTTP in the reply: {parser.error}")
         return body
 
     def failure(self) -> StreamFailure:
@@ -202,21 +202,21 @@ def ask(
             while data := reply.read():
                 received += data
                 if len(received) > max_bytes:
-                    raise ValueError(f"a reply of more than {max_bytes} bytes")
+                    raise ValueError(f"the reply has more than {max_bytes} bytes")
     return reply.status, bytes(received)
 
 
-def no_reply(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailure:
+def send_failure(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFailure:
     """What `send` raised, as the failure of a chat request. A shortage of this machine, or a failed
     name lookup, says nothing about the server."""
     if is_shortage(error) or isinstance(error, socket.gaierror):
-        detail = f"no connection could be made: {described_error(error)}"
+        detail = f"cannot open a connection: {described_error(error)}"
         return StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=detail)
     if abort.connected:
         return disconnected("before the response headers", str(error) or type(error).__name__)
     match error:
         case TimeoutError():
-            detail = f"no connection within {endpoint.connect_timeout_s} s"
+            detail = f"no connection within {endpoint.connect_timeout_s:g} s"
         case Aborted():
             detail = str(error)
         case _:
@@ -301,9 +301,9 @@ class _Adapter(requests.adapters.BaseAdapter):
 _session = _Session()
 
 
-def _forget_after_fork() -> None:
+def _reset_after_fork() -> None:
     global _session
     _session = _Session()  # the parent's locks may be held by threads that the child lacks
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -12,7 +12,7 @@ from llama_worker.config.validation import json_of
 from llama_worker.errors import LlamaWorkerError, described_error, masked
 from llama_worker.request.messages import CountTokens
 from llama_worker.request.prompt import Prompts, bios_text
-from llama_worker.runtime.host.futures import may_wait_here
+from llama_worker.runtime.host.futures import may_block_this_thread
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.host.timers import call_at, now
 from llama_worker.runtime.http.abortable_socket import Abort
@@ -43,7 +43,7 @@ def count_tokens(
         shown = masked(f"the tokens could not be counted: {why}", config.api_key)
         order.reply.fail(LlamaWorkerError(shown))
 
-    def asked(path: str, body: Mapping[str, Any], key: str) -> Any:
+    def server_answer(path: str, body: Mapping[str, Any], key: str) -> Any:
         """The value of `key` in the server's answer."""
         status, reply = post(path, timeout_s=COUNT_S, body=body)
         answer = json_of(reply)
@@ -52,23 +52,23 @@ def count_tokens(
             raise _BadAnswerError(path, describe_http_error(status, reply))
         return value
 
-    def written(*, prompted: bool) -> Any:
+    def templated_prompt(*, prompted: bool) -> Any:
         """The prompt as the server's template writes it."""
         left = config.max_tool_iterations
-        with may_wait_here():
+        with may_block_this_thread():
             bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
         body = Prompts(config, order.submission, prompted=prompted).next_body(bios)
-        return asked("/apply-template", body, "prompt")
+        return server_answer("/apply-template", body, "prompt")
 
     def count() -> TokenCount:
         try:
-            prompt = written(prompted=prompted)
+            prompt = templated_prompt(prompted=prompted)
         except _BadAnswerError as error:  # a request would fall back to prompted mode, too
             if config.tool_call_mode != "auto" or not refuses_tools(error.failure):
                 raise
-            prompt = written(prompted=True)
+            prompt = templated_prompt(prompted=True)
         text = {"content": prompt, "add_special": True, "parse_special": True}
-        n_tokens = len(asked("/tokenize", text, "tokens"))
+        n_tokens = len(server_answer("/tokenize", text, "tokens"))
         return {"ok": True, "n_prompt_tokens": n_tokens, "n_ctx": n_ctx, "n_left": n_ctx - n_tokens}
 
     def run() -> None:

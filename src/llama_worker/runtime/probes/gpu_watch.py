@@ -39,7 +39,7 @@ def watch_gpus(root_pid: int, epoch: int, reply_to: Mailbox[GpuFaulted]) -> None
     except psutil.NoSuchProcess:
         return
     except Exception:
-        log_exception(_logger, "errors of GPUs are not seen any more")
+        log_exception(_logger, "GPU errors are no longer watched")
 
 
 def gpus_in_use(root_pid: int) -> tuple[str, ...] | None:

@@ -244,7 +244,7 @@ def _listens(pid: int) -> bool:
     try:
         return bool(listening_ports(psutil.Process(pid)))
     except (psutil.Error, OSError, ValueError) as error:
-        _raise_if_lacking(error)
+        _raise_if_shortage(error)
         return False
 
 
@@ -277,7 +277,7 @@ def _tids(pid: int) -> list[int]:
     try:
         return [int(name) for name in os.listdir(f"{PROC}/{pid}/task")]
     except OSError as error:
-        _raise_if_lacking(error)
+        _raise_if_shortage(error)
         return []
 
 
@@ -285,7 +285,7 @@ def _children_by_psutil(root_pid: int) -> list[int]:
     try:
         return [child.pid for child in psutil.Process(root_pid).children(recursive=True)]
     except (psutil.Error, OSError, ValueError) as error:
-        _raise_if_lacking(error)
+        _raise_if_shortage(error)
         return []
 
 
@@ -298,10 +298,10 @@ def _read(path: str) -> str | None:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
     except OSError as error:
-        _raise_if_lacking(error)
+        _raise_if_shortage(error)
         return None
 
 
-def _raise_if_lacking(error: Exception) -> None:
+def _raise_if_shortage(error: Exception) -> None:
     if is_shortage(error):
         raise error

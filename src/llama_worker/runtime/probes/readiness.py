@@ -28,7 +28,7 @@ from llama_worker.server.health import (
     probe_timeout_s,
 )
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
-from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsSilence, parse_slots
+from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsTimeout, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 
 _LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
@@ -62,7 +62,7 @@ class _Question:
     ) -> tuple[int, bytes]:
         return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
 
-    def _tell(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
+    def _report(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
         shown = masked(detail, self._endpoint.api_key)  # it may quote the server
         self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=shown, traits=traits))
 
@@ -94,7 +94,7 @@ class ReadinessProbe(_Question):
         try:
             status, body = self._ask("GET", "/v1/models", timeout_s)
         except Exception as error:
-            self._tell(*unanswered(error), traits)
+            self._report(*unanswered(error), traits)
             return
         outcome, detail = models_outcome(status, json_of(body))
         try:
@@ -103,11 +103,11 @@ class ReadinessProbe(_Question):
                     traits = self._ask_traits()
                     outcome, detail = self._try_canary(outcome, detail)
                 else:
-                    outcome = ProbeOutcome.STRANGER
+                    outcome = ProbeOutcome.OTHER_PROCESS
                     detail = f"another process answers on port {self._config.port}"
         except Exception as error:
             outcome, detail = unanswered(error)[0], described_error(error)
-        self._tell(outcome, detail, traits)
+        self._report(outcome, detail, traits)
 
     def _ask_traits(self) -> ServerTraits:
         """The traits that the server reports. Raises a shortage of this machine: the probe must be
@@ -135,9 +135,9 @@ class ReadinessProbe(_Question):
                 "POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary)
             )
         except (OSError, ValueError) as error:
-            return unanswered(error)[0], f"the canary: {described_error(error)}"
+            return unanswered(error)[0], f"the canary request failed: {described_error(error)}"
         problem = canary_problem(canary.check, status, json_of(answer))
-        return (outcome, detail) if problem is None else (ProbeOutcome.UNFIT, problem)
+        return (outcome, detail) if problem is None else (ProbeOutcome.CANARY_FAILED, problem)
 
 
 class AnswerProbe(_Question):
@@ -149,7 +149,7 @@ class AnswerProbe(_Question):
             outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
         except Exception as error:
             outcome, detail = unanswered(error)
-        self._tell(outcome, detail, ServerTraits())
+        self._report(outcome, detail, ServerTraits())
 
 
 class SlotsQuestion(_Question):
@@ -157,14 +157,14 @@ class SlotsQuestion(_Question):
 
     def _run(self) -> None:
         asked_at = timers.now()
-        look: SlotsLook | SlotsSilence | None = None
+        look: SlotsLook | SlotsTimeout | None = None
         try:
             status, body = self._ask("GET", "/slots", LOOK_TIMEOUT_S)
             slots = parse_slots(json_of(body)) if status == 200 else None
             if slots is not None:
                 look = SlotsLook(asked_at=asked_at, slots=slots)
         except TimeoutError:
-            look = SlotsSilence()
+            look = SlotsTimeout()
         except Exception:  # no answer, or this machine lacks something: nothing was seen
             pass
         self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
@@ -173,8 +173,8 @@ class SlotsQuestion(_Question):
 def unanswered(error: Exception) -> tuple[ProbeOutcome, str]:
     """The outcome and the detail of a `GET /v1/models` without an answer. A shortage of this
     machine, or a failed name lookup, says nothing about the server."""
-    blind = is_shortage(error) or isinstance(error, socket.gaierror)
-    outcome = ProbeOutcome.NO_NEWS if blind else ProbeOutcome.FAILED
+    unknown = is_shortage(error) or isinstance(error, socket.gaierror)
+    outcome = ProbeOutcome.NOT_ASKED if unknown else ProbeOutcome.FAILED
     return outcome, f"GET /v1/models: {type(error).__name__}"
 
 

@@ -28,7 +28,7 @@ import time
 
 ORPHAN_GRACE_S = 2.0
 RETRY_S = 0.1
-LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # temporary shortages of the machine
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # temporary shortages of the machine
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IGNORED = (
@@ -110,7 +110,7 @@ def detach_from_output() -> None:
 WAIT, TERMINATE, KILL = "wait", "terminate", "kill"  # what to do with the server
 
 
-class Plan:
+class ShutdownPlan:
     """Decides when the server gets SIGTERM, and when its tree is killed. Sans-IO.
 
     `kill_at`: monotonic seconds, set once the host is gone. No `step` may follow KILL.
@@ -118,7 +118,7 @@ class Plan:
 
     def __init__(self) -> None:
         self.kill_at: float | None = None
-        self._asked = False  # SIGTERM was sent; a second makes llama-server drop what it does
+        self._sigterm_sent = False  # a second one makes llama-server drop what it does
 
     def step(self, now: float, *, ended: bool, host_gone: bool, orders: bytes) -> str:
         """What to do, given whether the server has ended and the host is gone, and its orders."""
@@ -126,17 +126,17 @@ class Plan:
             return KILL
         if host_gone and self.kill_at is None:
             self.kill_at = now + ORPHAN_GRACE_S
-            if self._asked:
+            if self._sigterm_sent:
                 return WAIT
         elif b"T" not in orders:
             return WAIT
-        self._asked = True
+        self._sigterm_sent = True
         return TERMINATE
 
 
 def watch(server_pid: int, host: int, control_fd: int) -> None:
     """Pass on SIGTERM when it is due; return when the tree must be killed."""
-    server, plan = os.pidfd_open(server_pid), Plan()
+    server, plan = os.pidfd_open(server_pid), ShutdownPlan()
     poll = select.poll()
     for fd in (server, host, control_fd):
         poll.register(fd, select.POLLIN)
@@ -144,15 +144,15 @@ def watch(server_pid: int, host: int, control_fd: int) -> None:
         wait_s = None if plan.kill_at is None else max(0.0, plan.kill_at - time.monotonic())
         ready = dict(poll.poll(None if wait_s is None else wait_s * 1000))
         orders = os.read(control_fd, 64) if control_fd in ready else b""
-        over = [fd for fd in ready if fd == host or (fd == control_fd and not orders)]
-        for fd in over:
+        gone = [fd for fd in ready if fd == host or (fd == control_fd and not orders)]
+        for fd in gone:
             poll.unregister(fd)
-        follows = plan.step(
-            time.monotonic(), ended=server in ready, host_gone=bool(over), orders=orders
+        action = plan.step(
+            time.monotonic(), ended=server in ready, host_gone=bool(gone), orders=orders
         )
-        if follows == KILL:
+        if action == KILL:
             return
-        if follows == TERMINATE:
+        if action == TERMINATE:
             terminate(server_pid)
 
 
@@ -181,7 +181,7 @@ def end_tree(server_pid: int, report_fd: int) -> None:
         try:
             found, has_seen_all = children(), True
         except OSError as error:
-            if error.errno not in LACKS:
+            if error.errno not in SHORTAGES:
                 raise
             found, has_seen_all = server, False  # the others once they can be seen
         for child in found:
@@ -215,7 +215,7 @@ def children() -> list[int]:
                 with open(f"/proc/{name}/stat", "rb") as stat:
                     fields = stat.read().rpartition(b")")[2].split()
             except OSError as error:
-                if error.errno in LACKS:
+                if error.errno in SHORTAGES:
                     raise
                 continue
             if int(fields[1]) == guard_pid:

@@ -28,21 +28,21 @@ from llama_worker.config.server_program import (
 )
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
-from llama_worker.runtime.host.futures import never_wait_here
+from llama_worker.runtime.host.futures import never_block_this_thread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.process import guard
 from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
-from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, ServerNews
-from llama_worker.server.termination import GuardSilence, Signal
-from llama_worker.start_advice import lack_of_memory, not_executed
+from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, LaunchReport
+from llama_worker.server.termination import Signal, SilentGuardWatch
+from llama_worker.start_advice import not_executed, oom_evidence
 from llama_worker.types.worker import StartFailReason
 
 _GUARD = Path(guard.__file__)
 _READ_BYTES = 65536
 _PAUSE_S = 0.1
-_SWEEP_S = 1.0  # between looks for processes that are left
+_KILL_INTERVAL_S = 1.0  # between looks for processes that are left
 _MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
 
 
@@ -62,7 +62,7 @@ class GuardedServer:
         config: WorkerConfig,
         folder: str | None,
         log: LogRing,
-        reply_to: Mailbox[ServerNews],
+        reply_to: Mailbox[LaunchReport],
     ) -> None:
         self._epoch = epoch
         self._config = config
@@ -77,13 +77,13 @@ class GuardedServer:
         self._guard: subprocess.Popen[bytes] | None = None
         self._orders = b""  # given before the guard was started
         self._server: _Server | None = None  # once it was started
-        self._told_death = False  # the guard said that the server's first process has ended,
+        self._death_reported = False  # the guard said that the server's first process has ended,
         self._reaped = False  # and that nothing of the tree is left
         # kept if the guard was killed and could not report it: the kernel killed the server
         self._returncode: int = -signal.SIGKILL
         self._failure: str | None = None
         self._oom: OomWatch | None = None
-        self._lack_of_memory: str | None = None
+        self._oom_evidence: str | None = None
         self.ended = False  # no process is left; set before the last message is sent
         log.begin_launch()
         start_thread(f"llama_worker-{config.name}-server", self._run)
@@ -121,14 +121,14 @@ class GuardedServer:
             _signal(self._guard, signal.SIGKILL)  # it has not started a server yet
 
     def _run(self) -> None:
-        never_wait_here()
+        never_block_this_thread()
         try:
             with contextlib.ExitStack() as cleanup:
-                last_word = self._live(cleanup)
+                final_report = self._run_guard(cleanup)
         # Out of descriptors, processes or memory; `cleanup` has released what there was.
         except Exception as error:
-            detail = f"no process could be started: {error}"
-            last_word = self._gone() if self._server else self._not_started(detail)
+            detail = f"cannot start the server: {error}"
+            final_report = self._exited() if self._server else self._not_started(detail)
         if self._oom is not None:
             self._oom.close()
         with self._lock:  # by the next `send` a closed descriptor's number may be reused
@@ -136,20 +136,20 @@ class GuardedServer:
                 os.close(self._server.pidfd)
                 self._server = _Server(self._server.pid, None)
         self.ended = True
-        self._reply_to.tell(last_word)
+        self._reply_to.tell(final_report)
 
-    def _live(self, cleanup: contextlib.ExitStack) -> LaunchFailed | Exited:
+    def _run_guard(self, cleanup: contextlib.ExitStack) -> LaunchFailed | Exited:
         """Start the guard and watch until it has ended; returns the thread's last message."""
         host, port = self._config.host, self._config.port
         self._addresses = addresses_of(host, port)
         if not can_listen(self._addresses):
-            taken = f"{host}:{port} is taken by another process: end it, or take another port"
+            taken = f"another process listens on {host}:{port}: stop it, or use another port"
             return self._not_started(taken, StartFailReason.PORT_IN_USE)
         try:
-            guardian, reports_from = self._start_guard(cleanup)
+            guard_process, reports_from = self._start_guard(cleanup)
         except ServerNotFound as error:
             return self._not_started(str(error))
-        return self._watch(guardian, reports_from)
+        return self._watch(guard_process, reports_from)
 
     def _start_guard(
         self, cleanup: contextlib.ExitStack
@@ -159,15 +159,15 @@ class GuardedServer:
         environment = server_environment(host, self._config.env)
         # The server does not inherit LLAMA_SERVER, which is needed here to find it.
         command = located(self._config.server_cmd, {**host, **environment}, self._folder)
-        guards_end, control = _socket_pair(cleanup)
+        guard_end, control = _socket_pair(cleanup)
         _controls.add(control)
         cleanup.callback(_controls.discard, control)
         reports_from, report_to = _socket_pair(cleanup)
-        guardian = subprocess.Popen(
+        guard_process = subprocess.Popen(
             [
                 interpreter(),
                 *("-I", "-S", str(_GUARD), str(os.getpid())),
-                *(str(guards_end.fileno()), str(report_to.fileno())),
+                *(str(guard_end.fileno()), str(report_to.fileno())),
                 *command,
             ],
             bufsize=0,
@@ -176,19 +176,19 @@ class GuardedServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**environment, _MARK: self._mark},
-            pass_fds=(guards_end.fileno(), report_to.fileno()),
+            pass_fds=(guard_end.fileno(), report_to.fileno()),
             start_new_session=True,
         )
-        cleanup.callback(self._end_guard, guardian)
-        guards_end.close()
+        cleanup.callback(self._end_guard, guard_process)
+        guard_end.close()
         report_to.close()
         with self._lock:
-            self._guard, self._control = guardian, control
+            self._guard, self._control = guard_process, control
             if self._orders:
                 control.send(self._orders, socket.MSG_NOSIGNAL)
-        return guardian, reports_from
+        return guard_process, reports_from
 
-    def _end_guard(self, guardian: subprocess.Popen[bytes]) -> None:
+    def _end_guard(self, guard_process: subprocess.Popen[bytes]) -> None:
         """Reap the guard. If it is still alive, order it to end the tree: the host's forked child
         may hold the connection open."""
         self.send(Signal.KILL)
@@ -196,27 +196,27 @@ class GuardedServer:
             if self._control is not None:
                 self._control.close()
                 self._control = None
-        guardian.wait()
+        guard_process.wait()
         with self._lock:
             self._guard = None
-        assert guardian.stdout is not None
-        guardian.stdout.close()
+        assert guard_process.stdout is not None
+        guard_process.stdout.close()
 
     def _watch(
-        self, guardian: subprocess.Popen[bytes], reports_from: socket.socket
+        self, guard_process: subprocess.Popen[bytes], reports_from: socket.socket
     ) -> LaunchFailed | Exited:
         """Drain output and reports until the guard has ended."""
-        assert guardian.stdout is not None
-        output, report = guardian.stdout.fileno(), reports_from.fileno()
+        assert guard_process.stdout is not None
+        output, report = guard_process.stdout.fileno(), reports_from.fileno()
         poll = select.poll()
-        ended = os.pidfd_open(guardian.pid)
+        ended = os.pidfd_open(guard_process.pid)
         try:
             for fd in (ended, output, report):
                 poll.register(fd, select.POLLIN)
             reports = b""
-            silence, server_registered = GuardSilence(), False
+            guard_watch, server_registered = SilentGuardWatch(), False
             while True:
-                ready = {fd for fd, _ in poll.poll(silence.wait_ms(time.monotonic()))}
+                ready = {fd for fd, _ in poll.poll(guard_watch.wait_ms(time.monotonic()))}
                 over = ended in ready
                 if output in ready and not self._drain(output):
                     poll.unregister(output)
@@ -228,17 +228,17 @@ class GuardedServer:
                     for line in lines:
                         self._reported(line.decode(errors="replace"))
                 if over:
-                    return self._last_word()
+                    return self._final_report()
                 server = self._server.pidfd if self._server is not None else None
                 if server in ready:
                     poll.unregister(server)
                 elif server is not None and not server_registered:
                     poll.register(server, select.POLLIN)
                     server_registered = True
-                owes = self.is_gone() and not self._told_death
-                number = silence.step(time.monotonic(), owes=owes)
+                overdue = self.is_gone() and not self._death_reported
+                number = guard_watch.step(time.monotonic(), overdue=overdue)
                 if number is not None:
-                    _signal(guardian, number)
+                    _signal(guard_process, number)
         finally:
             os.close(ended)
 
@@ -252,9 +252,9 @@ class GuardedServer:
                     self._server = _Server(pid, _pidfd(pid))
                 self._reply_to.tell(Launched(epoch=self._epoch, pid=pid))
             case "died":
-                self._told_death, self._returncode = True, int(rest)
-                self._lack_of_memory = lack = self._judge_memory()
-                died = Died(epoch=self._epoch, returncode=self._returncode, lack_of_memory=lack)
+                self._death_reported, self._returncode = True, int(rest)
+                self._oom_evidence = evidence = self._find_oom_evidence()
+                died = Died(epoch=self._epoch, returncode=self._returncode, oom_evidence=evidence)
                 self._reply_to.tell(died)
             case "gone":
                 self._reaped = True
@@ -262,9 +262,11 @@ class GuardedServer:
                 number, _, why = rest.partition(" ")
                 self._failure = not_executed(self._config.server_cmd[0], int(number), why)
 
-    def _last_word(self) -> LaunchFailed | Exited:
+    def _final_report(self) -> LaunchFailed | Exited:
         if self._server is None:
-            detail = self._failure or "the guard process ended: " + "\n".join(self._log.tail(5))
+            detail = self._failure or "the guard process exited early: " + "\n".join(
+                self._log.tail(5)
+            )
             return self._not_started(detail)
         # the guard was killed, and so the kernel kills the server: wait for its end
         if not self._reaped:
@@ -272,22 +274,22 @@ class GuardedServer:
             if self._server.pidfd is not None:
                 _has_ended(self._server.pidfd, None)
             # only the guard knew the tree; the mark in their environment shows its processes
-            _sweep(self._mark)
-        return self._gone()
+            _kill_marked(self._mark)
+        return self._exited()
 
-    def _gone(self) -> Exited:
+    def _exited(self) -> Exited:
         return Exited(
             epoch=self._epoch,
             returncode=self._returncode,
             log_tail=self._log.tail(40),
             port_taken=not can_listen(self._addresses),
-            lack_of_memory=self._lack_of_memory or self._judge_memory(),
+            oom_evidence=self._oom_evidence or self._find_oom_evidence(),
         )
 
-    def _judge_memory(self) -> str | None:
+    def _find_oom_evidence(self) -> str | None:
         if self._oom is None:
             return None
-        return lack_of_memory(
+        return oom_evidence(
             self._returncode,
             oom_kills=self._oom.kills(),
             kernel_line=self._oom.kernel_line() if self._returncode == -signal.SIGKILL else None,
@@ -312,11 +314,11 @@ class GuardedServer:
         return bool(data)
 
 
-def _signal(guardian: subprocess.Popen[bytes], number: int) -> None:
+def _signal(guard_process: subprocess.Popen[bytes], number: int) -> None:
     """No effect if the guard has ended, or if the host has changed its user since: orders still
     reach it then."""
     with contextlib.suppress(PermissionError):
-        guardian.send_signal(number)
+        guard_process.send_signal(number)
 
 
 def _has_ended(pidfd: int, timeout_ms: int | None = 0) -> bool:
@@ -345,7 +347,7 @@ def _kill(server: _Server) -> None:
         return
 
 
-def _sweep(mark: str) -> None:
+def _kill_marked(mark: str) -> None:
     """Send SIGKILL to every process that was started with `mark` in its environment, until none is
     left."""
     while marked := [each for each in psutil.process_iter() if _has_mark(each, mark)]:
@@ -353,7 +355,7 @@ def _sweep(mark: str) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         # with a timeout: a zombie has no mark, but its new parent may never reap it
-        psutil.wait_procs(marked, timeout=_SWEEP_S)
+        psutil.wait_procs(marked, timeout=_KILL_INTERVAL_S)
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:

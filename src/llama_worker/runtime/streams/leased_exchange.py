@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 from llama_worker.request.leased import LeasedRequest
-from llama_worker.request.states import DEATH_NEWS_S, LATE_NEWS_S
+from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 
-SOON_S = 0.01  # a shorter wait for the server needs no watching
+UNWATCHED_WAIT_S = 0.01  # a shorter wait for the server needs no watching
 _NOT_ADMITTED = Admitted(0, 0, "", 0.0)
-_NEWS_S = DEATH_NEWS_S + 2 * LATE_NEWS_S + 1.0  # the request has ended by then
+# the request has ended by then
+_END_WAIT_S = EXIT_REPORT_WAIT_S + 2 * LATE_EXIT_REPORT_WAIT_S + 1.0
 
 
 P = ParamSpec("P")
@@ -32,7 +33,7 @@ def _locked(
     def call(self: LeasedExchange, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
             result = method(self._request, *args, **kwargs)
-            self._cut_if_over()
+            self._abort_if_ended()
         return result
 
     return call
@@ -67,7 +68,7 @@ class LeasedExchange:
         self._request = self._new(_NOT_ADMITTED, api_key=None, unix_offset=0.0)
         # for the exchange's thread
         self._tell_lease = tell_lease
-        self._soon_until: float | None = None  # None: it has not waited yet
+        self._unwatched_until: float | None = None  # None: it has not waited yet
         self._is_paused = False
 
     @property
@@ -88,14 +89,14 @@ class LeasedExchange:
 
     def before_reading(self) -> None:
         """Call it before each wait for the server. The watching actor is told of the lease if the
-        waits take longer than `SOON_S` in all: before that there is nothing to watch, and to wake
-        an actor costs more than a short reply."""
+        waits take longer than `UNWATCHED_WAIT_S` in all: before that there is nothing to watch, and
+        to wake an actor costs more than a short reply."""
         if self._tell_lease is not None:
             now = timers.now()
-            self._soon_until = self._soon_until or now + SOON_S
-            left_s = self._soon_until - now
+            self._unwatched_until = self._unwatched_until or now + UNWATCHED_WAIT_S
+            left_s = self._unwatched_until - now
             if left_s <= 0.0 or not self._abort.wait_readable(left_s):
-                self.be_watched()
+                self.ensure_watched()
         # Bytes that have long been in the socket must not look like a stall until they are read.
         if self._is_paused and not self._abort.wait_readable(0.0):
             self._is_paused = False
@@ -106,7 +107,7 @@ class LeasedExchange:
         """Whether the watching actor knows of the lease."""
         return self._tell_lease is None
 
-    def be_watched(self) -> None:
+    def ensure_watched(self) -> None:
         """Tell the watching actor of the lease, unless it knows. Idempotent."""
         if self._tell_lease is not None:
             self._tell_lease()
@@ -128,7 +129,7 @@ class LeasedExchange:
         worker's own reason if it gave the request up, or does so now that the connection broke."""
         if self.breaks(failure) and self._tell_end():
             with self._lock:
-                self._over.wait_for(lambda: self._request.has_ended, _NEWS_S)
+                self._over.wait_for(lambda: self._request.has_ended, _END_WAIT_S)
         return self.explained(failure)
 
     def breaks(self, failure: StreamFailure | None) -> bool:
@@ -177,7 +178,7 @@ class LeasedExchange:
     def output_chars(self) -> tuple[int, int]:
         return self._request.output_chars
 
-    def _cut_if_over(self) -> None:
+    def _abort_if_ended(self) -> None:
         self._over.notify_all()
         if self._request.has_ended:
             self._abort.abort()

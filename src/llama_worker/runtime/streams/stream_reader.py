@@ -15,7 +15,7 @@ from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.session import HttpReply, no_reply, post_chat
+from llama_worker.runtime.http.session import HttpReply, post_chat, send_failure
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.stream.lazy_reading import LazyReading, Portion
 from llama_worker.stream.response import ChatBody
@@ -44,7 +44,7 @@ class StreamReader:
         self._lock = threading.Lock()  # guards what follows
         self._connection: socket.socket | None = None  # while there is a body to read
         self._body: ChatBody  # from then on
-        self._lazy = LazyReading(timers.now(), tell_s=order.tell_s)
+        self._lazy = LazyReading(timers.now(), max_hold_s=order.max_hold_s)
         self._low_water_bytes = 1
         run_on_thread(f"{name}-stream", self._run)
 
@@ -71,7 +71,7 @@ class StreamReader:
 
     def _run(self) -> None:
         try:
-            failure = self._live()
+            failure = self._exchange()
         except Exception as error:  # a shortage of this machine, or a bug here
             failure = StreamFailure(
                 reason=RequestFailReason.UNKNOWN_ERROR, detail=described_error(error)
@@ -85,13 +85,13 @@ class StreamReader:
         self._order.reply_to.tell(closed)
         self._on_closed.tell(closed)
 
-    def _live(self) -> StreamFailure | None:
+    def _exchange(self) -> StreamFailure | None:
         try:
             reply = post_chat(self._abort, self._endpoint, self._order.body)
         except (OSError, ValueError) as error:
             if self._abort.error is not None:
                 return disconnected("when it was aborted")
-            return no_reply(error, self._abort, self._endpoint)
+            return send_failure(error, self._abort, self._endpoint)
         with contextlib.closing(reply):
             return self._read(reply) if reply.status == 200 else reply.failure()
 
