@@ -129,7 +129,7 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
         (["--upstream", "http://a", "--server", "b"], 2, "--server needs --model"),
         (["--server-cmd", "a", "--server", "b"], 2, "--server needs --model"),
         (["--upstream", "ftp://a"], 2, "upstream must be a URL"),
-        (["--upstream", "http://user:hush@a"], 2, "must hold no user or password"),
+        (["--upstream", "http://user:hush@a"], 2, "must not contain a user or password"),
         (
             ["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"],
             2,

@@ -189,15 +189,15 @@ def test_text_between_headers_and_garbage_is_told(rig: Rig) -> None:
     failure = rig.told.wait_closed().failure
     assert rig.told.events() == [TextDelta("a")]
     assert failure is not None
-    assert "in mid-stream: it is not HTTP any more" in failure.detail
+    assert "in mid-stream: invalid HTTP in the reply" in failure.detail
 
 
 @cases(
     "error, is_flushed, says",
     {
-        "no memory": (MemoryError(), False, "there is no memory to read the stream"),
+        "no memory": (MemoryError(), False, "out of memory while reading the stream"),
         # whoever flushes is an actor, which is not to die of it
-        "no memory for a flush": (MemoryError(), True, "there is no memory to read the stream"),
+        "no memory for a flush": (MemoryError(), True, "out of memory while reading the stream"),
         "a mistake of our own": (RuntimeError("a mistake"), False, "a mistake"),
     },
 )

@@ -203,7 +203,7 @@ def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
 
 def start_problem(error: WorkerStartError) -> Problem:
     shown = [f"  {harmless(line)}" for line in error.log_tail[-_LOG_LINES:]]
-    more = ["the server's last lines:", *shown] if shown else []
+    more = ["the last lines of the server's log:", *shown] if shown else []
     return Problem(
         str(error.reason),
         harmless(f"the server did not start: {error.summary}"),

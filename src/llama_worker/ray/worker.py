@@ -212,7 +212,9 @@ class RayWorker:
         # If this process was suspended, a renewal may have arrived that is not handled yet.
         while self._renewed.wait(self._lease_s) or self._renewed.wait(_HEARD_S):
             self._renewed.clear()
-        _logger.error("no renewal for %g s: the fleet is out of reach; ending", self._lease_s)
+        _logger.error(
+            "no lease renewal for %g s: the fleet cannot be reached; exiting", self._lease_s
+        )
         os._exit(1)  # Ray's own exit calls the head node, which may be out of reach too
 
     def _new_worker(self) -> LlamaWorker:
@@ -223,7 +225,7 @@ class RayWorker:
             raise TypeError(f"{called} must return a WorkerConfig, not {type(config).__name__}")
         if config.port != port:
             raise ConfigError(
-                f"{called} returned a config with port {config.port}: it must use its argument"
+                f"{called} returned a config with port {config.port}: it must use the port given"
             )
         own = config.on_event
 

@@ -371,7 +371,7 @@ class Request:
                 return [messages.RequestEnded(record=record)]
             case states.RunningTools(batch=batch):
                 effects.append(messages.DropTool(turn_id=self._turn_id))
-                error = f"given up while it ran: {outcome.fail_reason}"
+                error = f"the request ended while the tool was running: {outcome.fail_reason}"
                 if outcome.fail_reason is RequestFailReason.TOOL_EXECUTION_ERROR:
                     error = outcome.fail_detail or error
                 self._tools.record_failure(batch, error, now)

@@ -235,7 +235,7 @@ class ResponseRun:
     def abandon(self) -> None:
         """The client has left, and may continue from what it has received; idempotent."""
         if not self._events.over:
-            self._events.fail("the client has left")
+            self._events.fail("the client has disconnected")
             self._over()
 
     def finish_empty(self) -> None:

@@ -94,7 +94,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
         client.begin(reply.status, passed_back(reply), reason=reply.reason)
     except MalformedReply:
         raise ApiError(
-            502, "the upstream server: its reply is malformed", code="upstream_failed"
+            502, "upstream server error: the reply is malformed", code="upstream_failed"
         ) from None
     leased = exchange.leased
     is_refused, refusal_body = reply.status != HTTPStatus.OK, bytearray()

@@ -190,7 +190,7 @@ def partition(
         if call.name not in normal_names:
             known = ", ".join(sorted([*normal_names, *exit_names])) or "none"
             problems.append(
-                f"the model called an unknown tool, {_excerpt(call.name)}; known: {known}"
+                f"the model called an unknown tool, {_excerpt(call.name)}; known tools: {known}"
             )
         elif error:
             excerpt = _excerpt(call.arguments)
@@ -220,7 +220,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError:
-        raise ValueError("half a surrogate pair") from None
+        raise ValueError("a lone surrogate") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}")
     if _is_deeper(value, MAX_JSON_DEPTH):
@@ -250,7 +250,7 @@ def _refuse_constant(text: str) -> float:
 def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError("a number beyond the range of a double")
+        raise ValueError("a number outside the range of a double")
     return number
 
 

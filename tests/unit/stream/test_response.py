@@ -96,7 +96,7 @@ def test_a_body_cut_off_is_a_disconnect(
     body.end()
     assert body.failure is not None
     assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
-    assert ("it is not HTTP any more" in body.failure.detail) is is_malformed
+    assert ("invalid HTTP in the reply" in body.failure.detail) is is_malformed
 
 
 def test_a_stream_that_is_none_is_a_protocol_error() -> None:
@@ -104,7 +104,7 @@ def test_a_stream_that_is_none_is_a_protocol_error() -> None:
     body.feed(b"<p>\n")
     assert body.failure is not None
     assert body.failure.reason is RequestFailReason.PROTOCOL_ERROR
-    assert body.failure.detail == "the reply is text/html, not text/event-stream"
+    assert body.failure.detail == "the reply's content type is text/html, not text/event-stream"
 
 
 @given(

@@ -265,7 +265,7 @@ class SocketListener:
     def _run(self, client: Client, request: HttpRequest) -> None:
         self._stop_waiting(client)
         if len(self._busy) >= self._max_busy:
-            raise ApiError(503, "too many requests run at once", retry_after_s=2)
+            raise ApiError(503, "too many requests are running", retry_after_s=2)
         self._busy.add(client)
         self._epoll.modify(client.socket, select.EPOLLRDHUP | select.EPOLLONESHOT)
         self._complete_requests.append((client, request))
@@ -278,7 +278,9 @@ class SocketListener:
             except RuntimeError:
                 self._busy.discard(client)
                 self._epoll.modify(client.socket, select.EPOLLIN)
-                self._refuse(client, ApiError(503, "no thread can be started", retry_after_s=2))
+                self._refuse(
+                    client, ApiError(503, "no more threads can be started", retry_after_s=2)
+                )
 
     def _run_request(self, client: Client, request: HttpRequest) -> None:
         try:

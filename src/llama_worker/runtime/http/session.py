@@ -92,7 +92,7 @@ class HttpReply:
             else:
                 raise self._abort.error or ConnectionResetError("the server closed it")
         if not body and parser.error is not None:
-            raise ValueError(f"it is not HTTP any more: {parser.error}")
+            raise ValueError(f"invalid HTTP in the reply: {parser.error}")
         return body
 
     def failure(self) -> StreamFailure:
