@@ -134,7 +134,7 @@ def test_a_fleets_model_is_looked_for_as_its_server_does(
     )
     done = run("doctor", str(fleet), HOME=str(Path(model).parent))
     assert done.returncode == 1, done.stdout
-    assert re.search(r"problem  model .*~/model\.gguf: .*does not know ~", done.stdout)
+    assert re.search(r"problem  model .*~/model\.gguf: .*does not expand ~", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_fleets_server_is_asked_as_its_worker_runs_it(
         each
         for each in found
         if each["subject"] == "a"
-        and re.search("does not tell its version|asked for its version|no flags", each["text"])
+        and re.search("does not report its version|--version ended|no flags", each["text"])
     )
     assert of_program["level"] == level
     assert bool(of_program["todo"]) == (level == "problem")

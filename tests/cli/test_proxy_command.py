@@ -142,7 +142,7 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
             2,
             "--ca-file: /no/such/file holds no",
         ),
-        (["--upstream", "https://a", "--ca-file", "MODEL"], 2, "holds no certificates"),
+        (["--upstream", "https://a", "--ca-file", "MODEL"], 2, "has no certificates"),
         (["--server-cmd", "llama-server 'x"], 2, "--server-cmd: No closing quotation"),
         (["--server-cmd", "llama-server --port 1"], 2, "make them agree"),
         (["--upstream", "http://a", "--host", "192.0.2.1"], 1, "192.0.2.1"),

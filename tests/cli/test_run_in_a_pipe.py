@@ -198,7 +198,7 @@ def test_a_failure_is_told_with_what_to_do(
             "LLAMA_SERVER",
         ),
         (["MODEL"], 2, "the prompt is empty", ""),
-        (["MODEL", "Hi", "--chat", "--json"], 2, "--chat and --json exclude each other", ""),
+        (["MODEL", "Hi", "--chat", "--json"], 2, "--chat and --json cannot be combined", ""),
         (
             ["MODEL", "Hi", "--server-arg=-np", "--server-arg=3"],
             2,
@@ -209,7 +209,7 @@ def test_a_failure_is_told_with_what_to_do(
             ["MODEL", "Hi", "--server-arg=-c 512"],
             2,
             "two words, '-c', '512'",
-            "a --server-arg of its own",
+            "needs its own --server-arg",
         ),
         (["MODEL", "Hi", "--slots", "0"], 2, "--slots", ""),
         (["MODEL", "Hi", "--temperature", "inf"], 2, "--temperature", "less than or equal"),
