@@ -117,7 +117,7 @@ class Exchange:
                 question=_question(messages),
             ),
         )
-        self._client.when_slow(self.leased.pauses)
+        self._client.when_slow(self.leased.stopped_waiting)
         self._wants_lease = True
         if grant is not None:
             grant(self.leased, job_name)

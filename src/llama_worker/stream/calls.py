@@ -167,7 +167,7 @@ def partition(
     problems: list[str] = []
     for call in calls:
         if isinstance(call, MalformedCall):
-            target = _aimed_at(call.text, normal_names, exit_names)
+            target = _intended_tool(call.text, normal_names, exit_names)
             if target in exit_names:
                 exits.append(_malformed_exit(target, call.text, emitted_at))
             else:
@@ -266,7 +266,7 @@ def _malformed_exit(name: str, raw: str, emitted_at: float) -> ExitSignal:
 _NAME_KEY = re.compile(r'"name"\s*:\s*"([^"]*)"')
 
 
-def _aimed_at(text: str, normal_names: Collection[str], exit_names: Collection[str]) -> str:
+def _intended_tool(text: str, normal_names: Collection[str], exit_names: Collection[str]) -> str:
     """The tool that a malformed call most likely means; "" if that is unclear."""
     if named := _NAME_KEY.search(text):
         return named[1]
