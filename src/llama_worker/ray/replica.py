@@ -32,7 +32,7 @@ _SILENT_S = 3.0
 _MARGIN_S = 2.0  # on top of a lease: the last renewal may have arrived, and its answer been lost
 _ANSWER_S = 15.0  # to a submit
 _SHOWN_CHARS = 400
-_RAYS_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
+_RAY_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
 T = TypeVar("T")
 _logger = logging.getLogger("llama_worker.ray")
 
@@ -370,5 +370,5 @@ def one_line(error: RayError) -> str:
         isinstance(error, ActorDiedError) and error.actor_init_failed
     ):
         lines = lines[-1:]  # the exception, without the traceback above it
-    words = " ".join(line for line in lines if not _RAYS_FIELDS.match(line))
+    words = " ".join(line for line in lines if not _RAY_FIELDS.match(line))
     return textwrap.shorten(words, _SHOWN_CHARS, placeholder=" ...")

@@ -80,7 +80,7 @@ class Exchange:
         self._proxy = proxy
         self._response_id: str | None = None  # of a response that is to be stored
         self._is_announced = False
-        client.when_left(self.abort.abort)
+        client.set_disconnect_callback(self.abort.abort)
 
     def enter(self, response_id: str, *, is_stored: bool) -> None:
         """Take a place for a response. Raises ApiError (503) if all places are taken."""
@@ -117,7 +117,7 @@ class Exchange:
                 question=_question(messages),
             ),
         )
-        self._client.when_slow(self.leased.stopped_waiting)
+        self._client.set_stall_callback(self.leased.stopped_waiting)
         self._wants_lease = True
         if grant is not None:
             grant(self.leased, job_name)

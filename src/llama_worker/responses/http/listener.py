@@ -180,7 +180,7 @@ class SocketListener:
     def _on_ready(self, client: Client) -> None:
         """A client has sent something, or has left."""
         if client in self._busy:
-            client.left()
+            client.disconnected()
             return
         try:
             data = client.socket.recv(_READ_BYTES)
@@ -294,7 +294,7 @@ class SocketListener:
     def _take_back(self, client: Client) -> None:
         """Take it from its request's thread: read its next request, or close it."""
         self._busy.discard(client)
-        client.forget_request()
+        client.clear_callbacks()
         if not client.http.reply.is_complete:
             self._drop(client)
             return
@@ -314,7 +314,7 @@ class SocketListener:
             self._drop(client)
         for client in self._busy:
             client.cut()
-            client.left()  # aborts its upstream request, which no actor may know of yet
+            client.disconnected()  # aborts its upstream request, which no actor may know of yet
         while self._busy:
             client = self._returned.get()
             self._busy.discard(client)
