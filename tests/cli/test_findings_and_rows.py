@@ -153,8 +153,8 @@ def test_gpus_must_be_used_and_seen(
     assert levels(doctor_findings.of_gpus(machine, server)) == expected
 
 
-CONTEXT = "a --ctx-size of at most {}, for all slots together"
-SMALLER = "use a smaller quantisation or model"
+CONTEXT = "use a --ctx-size of at most {}, for all slots together"
+SMALLER = "use a smaller quantisation or model, or end other programs"
 MORE_GPUS = "use a smaller quantisation or more GPUs, or end other programs that use them"
 
 
@@ -247,7 +247,7 @@ def test_a_cuda_server_must_be_on_a_gpu(
     [
         ({}, "native", []),
         ({"chat_template_caps": {"supports_tools": False}}, "prompted", [("tools", "note")]),
-        ({"chat_template_caps": None}, "the server does not tell", [("tools", "note")]),
+        ({"chat_template_caps": None}, "not reported by the server", [("tools", "note")]),
         ({"total_slots": 4}, "native", [("slots", "problem")]),
         ({"default_generation_settings": "odd"}, "native", []),
         (
