@@ -47,7 +47,7 @@ TOO_NEW = "llama_model_load: error loading model: unknown model architecture: 'n
     [
         (
             "/no/such.gguf --server /bin/true",
-            "llama-server .*not tell its version.*model .*there is no file.*pidfd",
+            "llama-server .*not report its version.*model .*there is no file.*pidfd",
         ),
         ("--server /no/such/server", "llama-server .*does not exist.*what to do: .*pidfd"),
         (
@@ -74,7 +74,10 @@ def test_the_doctor_names_a_problem_and_goes_on(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("MODEL --server SERVER --server-arg=--port --server-arg=5", "--port 5.*no --server-arg"),
+        (
+            "MODEL --server SERVER --server-arg=--port --server-arg=5",
+            "--port 5.*cannot be set by it",
+        ),
         ("fleet.toml --server /bin/true", "--server"),
         ("fleet.toml --server-arg x", "--server-arg"),
         ("--server-arg x", "--server-arg"),
