@@ -382,9 +382,9 @@ def test_a_table_for_pipes_has_aligned_columns() -> None:
 
 
 def test_a_finding_goes_on_below_its_own_column() -> None:
-    finding = doctor_findings.Finding("note", "GPUs", "no NVIDIA GPU was found", "look for one")
+    finding = doctor_findings.Finding("note", "GPUs", "no NVIDIA GPU is seen", "look for one")
     assert doctor_findings.lines([finding], 36) == [
-        "note     GPUs  no NVIDIA GPU was found",
+        "note     GPUs  no NVIDIA GPU is seen",
         "               what to do: look for\n               one",
     ]
     assert doctor_findings.lines([finding], 35)[0] == (

@@ -140,7 +140,7 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
         (
             ["--upstream", "https://a", "--ca-file", "/no/such/file"],
             2,
-            "--ca-file: /no/such/file holds no",
+            "--ca-file: /no/such/file has no",
         ),
         (["--upstream", "https://a", "--ca-file", "MODEL"], 2, "has no certificates"),
         (["--server-cmd", "llama-server 'x"], 2, "--server-cmd: No closing quotation"),
