@@ -21,7 +21,7 @@ from llama_worker.actors.messages import BeginLease, EndLease, RequestMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
-from llama_worker.request.output import WaitingReads, is_answered_by
+from llama_worker.request.output import WaitingReads, can_answer
 from llama_worker.request.request import Request
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.lazy_reading import HURRY_LASTS_S
@@ -134,7 +134,7 @@ class RequestActor(Child[RequestMessage]):
 
     def _end_lease(self, order: EndLease) -> None:
         if self._request is order.exchange:
-            order.exchange.hear_out(self._runtime.now())
+            order.exchange.await_cause(self._runtime.now())
             if order.exchange.has_ended:
                 self._forget_request()
             self._send([])
@@ -176,7 +176,7 @@ class RequestActor(Child[RequestMessage]):
             case messages.GetStatus():
                 question.reply.answer(request.status())
             case messages.ReadOutput():
-                if is_answered_by(question, *request.output_chars):
+                if can_answer(question, *request.output_chars):
                     self._answer_read(question, request)
                 else:
                     self._waiting_reads.add(question)

@@ -42,12 +42,12 @@ def declared(kind: Any) -> dict[str, str]:
 
 def table(kind: Any) -> str:
     """A row for each key."""
-    said = meanings(kind)
-    rows = ["| key | type | what |", "| --- | --- | --- |"]
+    texts = meanings(kind)
+    rows = ["| key | type | meaning |", "| --- | --- | --- |"]
     for name, written in declared(kind).items():
         shown = re.sub(r"^(?:Not)?Required\[(.*)\]$", r"\1", written).replace("|", "\\|")
         absent = "" if name in kind.__required_keys__ else "; may be absent"
-        rows.append(f"| `{name}` | `{shown}` | {said[name].removesuffix('.')}{absent} |")
+        rows.append(f"| `{name}` | `{shown}` | {texts[name].removesuffix('.')}{absent} |")
     return "\n".join(rows)
 
 

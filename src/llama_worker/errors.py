@@ -17,11 +17,11 @@ _SHORTAGES = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EADDRNOTAVAIL, errno.ENOMEM, errno.ENOBUFS}
 )
 _REFUSALS: dict[SubmitErrorCode, str] = {
-    "NO_SLOT_AVAILABLE": "every slot holds a request; wait for one to end, or configure more slots",
+    "NO_SLOT_AVAILABLE": "all slots are in use; wait for a request to end, or configure more slots",
     "WORKER_NOT_READY": "the server is stopped or starting; wait for start(), or try again later",
-    "WORKER_DRAINING": "drain() was called; another worker can take the request",
+    "WORKER_DRAINING": "drain() was called, so no new requests are admitted; use another worker",
     "WORKER_FAILED": (
-        "the server could not be kept running; get_worker_status() says why, start() tries again"
+        "the server failed; last_error in get_worker_status() says why, and start() tries again"
     ),
 }
 
@@ -82,7 +82,7 @@ class WorkerStartError(LlamaWorkerError):
 
     @property
     def advice(self) -> str | None:
-        """The cause and what to do, in one line; None if the server's last lines do not tell."""
+        """The cause and what to do, in one line; None if the server's log does not tell."""
         return advice_for(self.reason, self.detail, self.returncode, self.log_tail)
 
     @property
@@ -94,7 +94,9 @@ class WorkerStartError(LlamaWorkerError):
     def __str__(self) -> str:
         head = f"{self.summary}; {self.advice}" if self.advice else self.summary
         shown = self.log_tail[-_SHOWN_LOG_LINES:]
-        return "\n  ".join((f"{head}; the server's last lines:", *shown)) if shown else head
+        return (
+            "\n  ".join((f"{head}; the last lines of the server's log:", *shown)) if shown else head
+        )
 
 
 class WorkerStopError(LlamaWorkerError):
@@ -135,7 +137,7 @@ class RequestFailed(LlamaWorkerError):
         detail = result.get("fail_detail", "")
         what = f"{result['fail_reason']}: {detail}" if detail else str(result["fail_reason"])
         which = f"request {result['request_id']}, {result['job_name']!r}"
-        return f"{what} ({which}; .result has the {kept} characters of text that came)"
+        return f"{what} ({which}; .result has the {kept} characters of text received)"
 
 
 class WorkerClosed(LlamaWorkerError):

@@ -130,7 +130,10 @@ def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWor
     raising = Tools(bad=lambda arguments: _raise(errors[arguments["n"]]), odd=lambda _: object())
     rig = make_worker(normal_tools=raising.definitions, tool_runner=raising)
     failing = [(call("bad", n=n), type(error).__name__) for n, error in enumerate(errors)]
-    for bad, named in (*failing, (call("odd"), "'odd' returned what JSON cannot hold: a object (")):
+    for bad, named in (
+        *failing,
+        (call("odd"), "'odd' returned a value that JSON cannot represent: a object ("),
+    ):
         result = rig.run(*calling(bad, call("odd", 1)))
         assert result["fail_reason"] == "tool_execution_error"
         assert named in result["fail_detail"]

@@ -52,7 +52,7 @@ TOO_NEW = "llama_model_load: error loading model: unknown model architecture: 'n
     [
         (
             "/no/such.gguf --server /bin/true",
-            "llama-server .*not tell its version.*model .*there is no file.*pidfd",
+            "llama-server .*not report its version.*model .*there is no file.*pidfd",
         ),
         ("--server /no/such/server", "llama-server .*does not exist.*what to do: .*pidfd"),
         (
@@ -79,7 +79,10 @@ def test_the_doctor_names_a_problem_and_goes_on(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("MODEL --server SERVER --server-arg=--port --server-arg=5", "--port 5.*no --server-arg"),
+        (
+            "MODEL --server SERVER --server-arg=--port --server-arg=5",
+            "--port 5.*cannot be set by it",
+        ),
         ("fleet.toml --server /bin/true", "--server"),
         ("fleet.toml --server-arg x", "--server-arg"),
         ("--server-arg x", "--server-arg"),
@@ -139,7 +142,7 @@ def test_a_fleets_model_is_looked_for_as_its_server_does(
     )
     done = run("doctor", str(fleet), HOME=str(Path(model).parent))
     assert done.returncode == 1, done.stdout
-    assert re.search(r"problem  model .*~/model\.gguf: .*does not know ~", done.stdout)
+    assert re.search(r"problem  model .*~/model\.gguf: .*does not expand ~", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,7 @@ def test_a_fleets_server_is_asked_as_its_worker_runs_it(
         each
         for each in found
         if each["subject"] == "a"
-        and re.search("does not tell its version|asked for its version|no flags", each["text"])
+        and re.search("does not report its version|--version ended|no flags", each["text"])
     )
     assert of_program["level"] == level
     assert bool(of_program["todo"]) == (level == "problem")

@@ -154,16 +154,16 @@ def test_gpus_must_be_used_and_seen(
     assert levels(doctor_findings.of_gpus(machine, server)) == expected
 
 
-CONTEXT = "a --ctx-size of at most {}, for all slots together"
-SMALLER = "a smaller quantisation or a smaller model"
-MORE_GPUS = "a smaller quantisation, more GPUs, or end what else uses them"
+CONTEXT = "use a --ctx-size of at most {}, for all slots together"
+SMALLER = "use a smaller quantisation or model, or end other programs"
+MORE_GPUS = "use a smaller quantisation or more GPUs, or end other programs that use them"
 
 
 @pytest.mark.parametrize(
     ("size_bytes", "trained_tokens", "server", "expected"),
     [
         (4 * GIB, None, SERVER, []),
-        (15 * GIB, None, SERVER, [("memory", "note", "a small --ctx-size")]),
+        (15 * GIB, None, SERVER, [("memory", "note", "use a small --ctx-size")]),
         (17 * GIB, None, SERVER, [("memory", "problem", SMALLER)]),
         (17 * GIB, None, ON_GPU, []),
         (4 * GIB, 8192, SERVER, []),
@@ -171,7 +171,7 @@ MORE_GPUS = "a smaller quantisation, more GPUs, or end what else uses them"
         (4 * GIB, 8192, ON_GPU, []),
         (4 * GIB, 65536, ON_GPU, []),
         (4 * GIB, 65536, on_gpus(5120), [("GPU memory", "note", CONTEXT.format(4096))]),
-        (4 * GIB, 65536, on_gpus(4100), [("GPU memory", "note", "a smaller quantisation")]),
+        (4 * GIB, 65536, on_gpus(4100), [("GPU memory", "note", "use a smaller quantisation")]),
         (4 * GIB, 8192, on_gpus(2048), [("GPU memory", "note", MORE_GPUS)]),
         (4 * GIB, 8192, on_gpus(4096, 4096), []),
     ],
@@ -213,7 +213,7 @@ def test_what_the_model_takes_is_named() -> None:
     [
         (-4, "", "--no-repack.*a portable build"),
         (132, "Illegal instruction (core dumped)", "--no-repack.*a portable build"),
-        (1, "\x1b[31musage:\n" + "x" * 999, "take a build of llama-server for this system"),
+        (1, "\x1b[31musage:\n" + "x" * 999, "use a build of llama-server for this system"),
     ],
 )
 def test_a_program_that_does_not_tell_its_version(returncode: int, said: str, todo: str) -> None:
@@ -248,7 +248,7 @@ def test_a_cuda_server_must_be_on_a_gpu(
     [
         ({}, "native", []),
         ({"chat_template_caps": {"supports_tools": False}}, "prompted", [("tools", "note")]),
-        ({"chat_template_caps": None}, "the server does not tell", [("tools", "note")]),
+        ({"chat_template_caps": None}, "not reported by the server", [("tools", "note")]),
         ({"total_slots": 4}, "native", [("slots", "problem")]),
         ({"default_generation_settings": "odd"}, "native", []),
         (
@@ -355,7 +355,7 @@ def test_a_server_whose_slots_differ_from_the_file() -> None:
         worker="w", slots_configured=1, health=200, slots=[slot(0, 1, 0), slot(1, 2, 0)]
     )
     (row,) = ServersHistory().rows([answer], 0.0)
-    assert (row.slots_used, row.slots_total, row.last_reason) == (2, 2, "the file says 1 slots")
+    assert (row.slots_used, row.slots_total, row.last_reason) == (2, 2, "configured slots: 1")
 
 
 @pytest.mark.parametrize(

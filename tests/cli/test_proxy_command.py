@@ -129,7 +129,7 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
         (["--upstream", "http://a", "--server", "b"], 2, "--server needs --model"),
         (["--server-cmd", "a", "--server", "b"], 2, "--server needs --model"),
         (["--upstream", "ftp://a"], 2, "upstream must be a URL"),
-        (["--upstream", "http://user:hush@a"], 2, "must hold no user or password"),
+        (["--upstream", "http://user:hush@a"], 2, "must not contain a user or password"),
         (
             ["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"],
             2,
@@ -140,9 +140,9 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
         (
             ["--upstream", "https://a", "--ca-file", "/no/such/file"],
             2,
-            "--ca-file: /no/such/file holds no",
+            "--ca-file: /no/such/file has no",
         ),
-        (["--upstream", "https://a", "--ca-file", "MODEL"], 2, "holds no certificates"),
+        (["--upstream", "https://a", "--ca-file", "MODEL"], 2, "has no certificates"),
         (["--server-cmd", "llama-server 'x"], 2, "--server-cmd: No closing quotation"),
         (["--server-cmd", "llama-server --port 1"], 2, "make them agree"),
         (["--upstream", "http://a", "--host", "192.0.2.1"], 1, "192.0.2.1"),

@@ -87,12 +87,12 @@ TIMINGS = {"ttft_s": 0.41, "total_s": 0.7, "tokens_per_second": 45.24}
             result(usage=USAGE, timings=TIMINGS),
             [
                 "12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached",
-                "first token after 0.4 s, 0.7 s in all",
+                "first token after 0.4 s, 0.7 s in total",
             ],
         ),
         (
             result(timings={"total_s": 3.0, "tokens_per_second": 2.0}),
-            ["2.0 tokens/s", "3.0 s in all"],
+            ["2.0 tokens/s", "3.0 s in total"],
         ),
         (result(), []),
     ],
@@ -103,7 +103,7 @@ def test_the_numbers_at_the_end(ended: Any, lines: list[str]) -> None:
 
 def test_tokens_that_the_server_did_not_count() -> None:
     cut = result("canceled", timings={"total_s": 3.0, "tokens_per_second": 2.0})
-    assert run_report.summary(cut, 6) == ["6 tokens, 2.0 tokens/s", "3.0 s in all"]
+    assert run_report.summary(cut, 6) == ["6 tokens, 2.0 tokens/s", "3.0 s in total"]
     assert run_report.summary(result("canceled"), 6) == ["6 tokens"]
     assert run_report.summary(result("canceled"), 0) == []
     assert run_report.summary(result(usage=USAGE), 6)[0].startswith("12 tokens")
@@ -114,8 +114,8 @@ def test_tokens_that_the_server_did_not_count() -> None:
     [
         (result(), exits.DONE, ""),
         (result(finish_reason=RequestFinishReason.MAX_TOKENS), exits.DONE, "--max-tokens"),
-        (result("canceled"), exits.CANCELED, "what had come is above"),
-        (result("canceled", text=""), exits.CANCELED, "nothing had come"),
+        (result("canceled"), exits.CANCELED, "the output so far is above"),
+        (result("canceled", text=""), exits.CANCELED, "cancelled before any output"),
         (failed("stall_timeout"), exits.FAILED, "--timeouts slow_prefill"),
         (failed("http_error", "exceeds the available context size"), exits.FAILED, "--ctx-size"),
         (failed("server_died"), exits.FAILED, "  \u241b[31mlast line"),
@@ -124,7 +124,11 @@ def test_tokens_that_the_server_did_not_count() -> None:
             exits.FAILED,
             "what to do: it uses instructions",
         ),
-        (failed("server_died", "ended with signal 40"), exits.FAILED, "what to do: its last lines"),
+        (
+            failed("server_died", "ended with signal 40"),
+            exits.FAILED,
+            "what to do: its last log lines",
+        ),
     ],
 )
 def test_how_an_answer_ends(ended: Any, code: int, said: str) -> None:

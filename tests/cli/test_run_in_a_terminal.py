@@ -84,7 +84,7 @@ def test_ctrl_c_cancels_and_twice_stops_at_once(
     worker = psutil.Process(server.journal.facts("launched")[-1]["pid"])
     worker.suspend()  # it takes no notice of a regular stop
     screen.send("\x03")
-    screen.expect("cancelled; what had come is above")
+    screen.expect("cancelled; the output so far is above")
     screen.expect("1 token")
     screen.send("\x03")
     assert screen.wait() == 130

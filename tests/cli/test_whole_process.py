@@ -105,7 +105,7 @@ def test_a_signal_ends_it_and_keeps_what_came(
         process.send_signal(number)
         rest, errors = process.communicate(timeout=WAIT_S)
     assert (process.returncode, rest) == (code, "\n")
-    assert "cancelled; what had come is above" in errors
+    assert "cancelled; the output so far is above" in errors
     assert server.is_gone()
 
 

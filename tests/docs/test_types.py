@@ -53,4 +53,4 @@ def test_no_answer_is_left_out() -> None:
 def test_the_tables_of_the_reference_are_those_of_the_types() -> None:
     text = PAGE.read_text()
     assert with_tables(text) == text, "python -m tools.answer_tables"
-    assert text.count("| key | type | what |") == len(answers())
+    assert text.count("| key | type | meaning |") == len(answers())

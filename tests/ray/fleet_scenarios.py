@@ -146,7 +146,7 @@ def a_replica_is_replaced_after_its_requests(stage: Stage) -> None:
         return status["replicas"][number]["state"] is ReplicaState.DRAINING
 
     eventually(is_draining, "the drain", WAIT_S)
-    with pytest.raises(ReplicaLost, match="it cannot be replaced, it is draining"):
+    with pytest.raises(ReplicaLost, match="it cannot be replaced while it is draining"):
         fleet.replace(number).get(timeout=WAIT_S)
     other_id = submitted(fleet, *fs.plain_reply(fs.Text("elsewhere")))
     assert ended(fleet, other_id)["text"] == "elsewhere"

@@ -268,7 +268,7 @@ def test_a_lease_ends_a_held_up_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HELD_UP], capture_output=True, text=True, timeout=WAIT_S, check=False
     )
-    assert (done.returncode, "no renewal for 0.2 s" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "no lease renewal for 0.2 s" in done.stderr) == (1, True), done.stderr
 
 
 # ---------------------------------------------------------------- errors

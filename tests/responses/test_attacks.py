@@ -233,7 +233,7 @@ def test_a_reused_descriptor_is_a_new_client() -> None:
     has_left: list[bool] = []
 
     def serve(request: HttpRequest, client: ProxyClient) -> None:
-        client.when_left(lambda: has_left.append(True))
+        client.set_disconnect_callback(lambda: has_left.append(True))
         client.reply(200, {})
 
     with listening(serve) as (listener, connect):

@@ -70,7 +70,7 @@ class Stream:
         http.reply = ReplyFramer("POST")
         http.reply.begin(200, [])
         self.client = Client(ours, http, WAIT_S)
-        self.client.when_slow(self.leased.pauses)
+        self.client.set_stall_callback(self.leased.stopped_waiting)
         endpoint = Endpoint(base_url=make_server(serve).url, connect_timeout_s=WAIT_S)
         self.chat = ChatExchange(
             abort, endpoint, self.leased, before_reading=lambda: None, silence_s=WAIT_S
@@ -205,13 +205,13 @@ def test_a_slow_client_excuses_the_server(stream: Stream) -> None:
             pass
 
     reader = threading.Thread(target=drain)
-    pauses = stream.leased.pauses
+    stopped_waiting = stream.leased.stopped_waiting
 
     def slow() -> None:
-        pauses()
+        stopped_waiting()
         reader.start()
 
-    stream.client.when_slow(slow)
+    stream.client.set_stall_callback(slow)
     stream.leased.sends()
     assert stream.is_waited_for()
     stream.client.write(b"x" * (8 << 20))

@@ -109,15 +109,15 @@ def test_a_close_on_the_thread_of_a_response_returns(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a `__del__` of the host's, which the garbage collector calls on any thread."""
-    stage, closed, heard = make_stage(), threading.Event(), LeasedRequest.heard
+    stage, closed, received = make_stage(), threading.Event(), LeasedRequest.received
 
     def close(*args: Any) -> None:
-        monkeypatch.setattr(LeasedRequest, "heard", heard)
+        monkeypatch.setattr(LeasedRequest, "received", received)
         stage.rig.worker.close()
         closed.set()
-        heard(*args)
+        received(*args)
 
-    monkeypatch.setattr(LeasedRequest, "heard", close)
+    monkeypatch.setattr(LeasedRequest, "received", close)
     with stage.client.ask(*HALF, fs.WaitClose()):
         assert closed.wait(WAIT_S)
         stage.rig.wait_gone()

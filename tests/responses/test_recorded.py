@@ -29,7 +29,7 @@ GROWING = [
 assert len(GROWING) >= 20, "a conversation of several turns is no longer among those recorded"
 CACHE_SHARE = 0.95
 # of answers_in_a_given_form
-KNOWN_WARNINGS = {"beside tools, text.format is only asked for in the prompt"}
+KNOWN_WARNINGS = {"with tools, text.format is only requested in the prompt"}
 
 
 @pytest.mark.parametrize("bodies", RECORDED.values(), ids=RECORDED.keys())

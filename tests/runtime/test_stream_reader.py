@@ -197,9 +197,9 @@ def test_text_before_garbage_is_reported(rig: Rig) -> None:
 @cases(
     "error, is_flushed, says",
     {
-        "no memory": (MemoryError(), False, "there is no memory to read the stream"),
+        "no memory": (MemoryError(), False, "out of memory while reading the stream"),
         # whoever flushes is an actor, which is not to die of it
-        "no memory for a flush": (MemoryError(), True, "there is no memory to read the stream"),
+        "no memory for a flush": (MemoryError(), True, "out of memory while reading the stream"),
         "a mistake of our own": (RuntimeError("a mistake"), False, "a mistake"),
     },
 )

@@ -383,7 +383,7 @@ class Host:
             client.end()
             while truth.ended_at is None:
                 yield 0.05
-        told = exchange.explained(failure)
+        told = exchange.failure_for_client(failure)
         client.end()
         what = f"the slot of {exchange.request_id}, whose client was served"
         self._invariants.expect(

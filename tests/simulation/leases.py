@@ -84,7 +84,7 @@ class ProxiedClient:
             case StreamOpened(at=at):
                 self.exchange.opened(at)
             case StreamEvents(events=events, at=at):
-                self.exchange.heard(events, at)
+                self.exchange.received(events, at)
                 self.has_finish |= any(isinstance(event, Finish) for event in events)
             case StreamClosed():
                 self.closed.answer(message)

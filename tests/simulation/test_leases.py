@@ -35,7 +35,7 @@ def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
     with bench.ready():
         mailbox, exchange = granted(bench)
         exchange.opened(scheduler.now)
-        exchange.heard([TextDelta("Once")], scheduler.now)
+        exchange.received([TextDelta("Once")], scheduler.now)
         assert exchange.breaks(disconnected("in mid-stream"))
         mailbox.tell(EndLease(exchange=exchange))
         scheduler.run_for(EXIT_REPORT_WAIT_S - 0.05)

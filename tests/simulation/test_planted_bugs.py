@@ -186,7 +186,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("lost time counts", "clock:LATE_S", lambda right: math.inf, "host and server stalled"),
     Bug(
         "whatever comes is progress",
-        "request.progress:Advance.by",
+        "request.progress:NoveltyDetector.is_new",
         returns(True),
         "frozen progress",
     ),

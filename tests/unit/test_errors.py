@@ -31,7 +31,7 @@ from tests.conftest import Speechless
         (WorkerStartError("exited", "it ended", -9, ("a", "b")), "exited: it ended (signal 9)"),
         (WorkerStopError("unkillable", "pid 5"), "unkillable: pid 5"),
         (WorkerClosed("w"), "worker 'w' is closed"),
-        (RequestRefused("NO_SLOT_AVAILABLE"), "NO_SLOT_AVAILABLE: every slot holds a request"),
+        (RequestRefused("NO_SLOT_AVAILABLE"), "NO_SLOT_AVAILABLE: all slots are in use"),
         (ConfigError("slots must be 1 or more"), "slots must be 1 or more"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_start_error_has_reason_and_last_lines() -> None:
         None,
     )
     first, *others = str(error).splitlines()
-    assert first == "exited: the server ended (return code 1); the server's last lines:"
+    assert first == "exited: the server ended (return code 1); the last lines of the server's log:"
     assert [line.strip() for line in others] == list(lines[-20:])
 
 
@@ -126,7 +126,7 @@ def test_a_server_that_ended(returncode: int, log: str, says: str) -> None:
 )
 def test_an_unknown_cause_gives_no_advice(returncode: int | None, log: str) -> None:
     error = WorkerStartError("exited", "it ended", returncode, [log])
-    assert str(error) == f"{error.summary}; the server's last lines:\n  {log}"
+    assert str(error) == f"{error.summary}; the last lines of the server's log:\n  {log}"
 
 
 @pytest.mark.parametrize(

@@ -84,18 +84,21 @@ ServerOption = Annotated[
 ]
 ServerArgOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="WORD", help="One more word for the server's command; may be repeated."),
+    typer.Option(metavar="WORD", help="An extra word for the server's command; may be repeated."),
 ]
 SlotsOption = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Requests that a started server takes side by side.")
+    int,
+    typer.Option(
+        min=1, metavar="N", help="Requests that a started server handles at the same time."
+    ),
 ]
 Timeouts = Literal["slow", TimeoutPreset]
 TimeoutsOption = Annotated[
     Timeouts,
-    typer.Option(metavar="PRESET", help="Limits: slow (for slow_prefill), normal, fast or debug."),
+    typer.Option(metavar="PRESET", help="Time limits: slow (slow_prefill), normal, fast or debug."),
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")
+    bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")
 ]
 
 
@@ -107,15 +110,18 @@ def run_command(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="PROMPT", help="What to ask; read from stdin where it is - or left out."
+            metavar="PROMPT", help="What to ask; read from stdin if it is - or left out."
         ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="A conversation; Ctrl-D ends it.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Hold a conversation; Ctrl-D ends it.")
+    ] = False,
     system: Annotated[
         str, typer.Option("--system", metavar="TEXT", help="The system prompt.", show_default=False)
     ] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Longest answer, in tokens [4096].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Maximum length of the answer, in tokens [4096]."),
     ] = None,
     temperature: Annotated[
         float | None,
@@ -125,21 +131,25 @@ def run_command(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Sampling seed: the same answer again, at the same load."),
+        typer.Option(
+            metavar="N", help="Sampling seed: gives the same answer again, at the same load."
+        ),
     ] = None,
     exit_tools: Annotated[
         bool,
         typer.Option(
             "--exit-tools",
-            help="Offer the model the starter exit tools, and explain them; its signals are shown.",
+            help="Offer and explain the ready-made exit tools to the model, and show its signals.",
         ),
     ] = False,
     server: ServerOption = None,
     ctx_size: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Tokens of context [the model's].")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Size of the context, in tokens [the model's]."),
     ] = None,
     gpu_layers: Annotated[
-        str | None, typer.Option(metavar="N|auto|all", help="Layers on GPUs [auto].")
+        str | None,
+        typer.Option(metavar="N|auto|all", help="Number of layers to put on GPUs [auto]."),
     ] = None,
     slots: SlotsOption = 1,
     server_arg: ServerArgOption = None,
@@ -150,7 +160,7 @@ def run_command(
     timeouts: TimeoutsOption = "slow",
     as_json: JsonOption = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress, reasoning or numbers.")
+        bool, typer.Option("--quiet", "-q", help="Show no progress, reasoning or statistics.")
     ] = False,
 ) -> int:
     """Ask a model; starts and stops a server for it.
@@ -161,7 +171,7 @@ def run_command(
     second Ctrl-C ends everything at once.
     """
     if chat and as_json:
-        raise UsageProblem("--chat and --json exclude each other: --json reports one answer")
+        raise UsageProblem("--chat and --json cannot be combined: --json reports one answer")
     from llama_worker.cli.run import Talk, run
     from llama_worker.cli.servers import find_server, worker_config
 
@@ -232,9 +242,9 @@ def top_command(
         str | None,
         typer.Option("--metrics", metavar="URL", help="Ask a running host's metrics endpoint."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     interval: Annotated[
-        float, typer.Option(min=2, max=86400, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option(min=2, max=86400, metavar="SECONDS", help="Time between two updates.")
     ] = 3,
 ) -> int:
     """Watch workers in a live table; q or Ctrl-C ends.
@@ -253,7 +263,7 @@ def top_command(
 @app.command("responses-proxy", epilog=exits.HELP)
 def responses_proxy_command(
     upstream: Annotated[
-        str | None, typer.Option(metavar="URL", help="A llama-server that runs [LLAMA_CPP_URL].")
+        str | None, typer.Option(metavar="URL", help="A running llama-server [LLAMA_CPP_URL].")
     ] = None,
     host: Annotated[
         str, typer.Option(metavar="HOST", envvar="PROXY_HOST", help="Address to listen on.")
@@ -288,7 +298,7 @@ def responses_proxy_command(
         typer.Option(
             metavar="URL",
             help=(
-                "An origin of web pages that may use the proxy, or a further name of it; "
+                "An origin of web pages that may use the proxy, or another host name of it; "
                 "may be repeated."
             ),
         ),
@@ -301,7 +311,8 @@ def responses_proxy_command(
     server_cmd: Annotated[
         str | None,
         typer.Option(
-            metavar="CMD", help="Start this llama-server; {host}, {port} and {slots} are filled in."
+            metavar="CMD",
+            help="Start a llama-server by this command; {host}, {port}, {slots} are filled in.",
         ),
     ] = None,
     timeouts: TimeoutsOption = "slow",
@@ -346,11 +357,11 @@ def _prompt(given: str | None) -> str:
     if given is None:
         if sys.stdin.isatty():
             raise UsageProblem(
-                'what is the model to be asked? Give a prompt ("..."), pipe one in, or add --chat'
+                'no prompt was given: give one after the model ("..."), pipe one in, or add --chat'
             )
         given = sys.stdin.buffer.read().decode(errors="replace")
     if not given or not given.strip():
-        raise UsageProblem('the prompt is empty: give one behind the model ("..."), or pipe one in')
+        raise UsageProblem('the prompt is empty: give one after the model ("..."), or pipe one in')
     return _decoded(given)
 
 

@@ -41,7 +41,7 @@ def examine(
     file. Main thread only. Raises UsageProblem."""
     fleet = named if named is not None and named.endswith(".toml") else None
     if fleet and (server_named or server_args):
-        raise UsageProblem("a fleet file has commands of its own: leave out --server, --server-arg")
+        raise UsageProblem("a fleet file has its own commands: leave out --server and --server-arg")
     if named is None and server_args:
         raise UsageProblem("--server-arg needs a MODEL: without one no server is started")
     with Interrupts() as interrupts:
@@ -118,8 +118,10 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
             findings += _examine_program(name, config, interrupts)
             for _, named in flag_values(config.server_cmd, ("-m", "--model")):
                 if os.path.expanduser(named) != named:
-                    text = f"there is no file {harmless(named)}: llama-server does not know ~"
-                    findings.append(Finding("problem", "model", text, "write out the home folder"))
+                    text = f"there is no file {harmless(named)}: llama-server does not expand ~"
+                    findings.append(
+                        Finding("problem", "model", text, "write the home folder in full")
+                    )
                 elif (model := _found(findings, "model", find_model, named)) is not None:
                     findings += doctor_findings.of_model(model, machine, None)
     findings += doctor_findings.of_caches(fleet, machine.memory_bytes)

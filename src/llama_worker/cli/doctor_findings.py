@@ -36,11 +36,11 @@ _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200
 # if the model alone is larger than the memory: the level, the consequence, what to do
 _TOO_BIG: dict[str, tuple[Level, str, str]] = {
-    "memory": ("problem", "", "a smaller quantisation or a smaller model; or end other programs"),
+    "memory": ("problem", "", "use a smaller quantisation or model, or end other programs"),
     "GPU memory": (
         "note",
-        ": a part of the model will run on the CPU, far slower",
-        "a smaller quantisation, more GPUs, or end what else uses them",
+        ": part of the model will run on the CPU, which is far slower",
+        "use a smaller quantisation or more GPUs, or end other programs that use them",
     ),
 }
 
@@ -81,33 +81,35 @@ def of_server(server: ServerFacts) -> Iterator[Finding]:
     if server.devices:
         yield Finding("ok", "devices", "it can use " + harmless("; ".join(server.devices)))
     elif server.devices is not None:
-        yield Finding("note", "devices", "it can use no GPU: it computes on the CPU")
+        yield Finding("note", "devices", "it cannot use a GPU and computes on the CPU")
 
 
 def of_broken_server(subject: str, server: ServerFacts) -> Finding:
     """The finding for a program that does not print its version."""
     program = f"{server.path} ({server.how})"
     if server.returncode == -signal.SIGILL or ILLEGAL.search(server.said):
-        text = f"{program}, asked for its version, ended with {described(server.returncode)}"
+        text = f"{program} --version ended with {described(server.returncode)}"
         return Finding("problem", subject, text, NOT_EXECUTED)
     said = one_line(server.said, _SAID_CHARS) or "nothing"
     todo = (
-        "take a build of llama-server for this system, or install the libraries it misses; a "
+        "use a build of llama-server for this system, or install the libraries it lacks; a "
         'script must pass on its arguments ("$@")'
     )
-    text = f"{program} does not tell its version; it says: {said}"
+    text = f"{program} does not report its version; its output: {said}"
     return Finding("problem", subject, text, todo)
 
 
 def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
     """Whether the server can use the NVIDIA GPUs, and whether the library can see their work."""
     if not machine.gpus:
-        yield Finding("note", "GPUs", "no NVIDIA GPU is seen (nvidia-smi is absent, or finds none)")
+        yield Finding(
+            "note", "GPUs", "no NVIDIA GPU was found (nvidia-smi is missing, or lists none)"
+        )
         return
     yield Finding("ok", "GPUs", harmless("; ".join(machine.gpus)))
     if server is not None and server.devices == ():
         todo = (
-            "take a build with CUDA (--server), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on "
+            "use a build with CUDA (--server), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on "
             "the CPU"
         )
         text = "this llama-server was built without support for them"
@@ -124,7 +126,7 @@ def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) ->
         machine.address_space_bytes is not None
         and machine.address_space_bytes < 2 * model.size_bytes + _THREADS_BYTES
     ):
-        text = f"a process may use {size(machine.address_space_bytes)} only"
+        text = f"a process may use only {size(machine.address_space_bytes)}"
         yield Finding("problem", "address space", text, "raise `ulimit -v`")
     on_gpus = sum(
         int(mib) << 20
@@ -151,7 +153,7 @@ def _of_memory(kind: str, model: Model, free_bytes: int, free: str) -> Finding:
 
 def _needs(model: Model) -> str:
     if model.context is None:
-        return f"the model's file has {size(model.size_bytes)}"
+        return f"the model file is {size(model.size_bytes)}"
     tokens, context_bytes = model.context.trained_tokens, _full_bytes(model) - model.size_bytes
     full = f"its full context of {tokens} tokens at most {size(context_bytes)}"
     return f"the model takes {size(model.size_bytes)}, {full}"
@@ -167,12 +169,12 @@ def _full_bytes(model: Model) -> int:
 
 def _smaller_context(model: Model, available_bytes: int) -> str:
     if model.context is None or not model.context.bytes_per_token:
-        return "a small --ctx-size"
+        return "use a small --ctx-size"
     fitting = (available_bytes - model.size_bytes) // model.context.bytes_per_token
     tokens = fitting // _TOKENS_STEP * _TOKENS_STEP
     if not tokens:
-        return "a smaller quantisation"
-    return f"a --ctx-size of at most {tokens}, for all slots together"
+        return "use a smaller quantisation"
+    return f"use a --ctx-size of at most {tokens}, for all slots together"
 
 
 def of_trial(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
@@ -183,31 +185,33 @@ def of_trial(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
         yield Finding(
             "problem",
             "slots",
-            f"asked for 1, the server has {trial.slots}: the program adds options of its own",
-            "let --parallel be passed on to the llama-server unchanged",
+            f"asked for 1, but the server has {trial.slots}: the program adds its own options",
+            "make the program pass --parallel on to llama-server unchanged",
         )
     if trial.tools:
-        yield Finding("ok", "tools", "native: the model's chat template knows tools")
+        yield Finding("ok", "tools", "native: the model's chat template supports tools")
     elif trial.tools is None:
-        text = "the server does not tell: native, and prompted should it refuse them"
+        text = "not reported by the server: native, or prompted if the server refuses tools"
         yield Finding("note", "tools", text)
     else:
-        text = "the model's chat template has no tools; the system prompt will explain them"
+        text = "the model's chat template has no tools; the system prompt explains them"
         todo = (
-            "for native tools another model, or another template (--server-arg "
+            "for native tools, use another model or another template (--server-arg "
             "--chat-template-file ...)"
         )
         yield Finding("note", "tools", f"prompted: {text}", todo)
     if trial.system_role is False:
-        text = "it has no system role: system prompts go elsewhere, or are lost"
+        text = "it has no system role: system prompts may be moved or lost"
         yield Finding("note", "template", text)
     uses_cuda = any(device.startswith("CUDA") for device in server.devices or ())
     if trial.gpus:
-        yield Finding("ok", "GPUs", f"the server is seen on {', '.join(trial.gpus)}")
+        yield Finding("ok", "GPUs", f"the server was seen on {', '.join(trial.gpus)}")
     elif trial.gpus is not None and uses_cuda:
-        text = "the server is not seen on any of them, so its work and errors there cannot be seen"
+        text = (
+            "the server was not seen on any of them, so its work and errors there are not visible"
+        )
         todo = (
-            "start a container with --pid=host; outside of one, see whether the server computes on "
+            "start a container with --pid=host; outside a container, check whether the server uses "
             "a GPU at all"
         )
         yield Finding("problem", "GPUs", text, todo)
@@ -219,7 +223,7 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
         machine.free_port is not None,
         text=f"{machine.free_port} is free",
         problem="no free port was found",
-        todo="end programs that listen; see `ss -ltn`",
+        todo="end programs that listen on ports; `ss -ltn` lists them",
     )
     stat, io = (trial.proc_stat, trial.proc_io) if trial else (machine.proc_stat, machine.proc_io)
     hidden = f" (/proc is mounted with {machine.hidepid})" if machine.hidepid else ""
@@ -231,10 +235,10 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
         yield Finding("problem", "/proc", text, "mount /proc in the container, without hidepid")
     elif not io:
         text = (
-            f"CPU time can be read, disk reads cannot{hidden}: a model that loads slowly may look "
-            "hung"
+            f"CPU time can be read, but disk reads cannot{hidden}: a model that loads slowly may "
+            "look hung"
         )
-        todo = "run the server as the same user; --timeouts slow_prefill"
+        todo = "run the server as the same user; or use --timeouts slow_prefill"
         yield Finding("note", "/proc", text, todo)
     else:
         yield Finding("ok", "/proc", f"CPU time and disk reads can be seen{hidden}")
@@ -249,14 +253,14 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
         "threads",
         threads is None or threads >= MIN_THREADS,
         text="no limit" if threads is None else f"{threads} more can be started",
-        todo="raise `ulimit -u`, or the container's limit of pids; or end other programs",
+        todo="raise `ulimit -u` or the container's limit of pids, or end other programs",
     )
     yield _checked(
         "pidfd",
         machine.pidfd,
         text="supported",
         problem="not supported here",
-        todo="a Linux kernel from 5.3 on, not emulated",
+        todo="use Linux 5.3 or later, not emulated",
     )
 
 
@@ -273,7 +277,7 @@ def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> 
             "compared with it"
         )
         yield Finding("note", subject, harmless(text))
-    todo = "correct the command, or take another build: `llama-server --help` lists what it knows"
+    todo = "correct the command, or use another build: `llama-server --help` lists its flags"
     unknown = unknown_flags(config.server_cmd, known) if known is not None else ()
     for word in unknown:
         text = f"this llama-server does not know {harmless(word)}"

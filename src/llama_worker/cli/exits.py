@@ -12,8 +12,8 @@ CANCELED = BY_SIGNAL + 2  # SIGINT
 OUTPUT_CLOSED = 141  # 128 + SIGPIPE
 
 HELP = (
-    "Exit codes: 0 done; 1 it could not start, or failed; 2 wrong usage; 130 cancelled by Ctrl-C;"
-    " 141 whoever read the output went away; 129, 143 ended by SIGHUP, SIGTERM."
+    "Exit codes: 0 success; 1 the start or the request failed; 2 wrong usage; 130 cancelled by "
+    "Ctrl-C; 141 the reader of the output closed it; 129, 143 ended by SIGHUP, SIGTERM."
 )
 
 

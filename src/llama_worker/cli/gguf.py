@@ -21,12 +21,12 @@ _HEAD_BYTES = 64
 _SHOWN_NAMES = 3  # of files
 _SHOWN_CHARS = 80  # of a MODEL argument that is not a path, such as a prompt
 _PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})(\.gguf)")
-_DOWNLOAD_AGAIN = "download the model again, the file itself, in the GGUF format"
+_DOWNLOAD_AGAIN = "download the model again: the file itself, in the GGUF format"
 _CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py"
 _LOOKS_LIKE = (  # a file's first bytes, what kind of file it is, what to do
     (rb"\Z", "it is empty", _DOWNLOAD_AGAIN),
     (rb"version https://git-lfs", "it is a Git LFS pointer", "run `git lfs pull` in its clone"),
-    (rb"\s*<", "it is a web page", _DOWNLOAD_AGAIN + ": on Hugging Face by its download link"),
+    (rb"\s*<", "it is a web page", _DOWNLOAD_AGAIN + "; on Hugging Face, use its download link"),
     (rb"PK", "it is a PyTorch file or a zip archive", _CONVERT),
     (rb'(?s:.{7})\0\{"', "it is a safetensors file", _CONVERT),
 )
@@ -73,7 +73,7 @@ def find_model(named: str) -> Model:
         todo = (
             f"chmod u+r {path}, or run as its owner"
             if isinstance(error, PermissionError)
-            else "give the path of a model in the GGUF format; the prompt stands behind it"
+            else "give the path of a model in the GGUF format; the prompt comes after it"
         )
         what = f"{one_line(named, _SHOWN_CHARS)} cannot be read: {error.strerror}"
         raise Problem("no_model", what, todo) from None
@@ -84,7 +84,7 @@ def _model_at(path: Path, named: str) -> Model:
     if path.is_dir():
         raise Problem("no_model", f"{named} is a folder, not a model file", _models_in(path))
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe might block for ever
-        todo = "give the path of the file itself, which the server opens on its own"
+        todo = "give the path of the file itself: the server opens it"
         raise Problem("no_model", f"{named} is a pipe or a device, not a model file", todo)
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -97,7 +97,7 @@ def _model_at(path: Path, named: str) -> Model:
     parts = [path.with_name(name) for name in names] or [path]
     if missing := [part.name for part in parts if not part.is_file()]:
         what = f"parts of the model are missing: {_first_of(missing)}"
-        raise Problem("no_model", what, "put them beside the first")
+        raise Problem("no_model", what, "put them into the folder of the first part")
     return Model(str(path), sum(part.stat().st_size for part in parts), read_context_needs(path))
 
 
@@ -125,7 +125,7 @@ def _models_in(folder: Path) -> str:
     there = sorted(str(path) for path in folder.glob("*.gguf")) if folder.is_dir() else []
     if not there:
         return "give the path of a model in the GGUF format"
-    return f"give the path of a GGUF file; there are {_first_of(there)}"
+    return f"give the path of a GGUF file; found {_first_of(there)}"
 
 
 def _first_of(names: list[str]) -> str:

@@ -139,5 +139,5 @@ def _check_ca_file(path: str | None) -> None:
         ssl.create_default_context(cafile=path)
     except OSError as error:
         raise UsageProblem(
-            f"--ca-file: {path} holds no certificates (PEM): {error.strerror or error}"
+            f"--ca-file: {path} has no certificates (PEM): {error.strerror or error}"
         ) from error

@@ -30,12 +30,12 @@ from llama_worker.types.worker import StartFailReason
 _LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")
 _LOG_LINES = 12  # shown if a server did not start: a failed model load prints ten lines
 _LABEL_CHARS = 200  # a terminal cuts it to its width
-_SLOW_HARDWARE = "for slow hardware: --timeouts slow_prefill"
-_LOOPS = "the model repeats itself: another --temperature, --seed or prompt"
+_SLOW_HARDWARE = "on slow hardware, use --timeouts slow_prefill"
+_LOOPS = "the model repeats itself: try another --temperature, --seed or prompt"
 _HANGS = f"the server showed no sign of work; {_SLOW_HARDWARE}"
 _BY_FAILURE = {
     RequestFailReason.SERVER_DIED: (
-        "its last lines say why; `llama-worker doctor MODEL` looks for common causes"
+        "its last log lines say why; `llama-worker doctor MODEL` looks for common causes"
     ),
     RequestFailReason.HEADERS_TIMEOUT: _HANGS,
     RequestFailReason.TTFT_TIMEOUT: _SLOW_HARDWARE,
@@ -43,7 +43,7 @@ _BY_FAILURE = {
     RequestFailReason.REPEATED_LINE_LOOP: _LOOPS,
     RequestFailReason.REPEATED_TEXT_LOOP: _LOOPS,
     RequestFailReason.REQUEST_LOST: (
-        "the server forgot the request: try again, or another build of llama-server"
+        "the server lost the request: try again, or use another build of llama-server"
     ),
     RequestFailReason.SERVER_ERROR: "the server refused to go on; the detail says why",
     RequestFailReason.TOOL_PARSE_ERROR: (
@@ -52,24 +52,23 @@ _BY_FAILURE = {
 }
 _BY_START_FAILURE = {
     StartFailReason.PORT_IN_USE: (
-        "leave --port out, and a free one is found; or end the program that listens there "
-        "(ss -ltnp)"
+        "leave out --port to get a free one, or end the program that listens there (ss -ltnp)"
     ),
     StartFailReason.UNKILLABLE: (
-        "a process that SIGKILL does not end still holds the place: end what it waits for, or the "
-        "machine"
+        "a server process survived SIGKILL and still holds its resources: end what it waits for, "
+        "or reboot the machine"
     ),
     StartFailReason.SPAWN_FAILED: (
-        "give --server (or --server-cmd) the path of a llama-server that can be executed here"
+        "give --server (or --server-cmd) the path of a llama-server that runs on this machine"
     ),
     StartFailReason.STARTUP_TIMEOUT: (
-        f"it hangs, or the disk is slower than the limit allows; {_SLOW_HARDWARE}"
+        f"it hangs, or the disk is too slow for the limit; {_SLOW_HARDWARE}"
     ),
     StartFailReason.CANARY_FAILED: (
-        "try the model by hand: it does not answer as the canary's check wants"
+        "try the model by hand: its answer did not pass the canary's check"
     ),
     StartFailReason.STOPPED: "start again",
-    StartFailReason.EXITED: "its last lines say why; run it by hand to see all of them",
+    StartFailReason.EXITED: "its last log lines say why; run it by hand to see all of them",
 }
 _CONTEXT = re.compile("exceed.*context|context size|n_ctx", re.IGNORECASE)
 _BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")
@@ -110,7 +109,7 @@ def working(status: RequestStatus) -> Activity:
 
 def summary(result: RequestResult, tokens: int | None = None) -> list[str]:
     """`12 tokens, 45.2 tokens/s; prompt: 31 tokens, 8 of them cached`, and `first token after 0.4
-    s, 0.7 s in all`. `tokens`: how many came, if the server did not report its usage."""
+    s, 0.7 s in total`. `tokens`: how many came, if the server did not report its usage."""
     timings, usage = result.get("timings"), result.get("usage")
     speed = timings.get("tokens_per_second") if timings is not None else None
     count = usage["completion_tokens"] if usage is not None else tokens or None
@@ -123,7 +122,7 @@ def summary(result: RequestResult, tokens: int | None = None) -> list[str]:
         lines[0] += f"; prompt: {_tokens(usage['prompt_tokens'])}{cached}"
     if timings is not None:
         first = f"first token after {seconds(timings['ttft_s'])}, " if "ttft_s" in timings else ""
-        lines.append(f"{first}{seconds(timings['total_s'])} in all")
+        lines.append(f"{first}{seconds(timings['total_s'])} in total")
     return lines
 
 
@@ -136,14 +135,16 @@ def ending(result: RequestResult, log_tail: Sequence[str], tokens: int | None = 
     lines = [signal_line(signal) for signal in result["signals"]]
     if result["state"] is RequestState.CANCELED:
         lines.append(
-            "cancelled; what had come is above" if result["text"] else "cancelled; nothing had come"
+            "cancelled; the output so far is above"
+            if result["text"]
+            else "cancelled before any output"
         )
     elif result["state"] is RequestState.FAILED:
         lines.append(harmless(f"failed: {result['fail_reason']}: {result.get('fail_detail', '')}"))
         if result["fail_reason"] == "server_died":
             lines += [f"  {harmless(line)}" for line in log_tail]
     if result["finish_reason"] is RequestFinishReason.MAX_TOKENS:
-        lines.append("cut off: more --max-tokens, or, where the context is full, more --ctx-size")
+        lines.append("cut off: raise --max-tokens, or --ctx-size if the context is full")
     if todo := after_failure(result, log_tail):
         lines.append(f"  what to do: {todo}")
     return [*lines, *summary(result, tokens)]
@@ -190,20 +191,20 @@ def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
         return None
     if reason is RequestFailReason.CONTEXT_EXCEEDED or _CONTEXT.search(detail):
         return (
-            "the context is too small for prompt and answer: more --ctx-size, or a shorter prompt"
+            "the context is too small for prompt and answer: raise --ctx-size or shorten the prompt"
         )
     if reason is RequestFailReason.SERVER_DIED and _BY_SIGILL.search(detail):
         return NOT_EXECUTED
     if reason is RequestFailReason.SERVER_DIED and OUT_OF_MEMORY.search("\n".join(log_tail)):
         return f"it does not fit into the memory: {LESS_MEMORY}"
     return _BY_FAILURE.get(
-        reason, "try again; if it stays, `llama-worker doctor MODEL` looks for common causes"
+        reason, "try again; if it persists, `llama-worker doctor MODEL` looks for common causes"
     )
 
 
 def start_problem(error: WorkerStartError) -> Problem:
     shown = [f"  {harmless(line)}" for line in error.log_tail[-_LOG_LINES:]]
-    more = ["the server's last lines:", *shown] if shown else []
+    more = ["the last lines of the server's log:", *shown] if shown else []
     return Problem(
         str(error.reason),
         harmless(f"the server did not start: {error.summary}"),

@@ -60,7 +60,7 @@ def worker_config(
             **config,
         )
     except ConfigError as error:
-        hint = "; each word is a --server-arg of its own; host, port and slots are no --server-arg"
+        hint = "; each word needs its own --server-arg; host, port and slots cannot be set by it"
         raise UsageProblem(f"{error}{hint if server_args else ''}") from error
 
 

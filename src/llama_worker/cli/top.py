@@ -74,7 +74,9 @@ def _live(
     problem: Problem | None = None
     with _single_keys(), Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
         while True:
-            caption = _ENDS if problem is None else f"{harmless(problem.what)} (old numbers)"
+            caption = (
+                _ENDS if problem is None else f"{harmless(problem.what)} (showing old numbers)"
+            )
             live.update(_table(rows, console.width, caption), refresh=True)
             if _quits(interval_s):
                 return
@@ -166,9 +168,7 @@ class MetricsSource:
         text = body.decode(errors="replace")
         rows = self._history.rows(_samples(text, self._url), time.monotonic())
         if not rows:
-            todo = (
-                "the host has to register a WorkerCollector (docs/metrics.md), and to have a worker"
-            )
+            todo = "the host must register a WorkerCollector (docs/metrics.md) and have a worker"
             raise Problem("no_metrics", f"{self._url} has no worker", todo)
         return rows
 
@@ -178,14 +178,14 @@ def _samples(text: str, url: str) -> Iterator[Sample]:
         from prometheus_client.parser import text_string_to_metric_families
     except ModuleNotFoundError as error:
         todo = "pip install 'llama-worker[metrics]'"
-        raise Problem("no_extra", f"{error.name} is missing, which reads metrics", todo) from error
+        raise Problem("no_extra", f"{error.name}, which reads metrics, is missing", todo) from error
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 yield sample.name, sample.labels, sample.value
     except ValueError as error:
-        todo = "give the URL of the metrics, mostly one that ends in /metrics"
-        raise Problem("no_metrics", f"{url} answers something else than metrics", todo) from error
+        todo = "give the URL of the metrics; most end in /metrics"
+        raise Problem("no_metrics", f"{url} does not serve metrics", todo) from error
 
 
 class FleetSource:

@@ -207,7 +207,7 @@ class ServersHistory:
                 (str(slot.get("id")), str(slot.get("id_task"))): _decoded(slot) for slot in slots
             }
             if total != answer.slots_configured:
-                reason = f"the file says {answer.slots_configured} slots"
+                reason = f"configured slots: {answer.slots_configured}"
         return Row(
             worker=answer.worker,
             state=state,

@@ -51,8 +51,8 @@ class _UnsafeOption(Struct, frozen=True):
 _UNSAFE_OPTIONS = (
     _UnsafeOption(
         ("--tools", "-ag", "--agent", "--mcp-servers-config", "--mcp-servers-json"),
-        "the server may start programs outside its own process tree, which outlive it; tools of a "
-        "worker are its normal_tools",
+        "the server may start programs outside its own process tree, which outlive it; give the "
+        "worker's tools as normal_tools",
         variables=(
             "LLAMA_ARG_TOOLS",
             "LLAMA_ARG_AGENT",
@@ -70,7 +70,7 @@ _UNSAFE_OPTIONS = (
     _UnsafeOption(
         ("-kvu", "--kv-unified", "--kv-unified-per-slot"),
         "all slots share one context; requests that fill it together are all aborted, and one "
-        "may be as long as all of it",
+        "may fill all of it",
         variables=("LLAMA_ARG_KV_UNIFIED", "LLAMA_ARG_KV_UNIFIED_PER_SLOT"),
         negations=("-no-kvu", "--no-kv-unified"),
         among_slots=True,
@@ -89,9 +89,9 @@ _UNSAFE_OPTIONS = (
     ),
     _UnsafeOption(
         ("--lora", "--lora-scaled", "--lora-init-without-apply"),
-        "a request with other scales than its neighbours' (`lora` among its params) is not "
-        "computed beside them; it stands still until they have ended, and may be taken for "
-        "hung; give each set of scales a worker",
+        "requests with different scales (`lora` among their params) are not computed side by side: "
+        "one waits until the others have ended, and may be taken for hung; use one worker for each "
+        "set of scales",
         among_slots=True,
     ),
 )
@@ -110,12 +110,12 @@ def command_warnings(
     if _program_at(command) is not None and not _names_model(command, env):
         lines.append(
             "server_cmd names no model: llama-server then runs as a router, which starts a server "
-            "of its own for each model; give --model, and each model a worker"
+            "of its own for each model; give --model, and use one worker per model"
         )
     if slots > 1 and not _says_slots(command, env):
         lines.append(
             "server_cmd has no --parallel: the server opens four slots that share one context, "
-            "-no-kvu or not; requests that fill it together are all aborted; give "
+            "even with -no-kvu; requests that fill it together are all aborted; give "
             f"--parallel {slots}"
         )
     lines += _timeout_warnings(command, timeouts)
@@ -146,9 +146,9 @@ def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     if size <= BATCH_SIZE:
         return None
     return (
-        f"the server reads prompts in batches of {size} tokens: a neighbour's next token, the "
-        f"notice of a cancel, and a prompt's progress wait for one; set --batch-size {BATCH_SIZE}, "
-        "which costs a CPU next to nothing"
+        f"the server reads prompts in batches of {size} tokens: other requests' tokens, cancels "
+        f"and progress reports wait until a batch is done; set --batch-size {BATCH_SIZE}, which is "
+        "hardly slower on a CPU"
     )
 
 
@@ -162,7 +162,7 @@ def memory_warning(limits: Mapping[str, float], memory_bytes: int) -> str | None
     shown = ", ".join(f"{name}: {limit:g} MiB" for name, limit in limits.items())
     what = "a server" if len(limits) == 1 else f"{len(limits)} servers"
     return (
-        f"{what} may keep up to {total:g} MiB of prompts in memory ({shown}), beside the models; "
+        f"{what} may keep up to {total:g} MiB of prompts in memory ({shown}), besides the models; "
         f"this machine has {memory_mib} MiB: set cache_ram_mib (--cache-ram; a server's default is "
         f"{DEFAULT_CACHE_RAM_MIB} MiB)"
     )
@@ -271,6 +271,6 @@ def _timeout_warnings(command: Sequence[str], timeouts: TimeoutProfile) -> Itera
         ]
         if longer:
             yield (
-                f"server_cmd has {flag} {value}, shorter than {', '.join(longer)} of the profile: "
-                "the server may close a connection that the worker would still wait for"
+                f"server_cmd has {flag} {value}, shorter than the profile's {', '.join(longer)}: "
+                "the server may close a connection for which the worker still waits"
             )

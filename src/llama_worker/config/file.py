@@ -142,7 +142,7 @@ def _fleet(data: Table) -> dict[str, WorkerConfig]:
         config = configs[name] = _config(worker)
         other = ports.setdefault((canonical(config.connect_host), config.port), name)
         if other != name:
-            raise worker.bad(f"{config.port} is the port of {other!r} already", "port")
+            raise worker.bad(f"port {config.port} is already used by worker {other!r}", "port")
     return configs
 
 
@@ -175,14 +175,14 @@ def _config(worker: _Worker) -> WorkerConfig:
     if "server_cmd" not in values:
         values["server_cmd"] = _server_cmd(worker, values, of_command)
     elif of_command:
-        problem = "has no effect beside server_cmd: leave out one of them"
+        problem = "has no effect together with server_cmd: remove one of them"
         raise worker.bad(problem, next(iter(of_command)))
     return worker.build(WorkerConfig, name=worker.name, **values)
 
 
 def _server_cmd(worker: _Worker, values: Table, parts: Table) -> tuple[str, ...]:
     if "model" not in parts:
-        raise worker.bad("a model (a GGUF file) is missing, or a whole server_cmd")
+        raise worker.bad("either model (a GGUF file) or server_cmd is needed")
     for key in ("model", "executable"):
         if key in parts and not (isinstance(parts[key], str) and parts[key]):
             raise worker.bad(f"must be a non-empty str, not {parts[key]!r}", key)
@@ -226,11 +226,14 @@ def _check_keys(at: KeyPath, table: Table, allowed: set[str]) -> None:
         if key in allowed:
             continue
         if key in _IN_CODE_ONLY:
-            problem = f"cannot be in a file; in the program: dataclasses.replace(config, {key}=...)"
+            problem = (
+                "cannot be set in a file; set it in the program: "
+                f"dataclasses.replace(config, {key}=...)"
+            )
         elif key == "name":
-            problem = "the name of the table is the worker's name"
+            problem = "cannot be set: the name of the table is the worker's name"
         elif key in _WORKER_KEYS:
-            problem = "is each worker's own: it cannot be among the defaults"
+            problem = "cannot be set in [defaults]: each worker needs its own"
         else:
             problem = _unknown(key, allowed)
         raise _BadEntry((*at, key), problem)

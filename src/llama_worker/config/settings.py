@@ -276,7 +276,7 @@ def _checked_name(field: str, name: Any) -> str:
     checked_str(field, name, empty=False)
     if not name.isprintable():
         raise ConfigError(
-            f"{field} must be printable, since it stands in log lines and prompts; not {name!r}"
+            f"{field} must be printable, since it appears in log lines and prompts; not {name!r}"
         )
     return plain_str(name)
 
@@ -296,7 +296,7 @@ def _check_zone(field: str, name: Any) -> None:
         _zone(name)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
-            f"{field} {name!r} is unknown here; an IANA name such as 'Europe/Vienna' is needed"
+            f"{field} {name!r} is not a known time zone; use an IANA name such as 'Europe/Vienna'"
         ) from error
 
 
@@ -314,7 +314,7 @@ def _checked_probes(field: str, value: object) -> tuple[LivenessProbe, ...]:
         each = f"{field}[{index}]"
         if not isinstance(probe, LivenessProbe):
             raise TypeError(
-                f"{each} must have the methods probe and reset; {type(probe).__name__} has not"
+                f"{each} must have the methods probe and reset; {type(probe).__name__} lacks them"
             )
         check_callback(f"{each}.probe", probe.probe, "root_pid", "now")
         check_callback(f"{each}.reset", probe.reset)

@@ -107,7 +107,8 @@ def _check_schema(where: str, schema: dict[str, Any]) -> None:
         raise ConfigError(f"{where}{error.json_path[1:]}: {_what_is_wrong(error)}")
     if schema.get("type", "object") != "object":
         raise ConfigError(
-            f"{where} needs 'type': 'object', since arguments are one; not {shown(schema['type'])}"
+            f"{where} needs 'type': 'object', since a tool's arguments are an object; not "
+            f"{shown(schema['type'])}"
         )
     for path, part in _object_schemas("", schema):
         _check_keys(f"{where}{path}", part, _KEYWORDS)
@@ -119,7 +120,7 @@ def _what_is_wrong(error: Any) -> str:
     path, value = list(error.absolute_path), error.instance
     if path and path[-1] == "type" and isinstance(value, str):
         hint = did_you_mean(value, _TYPES) or f"known: {', '.join(_TYPES)}"
-        return f"no such type as {value!r}; {hint}"
+        return f"unknown type {value!r}; {hint}"
     return f"not a JSON schema: {error.message[:200]}"
 
 
@@ -139,13 +140,13 @@ def _check_required(where: str, schema: Mapping[str, Any]) -> None:
     names = list(schema.get("properties", {}))
     for name in schema.get("required", ()):
         if name not in names:
-            hint = did_you_mean(name, names) or f"there are {', '.join(names) or 'none'}"
-            raise ConfigError(f"{where}: required names {name!r}, which is no property; {hint}")
+            hint = did_you_mean(name, names) or f"known: {', '.join(names) or 'none'}"
+            raise ConfigError(f"{where}: required lists {name!r}, which is not a property; {hint}")
 
 
 def _check_bounds(where: str, schema: Mapping[str, Any]) -> None:
     for low, high in _BOUNDS:
         if low in schema and high in schema and schema[low] > schema[high]:
             raise ConfigError(
-                f"{where}: {low} {schema[low]} is above {high} {schema[high]}; nothing fits both"
+                f"{where}: {low} {schema[low]} is above {high} {schema[high]}; no value fits both"
             )

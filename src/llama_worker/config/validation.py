@@ -162,7 +162,7 @@ def _copied(where: str, value: object, depth: int) -> object:
     if depth > _MAX_JSON_DEPTH:
         where = f"{where[:_SHOWN_CHARS]}..."
         raise ConfigError(
-            f"{where} must be nested {_MAX_JSON_DEPTH} levels deep at most, and not hold itself"
+            f"{where} must be nested {_MAX_JSON_DEPTH} levels deep at most, without cycles"
         )
     match value:
         case None | bool():
@@ -191,7 +191,7 @@ def _copied(where: str, value: object, depth: int) -> object:
             ]
         case _:
             raise TypeError(
-                f"{where} must be what JSON can hold (str, int, float, bool, None, list, tuple or "
+                f"{where} must be JSON-serializable (str, int, float, bool, None, list, tuple or "
                 f"mapping), not {type(value).__name__}: {shown(value)}"
             )
 
@@ -311,7 +311,7 @@ def names_near_fields(kind: type[T]) -> type[T]:
         for name in given:
             if name not in kind.__dataclass_fields__:  # type: ignore[attr-defined]
                 known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-                hint = did_you_mean(name, known) or f"there are {', '.join(known)}"
+                hint = did_you_mean(name, known) or f"known: {', '.join(known)}"
                 raise TypeError(f"{kind.__name__} has no field {name!r}; {hint}")
         make(self, *args, **given)
 

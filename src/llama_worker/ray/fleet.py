@@ -123,7 +123,7 @@ class Fleet(Startable):
         actor_class: Any = ray.remote(RayWorker).options(**(options or {}))
         if not ray.is_initialized():
             raise LlamaWorkerError(
-                "Ray is not initialised in this process: call ray.init(address=...) before"
+                "Ray is not initialised in this process: call ray.init(address=...) first"
             )
         self._name = name
         self._pid = os.getpid()
@@ -292,7 +292,9 @@ class Fleet(Startable):
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             forked = FleetClosed(self._name)
-            forked.add_note(f"this process was forked; the fleet is that of process {self._pid}")
+            forked.add_note(
+                f"the fleet belongs to process {self._pid}; create a new one after a fork"
+            )
             raise forked
         if self._is_closing:
             raise FleetClosed(self._name)

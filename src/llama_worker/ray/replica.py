@@ -32,7 +32,7 @@ _SILENT_S = 3.0
 _MARGIN_S = 2.0  # on top of a lease: the last renewal may have arrived, and its answer been lost
 _ANSWER_S = 15.0  # to a submit
 _SHOWN_CHARS = 400
-_RAYS_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
+_RAY_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
 T = TypeVar("T")
 _logger = logging.getLogger("llama_worker.ray")
 
@@ -190,7 +190,7 @@ class Replica:
         _logger.info("replica ready %s node=%s slots=%d", self._name, self._node, self.slots)
         self._started.answer(None)
         status = await actor.wait_failed.remote()
-        raise self._lost(f"its worker failed: {status.get('last_error', 'no reason told')}")
+        raise self._lost(f"its worker failed: {status.get('last_error', 'no reason given')}")
 
     async def _renew(self, actor: Any) -> None:
         """Renew the actor's lease. When it is over, kill the actor and raise ReplicaLost."""
@@ -208,7 +208,7 @@ class Replica:
                 self._set_silent(False)
             elif now() >= over_at:
                 renewal.cancel()
-                self._why_killed = f"no answer for {self._lease_s:g} s, the time of its lease"
+                self._why_killed = f"no answer for {self._lease_s:g} s (lease_s)"
                 kill(actor)
                 raise self._lost(self._why_killed)
             elif now() > answered_at + _SILENT_S:
@@ -217,20 +217,20 @@ class Replica:
 
     def _set_silent(self, is_silent: bool) -> None:
         if is_silent is not self._silent.is_set():
-            _logger.warning("replica %s %s", "silent" if is_silent else "answers", self._name)
+            _logger.warning("replica %s %s", "silent" if is_silent else "answers again", self._name)
             (self._silent.set if is_silent else self._silent.clear)()
 
     async def replace(self) -> None:
         """Drain the worker, end its actor, and return once the next one is READY. Raises
         ReplicaLost if the replica is not READY when called."""
         if self._state is not ReplicaState.READY:
-            raise self._lost(f"it cannot be replaced, it is {self._state}")
+            raise self._lost(f"it cannot be replaced while it is {self._state}")
         actor = self._actor
         self._state, self._started = ReplicaState.DRAINING, WorkerFuture()
         with suppress(RayError):  # it died meanwhile, and is replaced anyway
             await actor.drain.remote()
             await self._settle()
-            self._why_killed = "it was drained, to be replaced"
+            self._why_killed = "it was drained and is being replaced"
             kill(actor)
         await self._started
 
@@ -370,5 +370,5 @@ def one_line(error: RayError) -> str:
         isinstance(error, ActorDiedError) and error.actor_init_failed
     ):
         lines = lines[-1:]  # the exception, without the traceback above it
-    words = " ".join(line for line in lines if not _RAYS_FIELDS.match(line))
+    words = " ".join(line for line in lines if not _RAY_FIELDS.match(line))
     return textwrap.shorten(words, _SHOWN_CHARS, placeholder=" ...")

@@ -26,7 +26,7 @@ from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from llama_worker.worker import LlamaWorker, no_such_request
 
 _PORTS_TRIED = 10
-_HEARD_S = 1.0  # after the end of a lease: for handling a renewal that has already arrived
+_RENEWAL_GRACE_S = 1.0  # after the end of a lease: for handling a renewal that has already arrived
 _FOLLOW_INTERVAL_S = 0.05  # between two updates
 _STATUS_INTERVAL_S = 0.5  # between two checks of a request without new output
 _logger = logging.getLogger("llama_worker.ray")
@@ -175,44 +175,46 @@ class RayWorker:
     async def events(self) -> AsyncGenerator[_Event, None]:
         """Yield each lifecycle event from now on, as the config's `on_event` gets it; ends when the
         worker is closed."""
-        with self._listening() as heard:
-            while (event := await heard.get()) is not _CLOSED:
+        with self._listening() as queue:
+            while (event := await queue.get()) is not _CLOSED:
                 yield event
 
     async def wait_failed(self) -> WorkerStatus:
         """Return when the worker is FAILED: it is locked out, and runs no more requests."""
-        with self._listening() as heard:
+        with self._listening() as queue:
             while True:
                 status = await self._worker.get_worker_status()
                 if status["state"] is WorkerState.FAILED:
                     return status
-                await heard.get()
+                await queue.get()
 
     @contextmanager
     def _listening(self) -> Iterator[asyncio.Queue[_Event]]:
         """A queue of the events from now on."""
-        heard: asyncio.Queue[_Event] = asyncio.Queue()
+        queue: asyncio.Queue[_Event] = asyncio.Queue()
         if self._is_closed:
-            heard.put_nowait(_CLOSED)
-        listener = asyncio.get_running_loop(), heard
+            queue.put_nowait(_CLOSED)
+        listener = asyncio.get_running_loop(), queue
         self._listeners.append(listener)
         try:
-            yield heard
+            yield queue
         finally:
             self._listeners.remove(listener)
 
     def _publish(self, event: _Event) -> None:
         """Any thread."""
-        for loop, heard in tuple(self._listeners):
-            loop.call_soon_threadsafe(heard.put_nowait, event)
+        for loop, queue in tuple(self._listeners):
+            loop.call_soon_threadsafe(queue.put_nowait, event)
 
     def _end_without_renewal(self) -> None:
         """End the process when the lease is over. Runs on its own thread: while the fleet is out of
         reach, Ray's report of a streamed update blocks the event loop (Ray 2.60)."""
         # If this process was suspended, a renewal may have arrived that is not handled yet.
-        while self._renewed.wait(self._lease_s) or self._renewed.wait(_HEARD_S):
+        while self._renewed.wait(self._lease_s) or self._renewed.wait(_RENEWAL_GRACE_S):
             self._renewed.clear()
-        _logger.error("no renewal for %g s: the fleet is out of reach; ending", self._lease_s)
+        _logger.error(
+            "no lease renewal for %g s: the fleet cannot be reached; exiting", self._lease_s
+        )
         os._exit(1)  # Ray's own exit calls the head node, which may be out of reach too
 
     def _new_worker(self) -> LlamaWorker:
@@ -223,7 +225,7 @@ class RayWorker:
             raise TypeError(f"{called} must return a WorkerConfig, not {type(config).__name__}")
         if config.port != port:
             raise ConfigError(
-                f"{called} returned a config with port {config.port}: it must use its argument"
+                f"{called} returned a config with port {config.port}: it must use the port given"
             )
         own = config.on_event
 

@@ -80,11 +80,12 @@ def after_turn(finish_reason: str | None, calls: Partition, iterations_left: int
         return COMPLETED
     if finish_reason is None:
         detail = (
-            "the turn ended without a finish reason: its calls may be incomplete and are not run"
+            "the turn ended without a finish reason: its calls may be incomplete and were not run"
         )
         return failed(RequestFailReason.TOOL_PARSE_ERROR, detail)
     if iterations_left <= 0:
-        return failed(RequestFailReason.TOOL_EXECUTION_ERROR, "tool iteration budget exhausted")
+        detail = "the tool iteration budget (max_tool_iterations) is exhausted"
+        return failed(RequestFailReason.TOOL_EXECUTION_ERROR, detail)
     return None
 
 
@@ -92,7 +93,7 @@ def after_loop(loop: LoopFound | TextLoopFound) -> Outcome:
     if isinstance(loop, TextLoopFound):
         reason = RequestFailReason.REPEATED_TEXT_LOOP
         detail = (
-            f"the last {loop.chars} characters repeat {loop.period_chars} of them, which begin "
+            f"the last {loop.chars} characters repeat the same {loop.period_chars}, which begin "
             f"with {loop.sample!r}"
         )
         shown: OutputLoop = {

@@ -1,9 +1,9 @@
 """A client's request that the proxy sends to the worker's server: it holds a slot and is watched
 like any other. Pure; not thread-safe.
 
-Its sender, a thread of the proxy, reports what happens (`waits`, `pauses`, `opened`, `heard`,
-`closed`); the slot's actor asks for its progress and steps it like a `Request`. The output goes to
-the client and is not kept.
+Its sender, a thread of the proxy, reports what happens (`started_waiting`, `stopped_waiting`,
+`opened`, `received`, `closed`); the slot's actor asks for its progress and steps it like a
+`Request`. The output goes to the client and is not kept.
 
 The table lists every transition; any other event leaves the state unchanged.
 
@@ -51,11 +51,11 @@ from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAI
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.stream.events import Finish, ReasoningDelta, ServerError, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.turn_end import Finished, LastWord, TurnEnd, TurnOutcome
+from llama_worker.stream.turn_end import Finished, TurnEnd, TurnEndEvent, TurnOutcome
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 LeaseEffects = list[RequestEnded | AskIfServerDied]
-_BREAKS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED)
+_DISCONNECTS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED)
 
 
 class _Streaming(Struct, frozen=True):
@@ -134,30 +134,30 @@ class LeasedRequest:
         self._turn = TurnProgress(admitted.created_at)
         self._turn_end = TurnEnd()
         self._text_chars = self._reasoning_chars = 0
-        self._waits = False
+        self._is_waiting = False
         self._state: _State = _Streaming()
 
     # ------------------------------------------------------------ called by the sender
 
-    def waits(self) -> None:
+    def started_waiting(self) -> None:
         """The sender waits for the server from now on: it has read all that came."""
-        self._waits = True
+        self._is_waiting = True
 
-    def pauses(self) -> None:
+    def stopped_waiting(self) -> None:
         """The client does not read, so the sender reads nothing more from the server."""
-        self._waits = False
+        self._is_waiting = False
 
     def opened(self, at: float) -> None:
         """The headers of a reply with status 200 have come."""
         self._turn.headers_at = at
 
-    def heard(self, events: Iterable[StreamEvent], at: float) -> None:
+    def received(self, events: Iterable[StreamEvent], at: float) -> None:
         """Bytes came; no events if only keepalives. No effect once the request has ended."""
         if self.has_ended:
             return
         self._turn.last_stream_byte_at = at
         for event in events:
-            self._turn.hear(event, at)
+            self._turn.record(event, at)
             match event:
                 case TextDelta(text=text):
                     self._text_chars += len(text)
@@ -165,23 +165,23 @@ class LeasedRequest:
                     self._reasoning_chars += len(text)
                 case Finish() if self._answers_left > 1:
                     self._answers_left -= 1
-                case _ if isinstance(event, LastWord):
+                case _ if isinstance(event, TurnEndEvent):
                     self._conclude(self._turn_end.feed(event, at))
 
     @property
     def settled_at(self) -> float | None:
-        """When to stop waiting for the rest of the reply; None until a `LastWord` came."""
+        """When to stop waiting for the rest of the reply; None until a `TurnEndEvent` came."""
         return self._turn_end.settled_at
 
     def closed(self, failure: StreamFailure | None) -> None:
         """The exchange with the server is over; `failure` is None if it ended regularly."""
-        self._waits = False
+        self._is_waiting = False
         if self._totals.in_one_piece and not failure:
             self._conclude(Finished(None))
         else:
             self._conclude(self._turn_end.closed(failure))
 
-    def explained(self, failure: StreamFailure | None) -> StreamFailure | None:
+    def failure_for_client(self, failure: StreamFailure | None) -> StreamFailure | None:
         """The failure to report to the client: the worker's own reason if it has one."""
         given_up = self.given_up
         if failure is None or given_up is None or self.has_finished:
@@ -224,10 +224,10 @@ class LeasedRequest:
                 self.given_up = gone = failed_by(SERVER_GONE)
                 self._state = _Disconnected(gone, now + LATE_EXIT_REPORT_WAIT_S, is_asked=True)
             case Tick() if self.deadline is not None and now >= self.deadline:
-                return self._time_is_up(now)
+                return self._deadline_passed(now)
         return []
 
-    def _time_is_up(self, now: float) -> LeaseEffects:
+    def _deadline_passed(self, now: float) -> LeaseEffects:
         match self._state:
             case _Disconnected(outcome=outcome, is_asked=False):
                 self._state = _Disconnected(outcome, now + LATE_EXIT_REPORT_WAIT_S, is_asked=True)
@@ -238,7 +238,7 @@ class LeasedRequest:
                 assert self.given_up is not None  # there is no deadline otherwise
                 return self._give_up(self.given_up, now)
 
-    def hear_out(self, now: float) -> None:
+    def await_cause(self, now: float) -> None:
         """The exchange is over. If its connection broke, wait to learn the reason."""
         if isinstance(self._state, _Disconnected) and self._state.until is None:
             self._state = _Disconnected(self._state.outcome, now + EXIT_REPORT_WAIT_S)
@@ -277,7 +277,7 @@ class LeasedRequest:
     def progress(self) -> Progress:
         """`concluding` also while a slow client is served: then nobody waits for the server."""
         reads = isinstance(self._state, _Streaming | _ReadingRest)
-        concluding = not (self._waits and reads and self._turn_end.finish_reason is None)
+        concluding = not (self._is_waiting and reads and self._turn_end.finish_reason is None)
         return build_progress(
             self._totals,
             self._turn,
@@ -286,7 +286,7 @@ class LeasedRequest:
         )
 
     def status(self) -> RequestStatus:
-        return self._as_seen(build_status(self._totals, self._turn, self.progress()))
+        return self._with_own_counts(build_status(self._totals, self._turn, self.progress()))
 
     @property
     def output_chars(self) -> tuple[int, int]:
@@ -308,7 +308,7 @@ class LeasedRequest:
             case Finished(reason=reason):
                 outcome = TOKEN_LIMIT if reason == "length" else COMPLETED
                 self._state = _Over(outcome, self._state.until)
-            case StreamFailure(reason=reason) if reason in _BREAKS:
+            case StreamFailure(reason=reason) if reason in _DISCONNECTS:
                 until, known = self._state.until, self.given_up
                 self._state = _Disconnected(known or failed_by(ended), until, known is not None)
             case ServerError() | StreamFailure():
@@ -339,10 +339,10 @@ class LeasedRequest:
         outcome = outcome.for_host(self._api_key)
         self._totals.add_turn(self._turn)
         record = build_record(self._totals, self._turn, progress, outcome, [], now)
-        self._as_seen(record.status)
+        self._with_own_counts(record.status)
         return record
 
-    def _as_seen(self, status: RequestStatus) -> RequestStatus:
+    def _with_own_counts(self, status: RequestStatus) -> RequestStatus:
         """Set what was counted here; a reply in one piece is not parsed, so has no token count."""
         status["output_chars"] = self._text_chars
         status["reasoning_chars"] = self._reasoning_chars

@@ -76,7 +76,7 @@ class Output:
         self._text.begin_turn()
         self._reasoning.begin_turn()
 
-    def add_rest(self, reasoning: str, text: str) -> None:
+    def add_held_back(self, reasoning: str, text: str) -> None:
         """Append what was held back when the request ends; it is not searched for loops."""
         if self.loop is None:
             self._reasoning.append(reasoning)
@@ -104,7 +104,7 @@ def read_output(
     }
 
 
-def is_answered_by(question: ReadOutput, text_chars: int, reasoning_chars: int) -> bool:
+def can_answer(question: ReadOutput, text_chars: int, reasoning_chars: int) -> bool:
     """Whether output of this length answers the question, while the request still runs."""
     behind = question.text_offset < text_chars or question.reasoning_offset < reasoning_chars
     return behind or not question.wait
@@ -131,7 +131,7 @@ class WaitingReads:
             )
         )
         if len(self._reads) >= self._sweep_at:
-            self._reads = [read for read in self._reads if _waits(read[0]())]
+            self._reads = [read for read in self._reads if _is_awaited(read[0]())]
             self._sweep_at = max(_SWEEP_MIN, 2 * len(self._reads))
 
     def take(self, text_chars: int | None = None, reasoning_chars: int = 0) -> list[ReadOutput]:
@@ -150,7 +150,7 @@ class WaitingReads:
                 wait=True,
                 reply=reply,
             )
-            if text_chars is None or is_answered_by(question, text_chars, reasoning_chars):
+            if text_chars is None or can_answer(question, text_chars, reasoning_chars):
                 taken.append(question)
             else:
                 left.append(read)
@@ -158,5 +158,5 @@ class WaitingReads:
         return taken
 
 
-def _waits(reply: Reply[OutputChunk | NotFound] | None) -> bool:
+def _is_awaited(reply: Reply[OutputChunk | NotFound] | None) -> bool:
     return reply is not None and not reply.done()

@@ -83,7 +83,7 @@ def newest(start: float, *others: float | None) -> float:
 # ---------------------------------------------------------------- one turn
 
 
-class Advance:
+class NoveltyDetector:
     """Tells which events of one turn bring something new. Pass it every event, in order."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Advance:
         self._call_heads: set[tuple[int, str | None, str | None]] = set()
         self._fingerprints: dict[int, bool] = {}  # of unknown content, the latest last
 
-    def by(self, event: events.StreamEvent) -> bool:
+    def is_new(self, event: events.StreamEvent) -> bool:
         """Whether this event brings something new.
 
         Text, reasoning and arguments always do: repeated ones are left to the loop detector. A
@@ -164,7 +164,7 @@ class TurnProgress:
         self.timings: events.TimingsReport | None = None
         self.is_over = False  # its connection is closed, and the totals include it
         self.deltas = 0  # only those with generated content
-        self._advance = Advance()
+        self._novelty = NoveltyDetector()
 
     @property
     def tokens(self) -> int:
@@ -195,9 +195,9 @@ class TurnProgress:
             return None
         return (self.deltas - 1) / (self.last_token_at - self.first_token_at)
 
-    def hear(self, event: events.StreamEvent, at: float) -> bool:
+    def record(self, event: events.StreamEvent, at: float) -> bool:
         """Note the event; returns whether it advances the turn."""
-        advanced = self._advance.by(event)
+        advanced = self._novelty.is_new(event)
         if advanced:
             self.last_data_at = at
             self.repeated_at = ()

@@ -299,7 +299,7 @@ def runaway_tokens(body: Mapping[str, Any]) -> int | None:
     return int(max(limits)) * 5 // 4 + _MORE_TOKENS  # in integers, which do not overflow
 
 
-def answers_asked(body: Mapping[str, Any]) -> int:
+def answers_requested(body: Mapping[str, Any]) -> int:
     """How many answers the body asks for, under either of the server's names (b11434)."""
     return max(_count(body.get(key)) or 1 for key in ("n", "n_cmpl"))
 
@@ -307,7 +307,7 @@ def answers_asked(body: Mapping[str, Any]) -> int:
 def needs_specific_slots(body: Mapping[str, Any]) -> bool:
     """Whether the body asks for one slot by its number, or for several answers, so several slots:
     the request waits for those even if another slot is idle (b11434)."""
-    return _count(body.get("id_slot")) is not None or answers_asked(body) > 1
+    return _count(body.get("id_slot")) is not None or answers_requested(body) > 1
 
 
 def _count(value: object) -> int | None:
@@ -350,8 +350,8 @@ class Prompts:
         else:
             self._conversation = self._conversation.after_tools(
                 bios,
-                text=turn.said_text,
-                reasoning=turn.said_reasoning,
+                text=turn.text,
+                reasoning=turn.reasoning,
                 calls=batch.calls,
                 results=batch.results,
             )
@@ -362,7 +362,7 @@ class Prompts:
         if self._conversation is None:
             return []
         return self._conversation.since_prompt(
-            text=turn.said_text, reasoning=turn.said_reasoning, has_answered=has_answered
+            text=turn.text, reasoning=turn.reasoning, has_answered=has_answered
         )
 
 

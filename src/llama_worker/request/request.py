@@ -41,7 +41,7 @@ from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import encodable
 from llama_worker.stream.failure import StreamFailure, refuses_tools
-from llama_worker.stream.turn_end import Finished, LastWord, TurnOutcome
+from llama_worker.stream.turn_end import Finished, TurnEndEvent, TurnOutcome
 from llama_worker.types.request import (
     OutputChunk,
     RequestFailReason,
@@ -96,7 +96,7 @@ class Request:
                 states.Streaming() | states.Settling() | states.ReadingRest(),
                 messages.StreamEvents(turn_id=self._turn_id),
             ):
-                return self._hear(message)  # nearly always
+                return self._take_events(message)  # nearly always
             case (
                 states.Streaming() | states.Settling() | states.ReadingRest(),
                 messages.StreamOpened(turn_id=self._turn_id),
@@ -170,7 +170,7 @@ class Request:
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
         """End although `step` raised or is stuck: keep what was shown, lose what was held back."""
-        ended = self._hand_over(failed(reason, detail), now)
+        ended = self._finish(failed(reason, detail), now)
         return [*self._tools.take_new_signals(), *ended]
 
     def saw_liveness(self, at: float | None) -> None:
@@ -253,12 +253,12 @@ class Request:
 
     # ------------------------------------------------------------ a turn goes on, and ends
 
-    def _hear(self, batch: messages.StreamEvents) -> Effects:
+    def _take_events(self, batch: messages.StreamEvents) -> Effects:
         at, turn, output = batch.at, self._turn, self._totals.output
         turn.last_stream_byte_at = at
         for event in batch.events:
-            if isinstance(event, LastWord):
-                turn.hear(event, at)
+            if isinstance(event, TurnEndEvent):
+                turn.record(event, at)
                 ended = turn.end.feed(event, at)
                 if ended is not None:
                     return self._turn_ended(ended, at)
@@ -306,14 +306,14 @@ class Request:
 
     def _turn_finished(self, now: float, otherwise: Outcome | None = None) -> Effects:
         """End the request or run the turn's calls; `otherwise`: the outcome in place of calls."""
-        following = self._judge_turn(now)
+        following = self._turn_result(now)
         if isinstance(following, Outcome):
             return self._end(following, now)
         if otherwise is not None:
             return self._end(otherwise, now)
         return [self._close_turn(), *self._run_call(self._tools.begin(following, now))]
 
-    def _judge_turn(self, now: float) -> Outcome | tuple[ParsedCall, ...]:
+    def _turn_result(self, now: float) -> Outcome | tuple[ParsedCall, ...]:
         """What follows a turn that the model finished: the request's outcome, or calls to run."""
         turn, output, reason = self._turn, self._totals.output, self._turn.end.finish_reason
         output.add(*turn.finish(cut_off=reason == "length"))
@@ -339,7 +339,9 @@ class Request:
     def _call_ended(self, batch: ToolBatch, ended: messages.CallEnded) -> Effects:
         if not ended.ok:
             return self._call_failed(batch, ended.text, ended.at)
-        return self._go_on(self._tools.record_result(batch, ended.text, ended.at), ended.at)
+        return self._continue_batch(
+            self._tools.record_result(batch, ended.text, ended.at), ended.at
+        )
 
     def _call_failed(
         self, batch: ToolBatch, error: str, at: float, *, drop: bool = False
@@ -348,10 +350,12 @@ class Request:
         error = encodable(masked(error, self._config.api_key))[:MAX_DETAIL_CHARS]
         if self._config.tool_errors == "fail":
             return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, error), at)
-        following = self._go_on(self._tools.record_result(batch, error, at, error=error), at)
+        following = self._continue_batch(
+            self._tools.record_result(batch, error, at, error=error), at
+        )
         return [messages.DropTool(turn_id=self._turn_id), *following] if drop else following
 
-    def _go_on(self, batch: ToolBatch, at: float) -> Effects:
+    def _continue_batch(self, batch: ToolBatch, at: float) -> Effects:
         return self._write_bios(batch, at) if batch.is_done else self._run_call(batch)
 
     # ------------------------------------------------------------ the end
@@ -359,12 +363,14 @@ class Request:
     def _end(self, outcome: Outcome, now: float) -> Effects:
         """End, and keep all that the turn under way has brought."""
         if not isinstance(self.state, states.Ended):
-            self._totals.output.add_rest(*self._turn.finish())  # what was held back is output, too
+            self._totals.output.add_held_back(
+                *self._turn.finish()
+            )  # what was held back is output, too
             if not self._turn.calls_taken:
                 self._tools.take_calls(self._turn, now)
-        return self._hand_over(outcome, now)
+        return self._finish(outcome, now)
 
-    def _hand_over(self, outcome: Outcome, now: float) -> Effects:
+    def _finish(self, outcome: Outcome, now: float) -> Effects:
         """End as recorded so far. If it has ended, hand the record over again: it may be unsent."""
         effects: Effects = []
         match self.state:
@@ -372,7 +378,7 @@ class Request:
                 return [messages.RequestEnded(record=record)]
             case states.RunningTools(batch=batch):
                 effects.append(messages.DropTool(turn_id=self._turn_id))
-                error = f"given up while it ran: {outcome.fail_reason}"
+                error = f"the request ended while the tool was running: {outcome.fail_reason}"
                 if outcome.fail_reason is RequestFailReason.TOOL_EXECUTION_ERROR:
                     error = outcome.fail_detail or error
                 self._tools.record_failure(batch, error, now)

@@ -159,7 +159,7 @@ class ToolUse:
 
 
 class ToolResultError(Exception):
-    """A tool returned what JSON cannot hold. The text gives its type and the reason."""
+    """A tool returned a value that JSON cannot represent; the text has its type and the reason."""
 
 
 def call_result(name: str, call: Callable[[], Any]) -> tuple[bool, str]:
@@ -167,7 +167,7 @@ def call_result(name: str, call: Callable[[], Any]) -> tuple[bool, str]:
     try:
         return True, encode_result(call())
     except ToolResultError as unfit:
-        return False, f"tool {name!r} returned what JSON cannot hold: {unfit}"
+        return False, f"tool {name!r} returned a value that JSON cannot represent: {unfit}"
     except BaseException as raised:
         # SystemExit and KeyboardInterrupt in a tool only fail its call.
         return False, f"tool {name!r} raised {described_error(raised)}"

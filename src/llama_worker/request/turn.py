@@ -26,8 +26,8 @@ from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.stream.turn_end import TurnEnd
 
 _Other = ToolCallDelta | PromptReport | UsageReport | TimingsReport | EmptyRecord | UnknownContent
-Said = TextDelta | ReasoningDelta | _Other
-"""The events that a turn takes; the others (`LastWord`) are handled by the request."""
+TurnEvent = TextDelta | ReasoningDelta | _Other
+"""The events that a turn takes; the others (`TurnEndEvent`) are handled by the request."""
 
 
 class Turn(TurnProgress):
@@ -58,8 +58,10 @@ class Turn(TurnProgress):
         self.hidden_loop: TextLoopFound | None = None
         self._loop_detector = loop_detector
         self._arguments = TextLoopWatch(loop_detector) if loop_detector is not None else None
-        self._held: TextLoopWatch | None = None  # over what came since something was last shown
-        self._said: tuple[list[str], list[str]] = ([], [])
+        self._held_watch: TextLoopWatch | None = (
+            None  # over what came since something was last shown
+        )
+        self._parts: tuple[list[str], list[str]] = ([], [])
         self._finished = False
 
     @property
@@ -71,23 +73,23 @@ class Turn(TurnProgress):
         return max(self.tokens, self.deltas) > limit
 
     @property
-    def said_reasoning(self) -> str:
+    def reasoning(self) -> str:
         """The turn's reasoning, for the history of the next turn."""
-        return "".join(self._said[0])
+        return "".join(self._parts[0])
 
     @property
-    def said_text(self) -> str:
+    def text(self) -> str:
         """The turn's text without tool calls."""
-        return "".join(self._said[1])
+        return "".join(self._parts[1])
 
-    def take(self, event: Said, at: float) -> tuple[str, str]:
+    def take(self, event: TurnEvent, at: float) -> tuple[str, str]:
         """The (reasoning, text) that may be shown after this event."""
         match event:
             case TextDelta(text=text):
-                self.hear(event, at)
+                self.record(event, at)
                 piece = self._splitter.feed_text(encodable(text))
             case ReasoningDelta(text=text):
-                self.hear(event, at)
+                self.record(event, at)
                 self.had_reasoning_deltas = True
                 piece = self._splitter.feed_reasoning(encodable(text))
             case _:
@@ -105,12 +107,12 @@ class Turn(TurnProgress):
         reasoning, text = self._show(piece.reasoning, piece.text)
         if self._splitter.only_assumed and not cut_off:
             # The server parses reasoning itself and the model did not think: this is the answer.
-            answer = self.said_reasoning
-            self._said[0].clear()
+            answer = self.reasoning
+            self._parts[0].clear()
             text += self._show("", answer)[1]
         if self._filter is not None:
             rest = self._filter.finish()
-            self._said[1].append(rest)
+            self._parts[1].append(rest)
             text += rest
         return reasoning, text
 
@@ -131,7 +133,7 @@ class Turn(TurnProgress):
 
     def _take_other(self, event: _Other, at: float) -> str:
         """Take an event that is not text; returns held-back text that may be shown now."""
-        self.hear(event, at)
+        self.record(event, at)
         match event:
             case ToolCallDelta():
                 self._assembler.feed(event)
@@ -153,10 +155,10 @@ class Turn(TurnProgress):
         """Search held-back text for loops: whitespace that may end a thought, or an endless call.
         "": something was shown."""
         if not text:
-            self._held = None
+            self._held_watch = None
         elif self._loop_detector is not None and self.hidden_loop is None:
-            self._held = self._held or TextLoopWatch(self._loop_detector)
-            self.hidden_loop = self._held.feed(text)
+            self._held_watch = self._held_watch or TextLoopWatch(self._loop_detector)
+            self.hidden_loop = self._held_watch.feed(text)
 
     def _put_back_tagged_calls(self) -> str:
         """In native mode, after a structured call, all tagged calls are text."""
@@ -164,7 +166,7 @@ class Turn(TurnProgress):
             return ""
         text = self._filter.put_back()
         self._filter = None
-        self._said[1].append(text)
+        self._parts[1].append(text)
         return text
 
     def _show(self, reasoning: str, text: str) -> tuple[str, str]:
@@ -177,7 +179,7 @@ class Turn(TurnProgress):
                     if isinstance(call, RawCall):
                         self._watch_arguments(call.arguments)
         if reasoning:
-            self._said[0].append(reasoning)
+            self._parts[0].append(reasoning)
         if text:
-            self._said[1].append(text)
+            self._parts[1].append(text)
         return reasoning, text

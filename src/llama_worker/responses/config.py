@@ -61,8 +61,8 @@ class ResponsesProxyConfig:
         there = _address(upstream.hostname or ""), upstream.port
         if self.port and there == (_address(self.host), self.port):
             raise ConfigError(
-                f"upstream {self.upstream} is where the proxy itself is to listen: give the "
-                "server's address, or another port"
+                f"upstream {self.upstream} is the address on which the proxy itself listens: "
+                "give the server's address, or another port"
             )
 
     @property
@@ -81,7 +81,7 @@ def _check_upstream(field: str, upstream: Any) -> None:
     if parts is None or parts.query or parts.fragment:
         raise ConfigError(f"{field} must be a URL like http://127.0.0.1:8080, not {upstream!r}")
     if "@" in parts.netloc:
-        raise ConfigError(f"{field} must hold no user or password: give the key as api_key")
+        raise ConfigError(f"{field} must not contain a user or password: give the key as api_key")
 
 
 def _checked_origins(field: str, origins: Any) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def _checked_origins(field: str, origins: Any) -> tuple[str, ...]:
         parts = _parts_of(origin)
         if parts is None or parts.path not in ("", "/") or parts.query:
             raise ConfigError(
-                f"{field} must hold origins like http://localhost:3000, not {origin!r}"
+                f"{field} must contain origins like http://localhost:3000, not {origin!r}"
             )
     return tuple(origins)
 

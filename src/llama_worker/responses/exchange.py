@@ -29,9 +29,9 @@ M = TypeVar("M")
 T = TypeVar("T")
 
 _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
-    "NO_SLOT_AVAILABLE": ("every slot of the server is in use", 2),
-    "WORKER_NOT_READY": ("the server is not ready: it is being started, or stopped", 5),
-    "WORKER_DRAINING": ("the server takes no more requests before it is stopped", 30),
+    "NO_SLOT_AVAILABLE": ("all slots of the server are in use", 2),
+    "WORKER_NOT_READY": ("the server is not ready: it is starting or stopping", 5),
+    "WORKER_DRAINING": ("the server is draining before a stop: it takes no new requests", 30),
     "WORKER_FAILED": ("the server has failed and will not be restarted automatically", 30),
 }
 _ANSWER_S = 10.0  # how long an actor may take to answer; it takes milliseconds
@@ -80,13 +80,13 @@ class Exchange:
         self._proxy = proxy
         self._response_id: str | None = None  # of a response that is to be stored
         self._is_announced = False
-        client.when_left(self.abort.abort)
+        client.set_disconnect_callback(self.abort.abort)
 
     def enter(self, response_id: str, *, is_stored: bool) -> None:
         """Take a place for a response. Raises ApiError (503) if all places are taken."""
         self._has_place = self._places.acquire(blocking=False)
         if not self._has_place:
-            raise ApiError(503, "too many requests run at once", code="overloaded", retry_after_s=2)
+            raise ApiError(503, "too many requests are running", code="overloaded", retry_after_s=2)
         self._response_id = response_id if is_stored else None
 
     def lease(self, job_name: str, chat: Mapping[str, Any], *, answers: int = 1) -> None:
@@ -117,7 +117,7 @@ class Exchange:
                 question=_question(messages),
             ),
         )
-        self._client.when_slow(self.leased.pauses)
+        self._client.set_stall_callback(self.leased.stopped_waiting)
         self._wants_lease = True
         if grant is not None:
             grant(self.leased, job_name)
@@ -149,7 +149,7 @@ class Exchange:
             return refused_by_server(failure.http_status, failure.detail, retry_after)
         is_unreachable = failure.reason is RequestFailReason.CONNECT_FAILED
         code = "upstream_unreachable" if is_unreachable else "upstream_failed"
-        return ApiError(502, f"the upstream server: {failure.detail}", code=code)
+        return ApiError(502, f"upstream server error: {failure.detail}", code=code)
 
     def _end_lease(self) -> bool:
         self.leased.ensure_watched()  # else `watch` could not tell why the connection broke
@@ -179,7 +179,7 @@ def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
     except pykka.Timeout:
         pass
     raise ApiError(
-        503, "the proxy is going down, or waits for a response that still runs", retry_after_s=2
+        503, "the proxy is shutting down, or waits for a running response", retry_after_s=2
     )
 
 

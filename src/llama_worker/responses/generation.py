@@ -116,7 +116,7 @@ class ChatExchange:
         self._connection.set_silence(self.silence_s)
         self._events = self._body.feed(b"")
         if self._events:
-            self._leased.heard(self._events, timers.now())
+            self._leased.received(self._events, timers.now())
         return True
 
     def read(self, before_waiting: Callable[[], object] = lambda: None) -> list[StreamEvent] | None:
@@ -140,7 +140,7 @@ class ChatExchange:
                 else:
                     aborted = self._abort.error
                     body.end(None if aborted is None else str(aborted))
-            self._leased.heard(events, timers.now())
+            self._leased.received(events, timers.now())
         if body.over and not events:  # events go to the client first
             self.failure = self._leased.closed(body.failure)
             self.close()
@@ -235,7 +235,7 @@ class ResponseRun:
     def abandon(self) -> None:
         """The client has left, and may continue from what it has received; idempotent."""
         if not self._events.over:
-            self._events.fail("the client has left")
+            self._events.fail("the client has disconnected")
             self._over()
 
     def finish_empty(self) -> None:

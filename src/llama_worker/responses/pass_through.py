@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 
 from llama_worker.config.validation import json_of
-from llama_worker.request.prompt import answers_asked
+from llama_worker.request.prompt import answers_requested
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.client import Client
@@ -62,7 +62,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     if is_chat:
         chat = json_of(request.body)
         chat = chat if isinstance(chat, Mapping) else {}
-        exchange.lease(f"responses:chat_{uuid.uuid4().hex}", chat, answers=answers_asked(chat))
+        exchange.lease(f"responses:chat_{uuid.uuid4().hex}", chat, answers=answers_requested(chat))
     leased, endpoint = exchange.leased, exchange.upstream.endpoint
     has_body = (
         request.body or request.header("content-length") or request.header("transfer-encoding")
@@ -94,7 +94,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
         client.begin(reply.status, passed_back(reply), reason=reply.reason)
     except MalformedReply:
         raise ApiError(
-            502, "the upstream server: its reply is malformed", code="upstream_failed"
+            502, "upstream server error: the reply is malformed", code="upstream_failed"
         ) from None
     leased = exchange.leased
     is_refused, refusal_body = reply.status != HTTPStatus.OK, bytearray()
@@ -119,7 +119,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
             refusal_body += piece
         events = decoder.feed(piece) if decoder is not None else ()
         if piece:
-            leased.heard(events, timers.now())
+            leased.received(events, timers.now())
         is_whole = not piece or reply.is_complete
         if is_whole:
             leased.closed(refusal())

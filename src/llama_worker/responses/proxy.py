@@ -53,7 +53,7 @@ class ResponsesProxy(Startable):
         """
         config = config or ResponsesProxyConfig()
         if (config.upstream is None) is (worker is None):
-            raise ConfigError("give one of upstream (in the config) and worker")
+            raise ConfigError("give either upstream (in the config) or worker")
         self._live = LiveSet()
         self._pid = os.getpid()
         self._upstream: Ref[UpstreamMessage] | None = None  # None: the worker's actor watches
@@ -103,7 +103,11 @@ class ResponsesProxy(Startable):
         """Start to listen. The future resolves with the port; it raises OSError if the port cannot
         be bound, RuntimeError after `close` and in a forked child. Later calls return the same."""
         if os.getpid() != self._pid:
-            self._port.fail(RuntimeError(f"the proxy is that of process {self._pid}"))
+            self._port.fail(
+                RuntimeError(
+                    f"the proxy belongs to process {self._pid}; create a new one after a fork"
+                )
+            )
         elif not self._ref.tell(StartListening(reply=self._port)):
             self._port.fail(RuntimeError("the proxy is closed"))
         return self._port

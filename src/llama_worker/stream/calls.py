@@ -167,7 +167,7 @@ def partition(
     problems: list[str] = []
     for call in calls:
         if isinstance(call, MalformedCall):
-            target = _aimed_at(call.text, normal_names, exit_names)
+            target = _intended_tool(call.text, normal_names, exit_names)
             if target in exit_names:
                 exits.append(_malformed_exit(target, call.text, emitted_at))
             else:
@@ -190,7 +190,7 @@ def partition(
         if call.name not in normal_names:
             known = ", ".join(sorted([*normal_names, *exit_names])) or "none"
             problems.append(
-                f"the model called an unknown tool, {_excerpt(call.name)}; known: {known}"
+                f"the model called an unknown tool, {_excerpt(call.name)}; known tools: {known}"
             )
         elif error:
             excerpt = _excerpt(call.arguments)
@@ -220,7 +220,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError:
-        raise ValueError("half a surrogate pair") from None
+        raise ValueError("a lone surrogate") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}")
     if _is_deeper(value, MAX_JSON_DEPTH):
@@ -250,7 +250,7 @@ def _refuse_constant(text: str) -> float:
 def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError("a number beyond the range of a double")
+        raise ValueError("a number outside the range of a double")
     return number
 
 
@@ -266,7 +266,7 @@ def _malformed_exit(name: str, raw: str, emitted_at: float) -> ExitSignal:
 _NAME_KEY = re.compile(r'"name"\s*:\s*"([^"]*)"')
 
 
-def _aimed_at(text: str, normal_names: Collection[str], exit_names: Collection[str]) -> str:
+def _intended_tool(text: str, normal_names: Collection[str], exit_names: Collection[str]) -> str:
     """The tool that a malformed call most likely means; "" if that is unclear."""
     if named := _NAME_KEY.search(text):
         return named[1]

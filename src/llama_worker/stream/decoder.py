@@ -83,7 +83,7 @@ class StreamDecoder:
         except RecursionError:  # it parsed at the depth limit, but could not be dumped
             self.error = "a record of the stream is nested too deeply"
         except MemoryError:  # for a large record; the events before it are not lost
-            self.error, self.lacks_memory = "there is no memory to read the stream", True
+            self.error, self.lacks_memory = "out of memory while reading the stream", True
         self._end_run()
         self.error = self.error or self._sse.error
         events, self._events = self._events, []

@@ -88,14 +88,14 @@ class TextLoopWatch:
             self._pieces.append(text[start:cut])
             start, self._chars = cut, self._next
             self._next += self._step_chars
-            found = self._look()
+            found = self._search()
             if found is not None:
                 return found
         self._pieces.append(text[start:])
         self._chars += len(text) - start
         return None
 
-    def _look(self) -> TextLoopFound | None:
+    def _search(self) -> TextLoopFound | None:
         window = "".join(self._pieces)[-self._window_chars :]
         self._pieces = [window]
         for period_chars in _periods(window, self._config.max_period_chars, self._end_chars):

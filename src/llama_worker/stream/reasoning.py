@@ -27,7 +27,7 @@ class SplitText(Struct, frozen=True):
 _NOTHING = SplitText("", "")
 
 
-class _At(Enum):
+class _Position(Enum):
     """How far `content` has come."""
 
     HEAD = auto()  # nothing yet but whitespace and what may be the start of a tag
@@ -56,7 +56,7 @@ class ReasoningSplitter:
         # content was taken for reasoning only due to `opened_by_template`: no tag was seen
         self.only_assumed = False
         self._opened_by_template = opened_by_template
-        self._at = _At.HEAD
+        self._at = _Position.HEAD
         self._undelivered: list[str] = []  # content since the last delivery, as it came
         self._tag_start = ""  # the content's end, if that may be the start of a tag
         self._closing_tags: Collection[str] = ()
@@ -75,38 +75,40 @@ class ReasoningSplitter:
 
     def feed_text(self, text: str) -> SplitText:
         """A `content` delta."""
-        if self._at is _At.TEXT:
+        if self._at is _Position.TEXT:
             return SplitText("", text)
-        if self._at is _At.GAP:
+        if self._at is _Position.GAP:
             return self._gap(text)
         self._undelivered.append(text)
         text = self._tag_start + text
         self._tag_start = ""
-        return self._head(text) if self._at is _At.HEAD else self._thought(text)
+        return self._head(text) if self._at is _Position.HEAD else self._thought(text)
 
     def finish(self) -> SplitText:
         """End the turn; returns what was held back. Nothing may be fed after it."""
-        at, self._at = self._at, _At.TEXT
-        if at is _At.HEAD and self._opened_by_template and self._original is None:
+        at, self._at = self._at, _Position.TEXT
+        if at is _Position.HEAD and self._opened_by_template and self._original is None:
             self.only_assumed = bool(self._tag_start)
             return SplitText(self._tag_start, "")
-        if at is _At.HEAD:
+        if at is _Position.HEAD:
             return self._all_is_text()
-        if at is not _At.THOUGHT:
+        if at is not _Position.THOUGHT:
             return _NOTHING
         if self._original is not None:  # the repetition was cut off; a bare tag repeats nothing
-            return _NOTHING if self._original.repetition_begun else self._all_is_text()
+            return _NOTHING if self._original.repetition_has_begun else self._all_is_text()
         return SplitText(self._reasoning.feed(self._tag_start), "")
 
     def _may_be_repeated(self) -> bool:
         """Whether content may still repeat `reasoning_content`: it has no other text so far."""
-        return self._at is _At.HEAD or (self._at is _At.THOUGHT and not self._reasoning.begun)
+        return self._at is _Position.HEAD or (
+            self._at is _Position.THOUGHT and not self._reasoning.has_begun
+        )
 
     def _head(self, text: str) -> SplitText:
         text = text.lstrip()
         for opening, closing in _CLOSING.items():
             if text.startswith(opening):
-                self._at = _At.THOUGHT
+                self._at = _Position.THOUGHT
                 self._closing_tags = (closing,)
                 return self._thought(text.removeprefix(opening))
         opened = self._opened_by_template and self._original is None
@@ -116,7 +118,7 @@ class ReasoningSplitter:
             return _NOTHING
         if not opened:
             return self._all_is_text()
-        self._at = _At.THOUGHT
+        self._at = _Position.THOUGHT
         self.only_assumed = True
         self._closing_tags = _CLOSING.values()
         return self._thought(text)
@@ -127,7 +129,7 @@ class ReasoningSplitter:
             tag_at = _start_of_tag(text, self._closing_tags)
             self._tag_start = text[tag_at:]
         if self._original is not None:
-            if not self._original.goes_on_with(text[:tag_at]) or (
+            if not self._original.continues_with(text[:tag_at]) or (
                 tag and not self._original.is_at_end()
             ):
                 return self._all_is_text()
@@ -138,7 +140,7 @@ class ReasoningSplitter:
                 self._undelivered.clear()
         if not tag:
             return SplitText(reasoning, "")
-        self._at = _At.GAP
+        self._at = _Position.GAP
         self.only_assumed = False
         self._undelivered.clear()
         self._original = None
@@ -147,11 +149,11 @@ class ReasoningSplitter:
     def _gap(self, text: str) -> SplitText:
         text = text.lstrip()
         if text:
-            self._at = _At.TEXT
+            self._at = _Position.TEXT
         return SplitText("", text)
 
     def _all_is_text(self) -> SplitText:
-        self._at = _At.TEXT
+        self._at = _Position.TEXT
         text = "".join(self._undelivered)
         self._undelivered.clear()
         if self._original is not None:
@@ -164,19 +166,19 @@ class _Trimmer:
     """Strips whitespace from the start and (so far) the end of a text that comes in pieces."""
 
     def __init__(self) -> None:
-        self.begun = False  # it is more than whitespace
+        self.has_begun = False  # it is more than whitespace
         self._trailing: list[str] = []  # whitespace that ends it so far
 
     def feed(self, piece: str) -> str:
         """What this piece adds to the stripped text."""
         stripped = piece.rstrip()
         if not stripped:
-            if self.begun and piece:
+            if self.has_begun and piece:
                 self._trailing.append(piece)
             return ""
         trailing = piece[len(stripped) :]
-        if not self.begun:
-            self.begun = True
+        if not self.has_begun:
+            self.has_begun = True
             stripped = stripped.lstrip()
         elif self._trailing:
             stripped = "".join([*self._trailing, stripped])
@@ -195,15 +197,15 @@ class _Original:
         self._repeated_chars = 0
 
     @property
-    def repetition_begun(self) -> bool:
-        return self._repetition.begun
+    def repetition_has_begun(self) -> bool:
+        return self._repetition.has_begun
 
     def append(self, reasoning: str) -> None:
         """Append reasoning, which is trimmed already."""
         self._text.seek(0, io.SEEK_END)
         self._text.write(reasoning)
 
-    def goes_on_with(self, content: str) -> bool:
+    def continues_with(self, content: str) -> bool:
         """Whether `content` continues the repetition; counts it as repeated."""
         repeated = self._repetition.feed(content)
         self._text.seek(self._repeated_chars)

@@ -56,7 +56,7 @@ class ReplyParser:
             if not self.is_complete:  # what follows the reply is ignored
                 self.error = str(error)
         if not self.has_head and self._head_bytes > _MAX_HEAD_BYTES:
-            self.error = self.error or f"its head is larger than {_MAX_HEAD_BYTES} bytes"
+            self.error = self.error or f"the head is larger than {_MAX_HEAD_BYTES} bytes"
 
     def take(self) -> bytes:
         """The part of the body that has come since the last time."""
@@ -140,7 +140,9 @@ class ChatBody:
         if cause is not None or not self._reply.ends_with_connection:
             self.failure = disconnected("in mid-stream", cause or "the server closed it")
         elif not self.decoder.data_records and "text/event-stream" not in content_type:
-            detail = f"the reply is {content_type or 'of no type'}, not text/event-stream"
+            detail = (
+                f"the reply's content type is {content_type or 'missing'}, not text/event-stream"
+            )
             self.failure = StreamFailure(reason=RequestFailReason.PROTOCOL_ERROR, detail=detail)
         elif self.decoder.partial:
             self.failure = disconnected("in the middle of a record")

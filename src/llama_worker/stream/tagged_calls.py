@@ -34,7 +34,7 @@ class TaggedCallFilter:
 
     def __init__(self, *, strict: bool, loop_detector: LoopDetector | None = None) -> None:
         self.calls: list[RawCall | MalformedCall] = []
-        self._looked_at = 0  # how many of `calls` `take` has seen
+        self._seen_count = 0  # how many of `calls` `take` has seen
         self._strict = strict
         self._loop_detector = loop_detector
         self._scanner: _CallScanner | None = None  # None: not inside a call
@@ -51,11 +51,11 @@ class TaggedCallFilter:
 
     def take(self, names: Collection[str]) -> list[RawCall]:
         """Take from `calls` and return the well-formed calls of these tools since the last time."""
-        new = self.calls[self._looked_at :]
+        new = self.calls[self._seen_count :]
         taken = [call for call in new if isinstance(call, RawCall) and call.name in names]
         if taken:
-            self.calls[self._looked_at :] = [call for call in new if call not in taken]
-        self._looked_at = len(self.calls)
+            self.calls[self._seen_count :] = [call for call in new if call not in taken]
+        self._seen_count = len(self.calls)
         return taken
 
     def put_back(self) -> str:
@@ -245,15 +245,15 @@ class _CallScanner:
         self._part = _Part.BEFORE
         self._depth = 0
         self._closing_chars = 0
-        self._room = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
+        self._chars_left = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
 
     def scan(self, text: str, start: int) -> int:
         """Scan from `start`; returns where it stopped: before the end only if it is decided."""
-        at, end = start, min(len(text), start + self._room)
+        at, end = start, min(len(text), start + self._chars_left)
         while at < end and self.state is _CallScan.OPEN:
             at = self._step(text, at, end)
-        self._room -= at - start
-        if self.state is _CallScan.OPEN and self._room == 0:
+        self._chars_left -= at - start
+        if self.state is _CallScan.OPEN and self._chars_left == 0:
             self.state = _CallScan.MALFORMED
         return at
 

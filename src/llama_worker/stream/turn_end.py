@@ -16,7 +16,7 @@ from llama_worker.types.request import RequestFailReason
 SETTLE_S = 2.0  # after a finish reason: usage, [DONE] or an error record may still follow
 NO_FINISH_REASON = "the stream ended without a finish reason"
 
-LastWord = Finish | ServerError | Done
+TurnEndEvent = Finish | ServerError | Done
 """The events that may be the last of a stream."""
 
 
@@ -34,12 +34,12 @@ class TurnEnd:
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        # monotonic; after a `LastWord`, when to stop waiting for more
+        # monotonic; after a `TurnEndEvent`, when to stop waiting for more
         self.settled_at: float | None = None
 
-    def feed(self, event: LastWord, now: float) -> TurnOutcome | None:
+    def feed(self, event: TurnEndEvent, now: float) -> TurnOutcome | None:
         """An event that may be the last."""
-        if self.settled_at is None:  # a second last word gives no more time
+        if self.settled_at is None:  # a second such event gives no more time
             self.settled_at = now + SETTLE_S
         match event:
             case Finish(reason=reason):

@@ -83,8 +83,9 @@ class SubmitOk(TypedDict):
     """The request was admitted and holds a slot.
 
     Attributes:
-        ok: True.
-        request_id: names the request in every other call; 1, 2, 3, ... for the life of the worker.
+        ok: always True.
+        request_id: the id of the request, to be passed to every other call; a worker counts its
+            requests from 1.
     """
 
     ok: Literal[True]
@@ -95,8 +96,9 @@ class SubmitErr(TypedDict):
     """The request was refused and took nothing.
 
     Attributes:
-        ok: False.
-        error: why: NO_SLOT_AVAILABLE, WORKER_NOT_READY, WORKER_DRAINING or WORKER_FAILED.
+        ok: always False.
+        error: why the request was refused: NO_SLOT_AVAILABLE, WORKER_NOT_READY, WORKER_DRAINING or
+            WORKER_FAILED.
     """
 
     ok: Literal[False]
@@ -110,8 +112,9 @@ class NotFound(TypedDict):
     """There is no such request, or no longer.
 
     Attributes:
-        ok: False.
-        error: the id is unknown, or its result was taken.
+        ok: always False.
+        error: always NOT_FOUND: the id is unknown, or its result was taken, released or has
+            expired.
     """
 
     ok: Literal[False]
@@ -122,8 +125,8 @@ class NotReady(TypedDict):
     """The request has not ended yet.
 
     Attributes:
-        ok: False.
-        error: the request still runs.
+        ok: always False.
+        error: always NOT_READY: the request is still running.
     """
 
     ok: Literal[False]
@@ -134,10 +137,10 @@ class ExitSignal(TypedDict):
     """A call of an exit tool: one-way, recorded and never answered.
 
     Attributes:
-        tool_name: the exit tool that was called.
-        arguments: as the model wrote them; empty if they are malformed.
+        tool_name: the name of the exit tool that was called.
+        arguments: the arguments that the model wrote; empty if they are malformed.
         emitted_at: when the call was complete.
-        malformed: the raw text, if it did not parse.
+        malformed: the raw text of the call, if it could not be parsed.
     """
 
     tool_name: str
@@ -151,16 +154,18 @@ class ToolTraceEntry(TypedDict):
     over the budget, after one that failed).
 
     Attributes:
-        tool_call_id: the worker's own id, as the server gets it; "" or the server's own id if the
-            call was not run.
-        tool_name: as the model wrote it.
-        arguments: the parsed object; if the call was not run, the text as it came.
-        iteration: the number, from 1, of the turn with calls that it belongs to.
-        started_at: when it began.
-        duration_s: how long it took.
+        tool_call_id: the id that the worker gave to the call and sent to the server; if the call
+            was not run, the server's own id, or "".
+        tool_name: the name of the tool, as the model wrote it.
+        arguments: the arguments as a parsed object; if the call was not run, the text that the
+            model wrote.
+        iteration: which of the request's turns with tool calls made this call, counted from 1.
+        started_at: when the call began.
+        duration_s: how long the call took.
         ok: whether the tool returned a result.
         error: why there is no result.
-        result: what the model was given: JSON, or with `tool_errors="tell"` the error's text.
+        result: what the model was given: the result as text, or the error's text if
+            `tool_errors="tell"`.
     """
 
     tool_call_id: str
@@ -178,9 +183,9 @@ class PromptProgress(TypedDict):
     """How much of the prompt has been read, in tokens.
 
     Attributes:
-        processed: read so far, cached ones included.
-        total: of the whole prompt.
-        cached: taken from the server's prompt cache.
+        processed: the number of prompt tokens read so far, including cached ones.
+        total: the number of tokens in the whole prompt.
+        cached: the number of prompt tokens taken from the server's prompt cache.
     """
 
     processed: int
@@ -192,9 +197,9 @@ class Usage(TypedDict):
     """Tokens of all turns, as the server counted them.
 
     Attributes:
-        prompt_tokens: of the prompts, cached ones included.
-        completion_tokens: generated.
-        cached_tokens: of the prompts, those taken from the server's prompt cache.
+        prompt_tokens: the number of tokens in the prompts, including cached ones.
+        completion_tokens: the number of tokens that were generated.
+        cached_tokens: the number of prompt tokens that came from the server's prompt cache.
     """
 
     prompt_tokens: int
@@ -206,8 +211,8 @@ class ContextUse(TypedDict):
     """The size of a prompt that did not fit, in tokens.
 
     Attributes:
-        n_prompt_tokens: of the prompt.
-        n_ctx: the context of a slot.
+        n_prompt_tokens: the number of tokens in the prompt.
+        n_ctx: the context size of one slot.
     """
 
     n_prompt_tokens: int
@@ -218,9 +223,10 @@ class OutputLoop(TypedDict, total=False):
     """Output that kept repeating: whole lines, or text without line ends.
 
     Attributes:
-        line: the repeated line, or the last one of the repeated block; up to 200 characters.
-        text: the repeated text, up to 200 characters of it.
-        repeats: how often it came in a row.
+        line: the repeated line, or the last line of the repeated block; at most 200 characters of
+            it.
+        text: the repeated text; at most 200 characters of it.
+        repeats: how many times it came in a row.
     """
 
     line: str
@@ -232,9 +238,9 @@ class Timings(TypedDict, total=False):
     """How long a request took, without the time in which this program did not run.
 
     Attributes:
-        ttft_s: seconds from admission to the first token, if one came.
-        total_s: seconds from admission to the end.
-        tokens_per_second: the speed of the last turn, if it is known.
+        ttft_s: the time from admission to the first token, if a token came.
+        total_s: the time from admission to the end.
+        tokens_per_second: the generation speed of the last turn, if known.
     """
 
     ttft_s: float
@@ -246,30 +252,33 @@ class RequestStatus(TypedDict):
     """The state and progress of a request.
 
     Attributes:
-        ok: True.
-        request_id: as returned by `submit`.
-        job_name: as given to `submit`.
-        state: running, or how it ended.
-        phase: what it is doing: waiting, reading the prompt, generating, running a tool.
-        created_at: when it was admitted.
-        output_chars: length of the text so far.
-        reasoning_chars: length of the reasoning so far.
+        ok: always True.
+        request_id: the id that `submit` returned.
+        job_name: the name that was given to `submit`.
+        state: whether the request is running, or how it ended.
+        phase: what the request is doing: waiting for the server, reading the prompt (`prefill`),
+            generating, running a tool, or done.
+        created_at: when the request was admitted.
+        output_chars: the number of characters of text received so far.
+        reasoning_chars: the number of characters of reasoning received so far.
         tool_iters_remaining: how many more turns may call tools.
-        tool_calls_count: calls of normal tools so far.
-        signals: calls of exit tools so far.
-        fail_reason: why it failed; None while it runs, and on success.
-        dispatched_at: when work on it began, which is when it was admitted.
+        tool_calls_count: how many calls of normal tools were made so far.
+        signals: the calls of exit tools so far.
+        fail_reason: why the request failed; None while it runs, and on success.
+        dispatched_at: when the worker began to work on the request; the same as `created_at`.
         first_token_at: when the first token came.
-        completed_at: when it ended.
-        last_progress_at: when it last received data, or the server showed a sign of work.
-        last_stream_byte_at: when the last byte of any kind came, keepalives included.
+        completed_at: when the request ended.
+        last_progress_at: when the request last received data, or the server last showed a sign of
+            work.
+        last_stream_byte_at: when the last byte came from the server, including keepalives.
         last_liveness_at: when the server's processes last showed a sign of work.
-        prompt_progress: how much of the prompt has been read.
-        tokens_received: as the server counts them, else the deltas received.
-        tokens_per_second: the speed of the present turn so far.
+        prompt_progress: how much of the prompt the server has read.
+        tokens_received: the number of tokens received: the server's count, or else the number of
+            deltas.
+        tokens_per_second: the generation speed of the current turn so far.
         tail: the last 200 characters of the text.
-        running_tool: the tool that runs now.
-        fail_detail: why it failed, for a person.
+        running_tool: the name of the tool that is running now.
+        fail_detail: the cause of the failure, as text for a person.
     """
 
     ok: Literal[True]
@@ -302,10 +311,11 @@ class TokenCount(TypedDict):
     """The size of a prompt, and whether it fits.
 
     Attributes:
-        ok: True.
-        n_prompt_tokens: of the prompt as it would be sent, with BIOS and tools.
-        n_ctx: the context of a slot.
-        n_left: left for the answer; negative if the prompt does not fit.
+        ok: always True.
+        n_prompt_tokens: the number of tokens in the prompt as it would be sent, including BIOS and
+            tools.
+        n_ctx: the context size of one slot.
+        n_left: the number of tokens left for the answer; negative if the prompt does not fit.
     """
 
     ok: Literal[True]
@@ -318,12 +328,12 @@ class OutputChunk(TypedDict):
     """The output after the requested offsets.
 
     Attributes:
-        ok: True.
+        ok: always True.
         text: the text that was added.
         reasoning: the reasoning that was added.
-        text_offset: to pass to the next read, in characters.
-        reasoning_offset: to pass to the next read, in characters.
-        done: the request has ended; nothing will follow.
+        text_offset: the offset in the text, in characters, to pass to the next read.
+        reasoning_offset: the offset in the reasoning, in characters, to pass to the next read.
+        done: whether the request has ended, so that no more output will follow.
     """
 
     ok: Literal[True]
@@ -338,24 +348,25 @@ class RequestResult(TypedDict):
     """A request that has ended; `text` holds whatever was received, however it ended.
 
     Attributes:
-        ok: True.
-        request_id: as returned by `submit`.
-        job_name: as given to `submit`.
-        state: how it ended.
-        finish_reason: why the output ends.
-        text: all text that was received, of every turn.
-        reasoning: all reasoning that was received, of every turn.
-        signals: calls of exit tools.
-        tool_trace: calls of normal tools.
-        fail_reason: why it failed; None on success.
+        ok: always True.
+        request_id: the id that `submit` returned.
+        job_name: the name that was given to `submit`.
+        state: how the request ended: completed, failed or canceled.
+        finish_reason: why the output ends where it does.
+        text: all text that was received, of all turns.
+        reasoning: all reasoning that was received, of all turns.
+        signals: the calls of exit tools.
+        tool_trace: the calls of normal tools.
+        fail_reason: why the request failed; None on success.
         conversation: the messages from the user prompt on, as the server last saw them, and the
-            last answer. After `submit(..., messages=earlier + conversation)` the server finds all
-            of it in its prompt cache.
-        usage: tokens, as the server counted them.
-        timings: how long it took.
-        fail_detail: why it failed, for a person; 2,000 characters at most.
-        context: with `context_exceeded`, if the server gave the numbers.
-        loop: with `repeated_line_loop` and `repeated_text_loop`.
+            final answer. If you pass them to the next `submit`, as `messages=earlier +
+            conversation`, the server finds all of them in its prompt cache.
+        usage: token counts, as reported by the server.
+        timings: how long the request took.
+        fail_detail: the cause of the failure, as text for a person; at most 2,000 characters.
+        context: the sizes of the prompt and of the context, if `fail_reason` is `context_exceeded`
+            and the server reported them.
+        loop: what was repeated, if `fail_reason` is `repeated_line_loop` or `repeated_text_loop`.
     """
 
     ok: Literal[True]

@@ -37,26 +37,27 @@ class WorkerStatus(TypedDict):
     """The state of a worker.
 
     Attributes:
-        name: as configured.
-        state: of its server.
-        slots_total: as configured.
-        slots_used: how many requests are in flight.
+        name: the worker's name, as configured.
+        state: the state of the worker's server.
+        slots_total: the number of slots, as configured.
+        slots_used: the number of requests in flight.
         active_request_ids: the ids of the requests in flight.
-        active_jobs: their job names, by id.
-        finished_request_ids: requests that have ended, and whose results were neither taken nor
-            released; oldest first.
-        draining: `drain` was called: no request is admitted any more.
-        restart_count: restarts since it was constructed: automatic, planned and by `restart`.
-        config_hash: SHA-256 of its config, without secrets and callables.
-        warnings: lines for a person.
-        pid: of the server's process.
-        last_error: why it failed or was restarted the last time.
+        active_jobs: the job names of the requests in flight, by request id.
+        finished_request_ids: the ids of the requests that have ended and whose results were not yet
+            taken or released, oldest first.
+        draining: whether `drain` was called, so that no request is admitted any more.
+        restart_count: the number of restarts since the worker was constructed: automatic ones,
+            planned ones, and those by `restart`.
+        config_hash: the SHA-256 hash of the configuration, without secrets and callables.
+        warnings: problems that a person should look at, one line each.
+        pid: the process id of the server.
+        last_error: why the server last failed or was restarted.
         last_ready_at: when the server last became READY.
-        next_restart_at: when the backoff ends.
-        n_ctx: tokens of context of a slot, as reported by the server.
-        modalities: what the model takes besides text, as reported by the server: `{"vision": False,
-            "audio": False}`.
-        model: its name, as reported by the server.
+        next_restart_at: when the backoff ends and the server is started again.
+        n_ctx: the context size of one slot in tokens, as reported by the server.
+        modalities: which inputs besides text the model takes, as reported by the server, such as
+            `{"vision": False, "audio": False}`.
+        model: the name of the model, as reported by the server.
     """
 
     name: str
@@ -84,9 +85,9 @@ class RestartRecord(TypedDict):
     worker FAILED.
 
     Attributes:
-        at: when it was decided.
-        reason: the cause, as in `WorkerTotals`.
-        detail: for a person.
+        at: when the restart was decided.
+        reason: the reason for the restart; `WorkerTotals.restarts` counts by the same reasons.
+        detail: the cause of the restart, as text for a person.
     """
 
     at: float
@@ -98,9 +99,10 @@ class Durations(TypedDict):
     """A histogram: `counts[i]` durations were above `bounds_s[i - 1]` and at most `bounds_s[i]`.
 
     Attributes:
-        bounds_s: upper bounds, ascending.
-        counts: one per bound, and one for what is above the last; each duration is counted once.
-        sum_s: the sum of all durations.
+        bounds_s: the upper bounds of the buckets in seconds, in ascending order.
+        counts: the number of durations in each bucket; the last bucket holds those above all
+            bounds. Each duration is counted once.
+        sum_s: the sum of all durations, in seconds.
     """
 
     bounds_s: list[float]
@@ -112,15 +114,16 @@ class WorkerTotals(TypedDict):
     """Monotonic counters since the worker was constructed.
 
     Attributes:
-        requests: ended requests by terminal state, then by fail reason, or by finish reason where
-            nothing failed.
-        restarts: by reason.
-        signals: calls of exit tools, by tool; counted when they are made.
-        prompt_tokens: of ended requests whose usage the server reported; cached ones included.
-        cached_tokens: of these, those taken from the server's prompt cache.
-        generated_tokens: of ended requests, however they ended.
-        ttft: until the first token.
-        duration: from admission to the end, by terminal state.
+        requests: the number of ended requests, by terminal state, and then by fail reason, or by
+            finish reason if they did not fail.
+        restarts: the number of restarts, by reason.
+        signals: the number of exit tool calls, by tool; each is counted as soon as it is made.
+        prompt_tokens: the number of prompt tokens of all ended requests whose usage the server
+            reported, including cached ones.
+        cached_tokens: the number of those prompt tokens that came from the server's prompt cache.
+        generated_tokens: the number of tokens that ended requests generated, however they ended.
+        ttft: the times from admission to the first token.
+        duration: the times from admission to the end, by terminal state.
     """
 
     requests: dict[str, dict[str, int]]
@@ -138,15 +141,18 @@ class WorkerDebugInfo(TypedDict):
 
     Attributes:
         recent_logs: the last lines that the server wrote, newest last.
-        recent_restarts: the last 50, newest last.
-        recent_events: the last 200, newest last; each has `at`, `event` and `worker`, and the
-            event's facts.
-        events_dropped_count: events that `on_event` did not get, since it was too slow.
-        server_cmd: with secrets masked.
-        evidence: what was seen of the server just before the last kill; empty if there was none.
-        seconds_since_progress: the longest that a request in flight has been without progress, as
-            the watchdog saw it last; None where none is.
-        stuck_tool_threads_count: tool threads that still run although their call was given up.
+        recent_restarts: the last 50 restarts, newest last.
+        recent_events: the last 200 events, newest last; each has the keys `at`, `event` and
+            `worker`, and more that depend on the event.
+        events_dropped_count: the number of events that `on_event` did not get because it was too
+            slow.
+        server_cmd: the server's command line, with secrets masked.
+        evidence: what was observed of the server just before the last kill; empty if there was
+            none.
+        seconds_since_progress: the longest time that a request in flight has been without progress,
+            at the watchdog's last check; None if no request is in flight.
+        stuck_tool_threads_count: the number of tool threads that are still running although nobody
+            waits for their calls any more.
         totals: counters since the worker was constructed.
     """
 

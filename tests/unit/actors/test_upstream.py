@@ -49,12 +49,12 @@ class Client:
         if event is None:
             self.exchange.opened(at)
         else:
-            self.exchange.heard([event], at)
+            self.exchange.received([event], at)
 
     @property
     def given_up(self) -> str | None:
         """With which reason."""
-        failure = self.exchange.explained(disconnected("in mid-stream"))
+        failure = self.exchange.failure_for_client(disconnected("in mid-stream"))
         return failure.reason if failure is not None and self.exchange.is_given_up else None
 
 
@@ -284,7 +284,7 @@ def test_a_slow_client_is_not_the_servers_fault() -> None:
     client, upstream = Client(), World()
     upstream.begin(client)
     client.exchange.opened(0.0)
-    client.exchange.pauses()  # from now on its thread waits for the client
+    client.exchange.stopped_waiting()  # from now on its thread waits for the client
     upstream.run(client)
     assert client.given_up is None
 

@@ -73,11 +73,11 @@ HELP = """\
         ("--no-context-shift", {}, None),
         ("", {"CONTEXT_SHIFT": "on"}, "server_cmd has LLAMA_ARG_CONTEXT_SHIFT: "),
         ("--reuse-port", {}, "another process may listen on the same port"),
-        ("--lora a.gguf", {}, "a request with other scales than its neighbours'"),
+        ("--lora a.gguf", {}, "requests with different scales (`lora`"),
         ("--lora-scaled a.gguf:0.5", {}, "server_cmd has --lora-scaled: "),
         ("--timeout 3600", {}, None),
-        ("--timeout 600", {}, "600, shorter than prefill_liveness_timeout_s, silent_work_timeout"),
-        ("-to 299", {}, "_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s of"),
+        ("--timeout 600", {}, "600, shorter than the profile's prefill_liveness_timeout_s, silent"),
+        ("-to 299", {}, "_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s:"),
     ],
 )
 def test_a_flag_that_breaks_a_promise_is_named(

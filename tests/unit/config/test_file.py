@@ -209,7 +209,7 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
         ('slots = "2"', "slots", "slots must be an int, not str: '2'"),
         ("slot = 2", "slot", "unknown key; did you mean 'slots'?"),
         ("xyzzy = 2", "xyzzy", "unknown key; known: api_key, batch_size, cache_ram_mib, check_"),
-        ('name = "b"', "name", "the name of the table is the worker's name"),
+        ('name = "b"', "name", "cannot be set: the name of the table is the worker's name"),
         ("env.A = 1", "env", "env['A'] must be a str"),
         ("env = 1", "env", "must be a table, not int"),
         ('timeouts = "fat"', "timeouts.preset", "must be one of 'slow_prefill', 'normal',"),
@@ -223,13 +223,17 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
         ('executable = ""', "executable", "must be a non-empty str, not ''"),
         ('extra_args = "-v"', "extra_args", "extra_args must be a sequence of words"),
         ('extra_args = ["--port", "1"]', "port", "server_cmd says --port 1, but port is 8081"),
-        ('server_cmd = ["s"]', "model", "has no effect beside server_cmd: leave out one of them"),
+        (
+            'server_cmd = ["s"]',
+            "model",
+            "has no effect together with server_cmd: remove one of them",
+        ),
         (
             "default_params.at = 2026-01-01",
             "default_params",
-            "default_params['at'] must be what JSON can hold",
+            "default_params['at'] must be JSON-serializable",
         ),
-        ("normal_tools = []", "normal_tools", "cannot be in a file; in the program: dataclasses"),
+        ("normal_tools = []", "normal_tools", "cannot be set in a file; set it in the"),
         ("restart.recycle = { max_request = 1 }", "restart.recycle.max_request", "unknown key"),
         ("restart.recycle.max_requests = 0", "restart.recycle.max_requests", "max_requests must b"),
         ("restart.recycle = {}", "restart.recycle", "recycle needs one of"),
@@ -250,12 +254,12 @@ def test_errors_name_file_line_and_key(tmp_path: Path, line: str, key: str, says
         ("workers.a = 3\n", "fleet.toml:1: workers.a: must be a table, not int"),
         ("[worker.a]\n", "fleet.toml:1: worker: unknown key; did you mean 'workers'?"),
         ("defaults = 1\n", "fleet.toml:1: defaults: must be a table, not int"),
-        ("[defaults]\n\nport = 1\n", "fleet.toml:3: defaults.port: is each worker's own"),
+        ("[defaults]\n\nport = 1\n", "fleet.toml:3: defaults.port: cannot be set in [defaults]"),
         ('\n[workers."a b"]\nport = 1\n', "fleet.toml:2: workers.'a b': host is missing"),
         ('[workers.a]\nhost = "x"\n', "fleet.toml:1: workers.a: port is missing"),
         (
             '[workers.a]\nhost = "x"\nport = 1\n',
-            "fleet.toml:1: workers.a: a model (a GGUF file) is missing, or",
+            "fleet.toml:1: workers.a: either model (a GGUF file) or",
         ),
         (
             '[workers.a]\nserver_cmd = ["s"]\nhost = "x"\nport = 1\nexecutable = "e"\n',
@@ -266,11 +270,11 @@ def test_errors_name_file_line_and_key(tmp_path: Path, line: str, key: str, says
         ("[workers.a]\nport = = 1\n", "fleet.toml: Invalid value (at line 2, column 8)"),
         (
             ONE + ONE.replace("workers.a", "workers.b"),
-            "fleet.toml:7: workers.b.port: 8081 is the port of 'a' already",
+            "fleet.toml:7: workers.b.port: port 8081 is already used",
         ),
         (
             ONE + ONE.replace("workers.a", "workers.b").replace("127.0.0.1", "LocalHost"),
-            "fleet.toml:7: workers.b.port: 8081 is the port of 'a' already",
+            "fleet.toml:7: workers.b.port: port 8081 is already used",
         ),
     ],
 )

@@ -32,12 +32,12 @@ def taking(**schema: Any) -> dict[str, Any]:
     [
         (
             taking(type="object", properties={"a": {"type": "strnig"}}),
-            "(add) parameters.properties.a.type: no such type as 'strnig'; did you mean 'string'?",
+            "(add) parameters.properties.a.type: unknown type 'strnig'; did you mean 'string'?",
         ),
         (taking(type="object", properties={"a": {"type": "file"}}), "known: string, number"),
         (taking(type="object", properties=["a"]), "properties: not a JSON schema: ['a'] is not of"),
         (taking(type="object", properties={"a": {"required": True}}), "not a JSON schema"),
-        (taking(type="array", items=NUMBER), "needs 'type': 'object', since arguments are one"),
+        (taking(type="array", items=NUMBER), "needs 'type': 'object', since a tool's arguments"),
         (taking(type="object", propertys={}), "has 'propertys'; did you mean 'properties'?"),
         (
             taking(properties={"a": {"type": "array", "items": {"descripton": "x"}}}),
@@ -47,16 +47,16 @@ def taking(**schema: Any) -> dict[str, Any]:
         ({**tool(), "functoin": {}}, "has 'functoin'; did you mean 'function'?"),
         (
             taking(type="object", properties={"city": NUMBER}, required=["ctiy"]),
-            "required names 'ctiy', which is no property; did you mean 'city'?",
+            "required lists 'ctiy', which is not a property; did you mean 'city'?",
         ),
-        (taking(type="object", required=["a"]), "which is no property; there are none"),
+        (taking(type="object", required=["a"]), "which is not a property; known: none"),
         (
             taking(properties={"at": {"type": "object", "properties": {}, "required": ["x"]}}),
-            "parameters.properties.at: required names 'x'",
+            "parameters.properties.at: required lists 'x'",
         ),
         (
             taking(properties={"at": {"type": "string", "minLength": 5, "maxLength": 2}}),
-            "parameters.properties.at: minLength 5 is above maxLength 2; nothing fits both",
+            "parameters.properties.at: minLength 5 is above maxLength 2; no value",
         ),
         (tool("get weather"), "'get weather' must be up to 128 letters, digits and _ - . : /"),
         (tool("a" * 129), "up to 128"),
@@ -80,7 +80,7 @@ def test_a_slip_is_named_with_place_and_hint(given: dict[str, Any], says: str) -
         ([tool(parameters=[])], TypeError, ["[0]", "parameters", "JSON schema object", "[]"]),
         ([taking(**{"$schema": 7})], TypeError, ["[0]", "$schema", "str", "7"]),
         ([taking(**DRAFT_3)], ConfigError, ["[0]", "$schema", "draft 4", "'required'"]),
-        ([tool("a"), taking(x={1})], TypeError, ["[1]", "['x']", "what JSON can hold", "not set"]),
+        ([tool("a"), taking(x={1})], TypeError, ["[1]", "['x']", "JSON-serializable", "not set"]),
     ],
 )
 def test_what_defines_no_tools_is_refused(

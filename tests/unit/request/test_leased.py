@@ -41,7 +41,7 @@ def leased(*, in_one_piece: bool = False) -> LeasedRequest:
     """Sent at 0.0."""
     admitted = Admitted(7, 0, "responses:r", 0.0)
     request = LeasedRequest(admitted, api_key="sk", unix_offset=100.0, in_one_piece=in_one_piece)
-    request.waits()
+    request.started_waiting()
     return request
 
 
@@ -62,7 +62,7 @@ def recorded(request: LeasedRequest, at: float = 4.0) -> RequestRecord:
 def speaking() -> LeasedRequest:
     request = leased()
     request.opened(1.0)
-    request.heard([TextDelta("Once ")], 2.0)
+    request.received([TextDelta("Once ")], 2.0)
     return request
 
 
@@ -79,7 +79,7 @@ def test_its_stream_tells_how_it_ended(
     events: tuple[StreamEvent, ...], state: str, reason: Reason | None
 ) -> None:
     request = speaking()
-    request.heard(events, 3.0)
+    request.received(events, 3.0)
     record = recorded(request)
     assert (record.result["state"], record.result["fail_reason"]) == (state, reason)
     assert (record.status["output_chars"], record.result["text"]) == (5, "")
@@ -92,7 +92,7 @@ def test_phases_follow_what_came() -> None:
     assert request.progress().phase == "waiting"
     request.opened(1.0)
     assert request.progress().phase == "prefill"
-    request.heard([ReasoningDelta("hm")], 2.0)
+    request.received([ReasoningDelta("hm")], 2.0)
     assert request.progress().phase == "generating"
     request.end(3.0)
     assert request.progress().phase == "done"
@@ -101,11 +101,11 @@ def test_phases_follow_what_came() -> None:
 def test_a_slow_client_is_not_waited_for() -> None:
     """While its thread writes to the client, the server's silence proves nothing."""
     request = speaking()
-    request.heard([EmptyRecord()], 3.0)
+    request.received([EmptyRecord()], 3.0)
     assert not request.progress().concluding
-    request.pauses()
+    request.stopped_waiting()
     assert request.progress().concluding
-    request.waits()
+    request.started_waiting()
     assert not request.progress().concluding
 
 
@@ -124,7 +124,7 @@ def test_what_ends_it_is_its_reason(order: RequestInput, reason: Reason | None) 
 
 def test_a_regular_end_outlives_its_order() -> None:
     request = speaking()
-    request.heard([Finish("stop")], 3.0)
+    request.received([Finish("stop")], 3.0)
     assert result(request.step(STALLED, 3.5))["state"] == "completed"
 
 
@@ -139,7 +139,7 @@ def test_a_bad_end_outlives_its_order(order: Abandon) -> None:
 def test_a_finish_behind_the_end_changes_nothing() -> None:
     request = speaking()
     request.step(STALLED, 3.0)
-    request.heard([Finish("stop")], 3.1)
+    request.received([Finish("stop")], 3.1)
     assert not request.has_finished
 
 
@@ -147,7 +147,7 @@ def test_what_a_dead_server_had_sent_is_read() -> None:
     request = speaking()
     assert request.step(DIED, 3.0) == []
     assert request.deadline == 3.0 + READ_REST_S
-    request.heard([TextDelta("upon"), Finish("stop"), Done()], 3.1)
+    request.received([TextDelta("upon"), Finish("stop"), Done()], 3.1)
     record = recorded(request)
     assert (record.result["state"], record.status["output_chars"]) == ("completed", 9)
 
@@ -168,7 +168,7 @@ def broken() -> LeasedRequest:
     request = speaking()
     request.closed(BROKEN)
     assert request.end(3.0) is None
-    request.hear_out(3.0)
+    request.await_cause(3.0)
     assert request.deadline == 3.0 + EXIT_REPORT_WAIT_S
     return request
 
@@ -204,7 +204,7 @@ def test_a_server_that_is_gone_is_the_reason() -> None:
 def test_a_reply_in_one_piece_is_complete() -> None:
     request = leased(in_one_piece=True)
     request.opened(600.0)
-    request.heard([], 600.0)
+    request.received([], 600.0)
     request.closed(None)
     record = recorded(request, 600.0)
     assert record.result["state"] == "completed"
@@ -224,5 +224,5 @@ def test_output_that_went_to_the_client_is_output(
 ) -> None:
     request = leased()
     request.opened(1.0)
-    request.heard([*said, Finish("stop"), Done()], 2.0)
+    request.received([*said, Finish("stop"), Done()], 2.0)
     assert is_degenerate(recorded(request)) is nothing

@@ -8,7 +8,7 @@ import pytest
 
 from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.messages import ReadOutput
-from llama_worker.request.output import Output, WaitingReads, is_answered_by
+from llama_worker.request.output import Output, WaitingReads, can_answer
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types.request import NotFound, OutputChunk
 
@@ -23,7 +23,7 @@ def test_output_ends_with_the_line_that_decided() -> None:
     assert it.loop is not None
     assert it.text == "a\n" + LINE * 12
     it.add("c", "d")
-    it.add_rest("e", "f")
+    it.add_held_back("e", "f")
     assert (it.reasoning, it.text) == ("", "a\n" + LINE * 12)
 
 
@@ -36,7 +36,7 @@ def test_a_loop_in_the_reasoning_ends_the_text_too() -> None:
 def test_the_rest_is_added_whole_and_is_no_loop() -> None:
     it = Output(LoopDetector())
     it.add("hm", "a\n")
-    it.add_rest("\n" + LINE * 20, LINE * 20 + "b")
+    it.add_held_back("\n" + LINE * 20, LINE * 20 + "b")
     assert it.loop is None
     assert (it.reasoning, it.text) == ("hm\n" + LINE * 20, "a\n" + LINE * 20 + "b")
 
@@ -74,7 +74,7 @@ def read(
 def test_what_answers_a_question(
     offsets: tuple[int, int], chars: tuple[int, int], wait: bool, answered: bool
 ) -> None:
-    assert is_answered_by(read(Future(), *offsets, wait=wait), *chars) == answered
+    assert can_answer(read(Future(), *offsets, wait=wait), *chars) == answered
 
 
 def test_each_waits_for_its_own_offset() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker.request.progress import Advance, Batch, TurnProgress
+from llama_worker.request.progress import Batch, NoveltyDetector, TurnProgress
 from llama_worker.stream import events
 from tests.tables import cases
 
 
 def advances(*stream: events.StreamEvent) -> list[bool]:
     """For each event, whether it brought the turn forward."""
-    return list(map(Advance().by, stream))
+    return list(map(NoveltyDetector().is_new, stream))
 
 
 ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, False]
@@ -69,14 +69,14 @@ def test_calls_that_begin_for_ever_advance_no_more() -> None:
 # ---------------------------------------------------------------- of one turn
 
 
-def hear(progress: TurnProgress, *stream: events.StreamEvent, at: float = 1.0) -> None:
+def record(progress: TurnProgress, *stream: events.StreamEvent, at: float = 1.0) -> None:
     for event in stream:
-        progress.hear(event, at)
+        progress.record(event, at)
 
 
 def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
     it = TurnProgress(0.0)
-    hear(
+    record(
         it, events.TextDelta("a"), events.TextDelta("b"), events.ToolCallDelta(0, "x", "add", "{}")
     )
     assert it.tokens == 3
@@ -91,9 +91,9 @@ def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
 def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     it = TurnProgress(0.0)
     assert it.tokens_per_second() is None
-    hear(it, events.TextDelta("a"), at=1.0)
+    record(it, events.TextDelta("a"), at=1.0)
     assert it.tokens_per_second() is None
-    hear(it, events.TextDelta("b"), events.TextDelta("c"), at=2.0)
+    record(it, events.TextDelta("b"), events.TextDelta("c"), at=2.0)
     assert it.tokens_per_second() == pytest.approx(2.0)
     assert (it.first_token_at, it.last_token_at) == (1.0, 2.0)
     it.timings = events.TimingsReport(None, None, None, 40.0)
@@ -102,14 +102,14 @@ def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
 
 def test_a_single_token_has_no_speed() -> None:
     it = TurnProgress(0.0)
-    hear(it, events.TextDelta("a"), events.TimingsReport(0, 39, 1, 0.0), at=1.0)
+    record(it, events.TextDelta("a"), events.TimingsReport(0, 39, 1, 0.0), at=1.0)
     assert it.tokens_per_second() is None
 
 
 def test_prompt_progress_is_data_only_where_it_grows() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (5.0, 40), (6.0, 40), (7.0, 20), (9.0, 60), (10.0, 60)):
-        it.hear(events.PromptReport(processed=processed, total=100, cached=0), at)
+        it.record(events.PromptReport(processed=processed, total=100, cached=0), at)
     assert (it.last_data_at, it.prompt_progress_at) == (9.0, 9.0)
     assert [batch[:2] for batch in it.batches] == [(1.0, 5.0), (7.0, 9.0)]
     assert it.repeated_at == (10.0,)
@@ -118,7 +118,7 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
 def test_a_batch_leaves_out_what_was_cached() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (3.0, 1400), (20.0, 1400), (22.5, 1912)):
-        it.hear(events.PromptReport(processed=processed, total=2000, cached=900), at)
+        it.record(events.PromptReport(processed=processed, total=2000, cached=900), at)
     assert it.batches == (
         Batch(began_at=1.0, ended_at=3.0, tokens=500, depth=1400),
         Batch(began_at=20.0, ended_at=22.5, tokens=512, depth=1912),
@@ -139,26 +139,26 @@ def test_a_prompt_without_reports_is_one_batch(
     timings: events.TimingsReport, batches: tuple[Batch, ...]
 ) -> None:
     it = TurnProgress(0.0)
-    hear(it, events.TextDelta("a"), at=5.0)
-    hear(it, timings, at=9.0)
+    record(it, events.TextDelta("a"), at=5.0)
+    record(it, timings, at=9.0)
     assert it.batches == batches
 
 
 def test_reports_tell_more_of_batches_than_timings_do() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (3.0, 500)):
-        it.hear(events.PromptReport(processed=processed, total=500, cached=0), at)
-    hear(it, events.TextDelta("a"), events.TimingsReport(0, 500, 1, None, 9000.0), at=5.0)
+        it.record(events.PromptReport(processed=processed, total=500, cached=0), at)
+    record(it, events.TextDelta("a"), events.TimingsReport(0, 500, 1, None, 9000.0), at=5.0)
     assert it.batches == (Batch(1.0, 3.0, 500, 500),)
 
 
 def test_repeats_are_kept_and_are_no_tokens() -> None:
     it = TurnProgress(0.0)
-    hear(it, *[events.EmptyRecord()] * 5, *[events.ToolCallDelta(0, None, None, "")] * 2)
+    record(it, *[events.EmptyRecord()] * 5, *[events.ToolCallDelta(0, None, None, "")] * 2)
     assert (len(it.repeated_at), it.last_data_at, it.tokens) == (1, None, 0)
     assert it.first_token_at is None
-    hear(it, events.TextDelta("a"), at=2.0)
+    record(it, events.TextDelta("a"), at=2.0)
     assert (it.repeated_at, it.last_data_at) == ((), 2.0)
     for at in (3.0, 3.4, 3.5, 5.0, 5.1, 7.0, 8.0):  # what comes together is one
-        hear(it, events.ToolCallDelta(0, None, None, ""), at=at)
+        record(it, events.ToolCallDelta(0, None, None, ""), at=at)
     assert (it.repeated_at, it.last_data_at) == ((5.0, 7.0, 8.0), 2.0)

@@ -601,7 +601,7 @@ def test_every_call_of_a_turn_is_traced(event: Event, outcome: str) -> None:
     assert play >> 103.0 >> returned("one") << CallTool >> 105.0 >> event << DROP << Ends(outcome)
     assert trace_of(play, "arguments", "error", "started_at", "duration_s") == [
         ({"n": 0}, None, 1102.0, 1.0),
-        ({"n": 1}, f"given up while it ran: {outcome}", 1103.0, 2.0),
+        ({"n": 1}, f"the request ended while the tool was running: {outcome}", 1103.0, 2.0),
         ('{"n": 2}', f"not run: {outcome}", 1105.0, 0.0),
     ]
     assert trace_of(play, "iteration") == [(1,)] * 3
@@ -610,7 +610,9 @@ def test_every_call_of_a_turn_is_traced(event: Event, outcome: str) -> None:
 def test_a_failure_traces_the_running_call() -> None:
     play = in_tools()
     assert play.fail("a bug") << DROP << Ends("unknown_error")
-    assert trace_of(play, "error") == [("given up while it ran: unknown_error",)]
+    assert trace_of(play, "error") == [
+        ("the request ended while the tool was running: unknown_error",)
+    ]
 
 
 def test_a_turn_costs_one_iteration() -> None:
@@ -618,7 +620,10 @@ def test_a_turn_costs_one_iteration() -> None:
     assert play >> returned("1") << CallTool >> returned("2") << CallTool
     assert play >> returned("3") << PostChat
     assert play.request.status()["tool_iters_remaining"] == 0
-    end = Ends("tool_execution_error", fail_detail="tool iteration budget exhausted")
+    end = Ends(
+        "tool_execution_error",
+        fail_detail="the tool iteration budget (max_tool_iterations) is exhausted",
+    )
     assert play >> (TextDelta("a"), call("add"), CALLS, Done()) << CLOSE_SECOND << end
     exhausted = (2, "not run: tool_execution_error")
     assert trace_of(play, "iteration", "error") == [(1, None)] * 3 + [exhausted]
@@ -842,7 +847,7 @@ PAIR = f"{LINE}z{LINE}"
         ([TextDelta("So:\n" + LINE * 30)], "line", ("", "So:\n" + LINE * 12), "came 12 times"),
         ([TextDelta(PAIR * 30)], "line", ("", PAIR * 12), "a block of 2 lines"),
         ([ReasoningDelta(LINE * 30)], "line", (LINE * 12, ""), f"{LINE.strip()!r} came 12 times"),
-        ([TextDelta("ha " * 9000)], "text", ("", ("ha " * 9000)[:8192]), "repeat 3 of them"),
+        ([TextDelta("ha " * 9000)], "text", ("", ("ha " * 9000)[:8192]), "repeat the same 3,"),
         (
             [call("add", "{"), *[ToolCallDelta(0, None, None, "1, 2, ")] * 2000],
             "text",

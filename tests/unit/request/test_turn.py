@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llama_worker.config.profiles import LoopDetector
-from llama_worker.request.turn import Said, Turn
+from llama_worker.request.turn import Turn, TurnEvent
 from llama_worker.stream.calls import RawCall
 from llama_worker.stream.events import ReasoningDelta, TextDelta, ToolCallDelta
 
@@ -26,7 +26,7 @@ def turn(*, prompted: bool = False) -> Turn:
     )
 
 
-def take(it: Turn, *said: Said, at: float = 1.0) -> tuple[str, str]:
+def take(it: Turn, *said: TurnEvent, at: float = 1.0) -> tuple[str, str]:
     """(reasoning, text) that may be shown now."""
     shown = [it.take(event, at) for event in said]
     return "".join(reasoning for reasoning, _ in shown), "".join(text for _, text in shown)
@@ -46,12 +46,17 @@ def take(it: Turn, *said: Said, at: float = 1.0) -> tuple[str, str]:
 @pytest.mark.parametrize("prompted", [True, False])
 @pytest.mark.parametrize("cut_off", [True, False])
 def test_reasoning_text_and_calls_are_told_apart(
-    said: list[Said], reasoning: str, text: str, calls: list[RawCall], prompted: bool, cut_off: bool
+    said: list[TurnEvent],
+    reasoning: str,
+    text: str,
+    calls: list[RawCall],
+    prompted: bool,
+    cut_off: bool,
 ) -> None:
     it = turn(prompted=prompted)
     shown, rest = take(it, *said), it.finish(cut_off=cut_off)
     assert (shown[0] + rest[0], shown[1] + rest[1]) == (reasoning, text)
-    assert (it.said_reasoning, it.said_text) == (reasoning, text)
+    assert (it.reasoning, it.text) == (reasoning, text)
     assert it.calls() == calls
 
 
@@ -61,7 +66,7 @@ def test_what_was_held_back_comes_once(held_back: str) -> None:
     assert take(it, TextDelta(held_back)) == ("", "")
     assert it.finish() == ("", held_back)
     assert it.finish() == ("", "")
-    assert it.said_text == held_back
+    assert it.text == held_back
 
 
 def test_after_a_structured_call_nothing_is_held_back() -> None:
@@ -71,7 +76,7 @@ def test_after_a_structured_call_nothing_is_held_back() -> None:
     assert take(it, TextDelta(f"all>{TAGGED} <tool_call>")) == ("", f"all>{TAGGED} <tool_call>")
     assert it.finish() == ("", "")
     assert it.calls() == [STRUCTURED]
-    assert it.said_text == f"a{TAGGED}b <tool_call>{TAGGED} <tool_call>"
+    assert it.text == f"a{TAGGED}b <tool_call>{TAGGED} <tool_call>"
 
 
 def test_prompted_tagged_calls_count_beside_structured_ones() -> None:

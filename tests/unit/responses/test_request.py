@@ -291,7 +291,7 @@ def test_images_beside_a_users_are_ignored_with_a_warning(role: str) -> None:
     content = [IMAGE, {"type": "input_text", "text": "a"}]
     request = normalise({"input": [{"role": role, "content": content}, USER]})
     assert request.body["messages"][0]["content"] == "a"
-    assert request.warnings == ("images and audio are ignored in all but user messages",)
+    assert request.warnings == ("images and audio are ignored except in user messages",)
     assert normalise({"input": [{"role": "user", "content": content}]}).warnings == ()
 
 

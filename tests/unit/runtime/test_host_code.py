@@ -143,7 +143,7 @@ def test_a_generator_is_no_result() -> None:
     run_tool(Runner(), asker)
     ended = asker.get(timeout=60.0)
     assert not ended.ok
-    assert "returned what JSON cannot hold: a generator" in ended.text
+    assert "returned a value that JSON cannot represent: a generator" in ended.text
 
 
 def test_a_tool_that_obeys_cancellation_has_not_failed() -> None:

@@ -104,7 +104,7 @@ def test_a_stream_that_is_none_is_a_protocol_error() -> None:
     body.feed(b"<p>\n")
     assert body.failure is not None
     assert body.failure.reason is RequestFailReason.PROTOCOL_ERROR
-    assert body.failure.detail == "the reply is text/html, not text/event-stream"
+    assert body.failure.detail == "the reply's content type is text/html, not text/event-stream"
 
 
 @given(

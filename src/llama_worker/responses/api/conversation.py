@@ -187,13 +187,13 @@ class ChatMessages:
         """The text of a message whose role templates take as text only."""
         parts = _parts(content)
         if not _is_text(parts):
-            self.warnings.append("images and audio are ignored in all but user messages")
+            self.warnings.append("images and audio are ignored except in user messages")
         return _joined(parts, separator)
 
     def _summary(self, item: Item) -> None:
         text = unseal(item.get("encrypted_content"))
         if text is None:
-            self.warnings.append("a compaction that was not made here is ignored")
+            self.warnings.append("a compaction that this proxy did not make is ignored")
         else:
             self._user(f"{_SUMMARY_HEAD}\n\n{text}")
 

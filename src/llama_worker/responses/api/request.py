@@ -68,7 +68,7 @@ def references(body: Mapping[str, Any]) -> References:
     ids = [item_id if isinstance(item_id, str) else "" for item_id in found]
     # OpenAI refuses it, too; by repeated references a short request could grow without bound
     if len(set(ids)) < len(ids):
-        raise ApiError(400, "an item of the input is referred to twice", param="input")
+        raise ApiError(400, "an input item is referenced twice", param="input")
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
 
@@ -101,7 +101,7 @@ def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLE
     include = include if isinstance(include, list) else []
     warnings = [*chat_input.warnings, *tools.warnings, *choice.warnings]
     if wish:
-        warnings.append("beside tools, text.format is only asked for in the prompt")
+        warnings.append("with tools, text.format is only requested in the prompt")
     return ChatRequest(
         body=_chat_body(body, chat_input.messages, offered, choice.mode, sent_format),
         tools=tools,
@@ -171,7 +171,7 @@ def parse_create(message: bytes) -> dict[str, Any]:
     """A WebSocket message as the body of the same request over HTTP. Raises ApiError."""
     body = parse_body(message)
     if body.pop("type", None) != "response.create":
-        raise ApiError(400, "messages are of type 'response.create'", param="type")
+        raise ApiError(400, "messages must be of type 'response.create'", param="type")
     return {**body, "stream": True}
 
 
@@ -191,7 +191,7 @@ def _children(value: object) -> Iterable[Any]:
         return value
     # Python accepts NaN and 1e999; JSON has no such numbers
     if isinstance(value, float) and not math.isfinite(value):
-        raise ApiError(400, "a number of the request is beyond the range of a double")
+        raise ApiError(400, "a number in the request is outside the range of a double")
     return ()
 
 
@@ -257,8 +257,8 @@ def _resolved(item: Item, recalled: RecalledItems) -> Item:
 def _not_found(message: str, param: str = "previous_response_id") -> ApiError:
     return ApiError(
         400,
-        f"{message} Responses are kept in memory, the least recently used go first, and `store: "
-        "false` keeps none: send the whole conversation as `input`.",
+        f"{message} Responses are kept in memory, the least recently used are dropped first, and "
+        "with `store: false` none is kept: send the whole conversation as `input`.",
         code="previous_response_not_found",
         param=param,
     )

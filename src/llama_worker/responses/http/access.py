@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.request_reader import HttpRequest
 
-_TODO = "Pages and names are allowed one by one, with --allow-origin."
+_TODO = "Allow each page or host name with --allow-origin."
 _PREFLIGHT_S = 600
 
 

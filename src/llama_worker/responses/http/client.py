@@ -1,7 +1,7 @@
 """`Client`: one client's connection. `WaitingClients`: those that the listener waits for.
 
 A Client belongs to the listener's thread while it waits for a request, and to the request's own
-thread until the reply is complete. `cut` and `left` are for any thread.
+thread until the reply is complete. `cut` and `disconnected` are for any thread.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Client:
         self.pending_bytes = 0  # of an incomplete request
         self.lingers_until = 0.0  # monotonic; what it sends until then gives it LINGER_S again
         self._write_timeout_s = write_timeout_s
-        self._has_left = False
-        self._on_left: Callable[[], object] | None = None
-        self._on_slow: Callable[[], object] | None = None
+        self._is_disconnected = False
+        self._on_disconnect: Callable[[], object] | None = None
+        self._on_stall: Callable[[], object] | None = None
 
     # ------------------------------------------------------------ the request's own thread
 
@@ -79,20 +79,20 @@ class Client:
         if end := self.http.reply.end():  # b"" after a body with a Content-Length
             self._send(end)
 
-    def when_left(self, call: Callable[[], object]) -> None:
+    def set_disconnect_callback(self, call: Callable[[], object]) -> None:
         """`call` is called on the listener's thread when the client leaves; at once if it has left.
         It must not block."""
-        self._on_left = call
-        if self._has_left:
+        self._on_disconnect = call
+        if self._is_disconnected:
             call()
 
-    def when_slow(self, call: Callable[[], object]) -> None:
+    def set_stall_callback(self, call: Callable[[], object]) -> None:
         """`call` is called on the request's own thread before each wait for the client to read."""
-        self._on_slow = call
+        self._on_stall = call
 
-    def forget_request(self) -> None:
-        """Drop the callbacks of `when_left` and `when_slow`."""
-        self._on_left = self._on_slow = None
+    def clear_callbacks(self) -> None:
+        """Drop the callbacks of `set_disconnect_callback` and `set_stall_callback`."""
+        self._on_disconnect = self._on_stall = None
 
     def _send(self, data: bytes) -> None:
         try:
@@ -101,8 +101,8 @@ class Client:
         except BlockingIOError:
             sent = 0
         if sent < len(data):
-            if self._on_slow is not None:
-                self._on_slow()
+            if self._on_stall is not None:
+                self._on_stall()
             try:
                 self.socket.settimeout(self._write_timeout_s)
                 left = memoryview(data)[sent:]
@@ -130,11 +130,11 @@ class Client:
 
     # ------------------------------------------------------------ any thread
 
-    def left(self) -> None:
+    def disconnected(self) -> None:
         """The client closed its connection, or only its sending side: to llama-server the same."""
-        self._has_left = True
-        if self._on_left is not None:
-            self._on_left()
+        self._is_disconnected = True
+        if self._on_disconnect is not None:
+            self._on_disconnect()
 
     def cut(self) -> None:
         try:

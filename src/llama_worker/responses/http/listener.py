@@ -180,7 +180,7 @@ class SocketListener:
     def _on_ready(self, client: Client) -> None:
         """A client has sent something, or has left."""
         if client in self._busy:
-            client.left()
+            client.disconnected()
             return
         try:
             data = client.socket.recv(_READ_BYTES)
@@ -265,7 +265,7 @@ class SocketListener:
     def _run(self, client: Client, request: HttpRequest) -> None:
         self._stop_waiting(client)
         if len(self._busy) >= self._max_busy:
-            raise ApiError(503, "too many requests run at once", retry_after_s=2)
+            raise ApiError(503, "too many requests are running", retry_after_s=2)
         self._busy.add(client)
         self._epoll.modify(client.socket, select.EPOLLRDHUP | select.EPOLLONESHOT)
         self._complete_requests.append((client, request))
@@ -278,7 +278,9 @@ class SocketListener:
             except RuntimeError:
                 self._busy.discard(client)
                 self._epoll.modify(client.socket, select.EPOLLIN)
-                self._refuse(client, ApiError(503, "no thread can be started", retry_after_s=2))
+                self._refuse(
+                    client, ApiError(503, "no more threads can be started", retry_after_s=2)
+                )
 
     def _run_request(self, client: Client, request: HttpRequest) -> None:
         try:
@@ -292,7 +294,7 @@ class SocketListener:
     def _take_back(self, client: Client) -> None:
         """Take it from its request's thread: read its next request, or close it."""
         self._busy.discard(client)
-        client.forget_request()
+        client.clear_callbacks()
         if not client.http.reply.is_complete:
             self._drop(client)
             return
@@ -312,7 +314,7 @@ class SocketListener:
             self._drop(client)
         for client in self._busy:
             client.cut()
-            client.left()  # aborts its upstream request, which no actor may know of yet
+            client.disconnected()  # aborts its upstream request, which no actor may know of yet
         while self._busy:
             client = self._returned.get()
             self._busy.discard(client)

@@ -67,7 +67,7 @@ class ReplyFramer:
         status_line = f"HTTP/1.1 {status} {reason or _PHRASES.get(status, 'Unknown')}"
         lines = [f"{name}: {value}" for name, value in headers]
         if not _STATUS_LINE.fullmatch(status_line) or not all(map(_HEADER.fullmatch, lines)):
-            raise MalformedReply("a header has several lines, or a malformed name")
+            raise MalformedReply("a header has a line break, or a malformed name")
         self.has_begun = True
         self.keep_alive = keep_alive
         self._is_chunked = is_chunked

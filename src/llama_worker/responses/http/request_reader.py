@@ -154,7 +154,7 @@ class RequestReader:
         line = _REQUEST_LINE.match(self._head_bytes)
         if line is None:
             raise ApiError(
-                400, "malformed HTTP request: its first line is not that of an HTTP/1.1 request"
+                400, "malformed HTTP request: the first line is not an HTTP/1.1 request line"
             )
         method, target, version = (part.decode("ascii") for part in line.groups())
         head = self.head = HttpRequest(
@@ -166,10 +166,10 @@ class RequestReader:
         if method == "CONNECT" or not target.startswith("/"):
             raise ApiError(400, "the request's target must be a path")
         if self._headers.hosts > 1 or (self._headers.hosts == 0 and version == "1.1"):
-            raise ApiError(400, "the request must have one Host")
+            raise ApiError(400, "the request must have exactly one Host header")
         encoding, length = head.header("transfer-encoding").lower(), head.header("content-length")
         if encoding not in ("", "chunked"):
-            raise ApiError(501, "the request's transfer encoding is not known")
+            raise ApiError(501, "the request's transfer encoding is not supported")
         if len(length) > _MAX_LENGTH_DIGITS:
             raise ApiError(400, "malformed HTTP request: its Content-Length has too many digits")
         self.origin = self._allowed_origin(head)
@@ -279,7 +279,9 @@ class ChunkedBody:
             case _Line.TRAILER if _TRAILER_LINE.fullmatch(line):
                 pass
             case _:
-                raise ApiError(400, "malformed HTTP request: a chunk does not end as it must")
+                raise ApiError(
+                    400, "malformed HTTP request: a chunk or trailer is not terminated correctly"
+                )
         return False
 
     def _begin_chunk(self, line: bytes) -> None:
@@ -294,7 +296,7 @@ class ChunkedBody:
         self._framing_bytes += more_bytes
         allowed = _FREE_FRAMING_BYTES + _MAX_FRAMING * len(self._content)
         if len(self._line) > _MAX_LINE_BYTES or self._framing_bytes > allowed:
-            raise ApiError(400, "the request's body has more framing than content")
+            raise ApiError(400, "the chunked body has too many bytes of framing")
 
 
 def check_body_size(size: int, max_bytes: int) -> None:

@@ -65,7 +65,7 @@ class ClientSocket:
         while not self._messages:
             left_s = until - time.monotonic()
             if left_s <= 0.0 or not poll.poll(left_s * 1000):
-                self._end(CloseReason.GOING_AWAY, "nothing was asked for a long time")
+                self._end(CloseReason.GOING_AWAY, f"no message for {_IDLE_S:g} s")
             self.read()
         message = self._messages.popleft()
         self._messages_bytes -= max(len(message), _MESSAGE_BYTES)
@@ -78,7 +78,7 @@ class ClientSocket:
         except BlockingIOError:
             return
         if not data:
-            raise ConnectionAbortedError("the client has left")
+            raise ConnectionAbortedError("the client has disconnected")
         self._receive(data)
 
     def encode(self, events: list[Event]) -> bytes:
@@ -110,14 +110,14 @@ class ClientSocket:
             case TextMessage(data=text, message_finished=is_whole):
                 self._unfinished += text.encode()
                 if self._messages_bytes + len(self._unfinished) > self._max_bytes:
-                    why = f"more than {self._max_bytes} bytes at once"
+                    why = f"more than {self._max_bytes} bytes of messages at once"
                     self._end(CloseReason.MESSAGE_TOO_BIG, why)
                 if is_whole:
                     self._messages_bytes += max(len(self._unfinished), _MESSAGE_BYTES)
                     self._messages.append(bytes(self._unfinished))
                     self._unfinished.clear()
             case BytesMessage():
-                self._end(CloseReason.UNSUPPORTED_DATA, "messages are text")
+                self._end(CloseReason.UNSUPPORTED_DATA, "messages must be text")
             case Ping():
                 self._send(event.response())
             case CloseConnection():

@@ -78,14 +78,14 @@ class LeasedExchange:
 
     # ------------------------------------------------------------ the exchange's thread
 
-    sends = _locked(LeasedRequest.waits)  # the request is about to be sent
+    sends = _locked(LeasedRequest.started_waiting)  # the request is about to be sent
     opened = _locked(LeasedRequest.opened)
 
-    def pauses(self) -> None:
+    def stopped_waiting(self) -> None:
         """The client reads nothing: until `before_reading` nobody waits for the server."""
         self._is_paused = True
         with self._lock:
-            self._request.pauses()
+            self._request.stopped_waiting()
 
     def before_reading(self) -> None:
         """Call it before each wait for the server. The watching actor is told of the lease if the
@@ -113,10 +113,10 @@ class LeasedExchange:
             self._tell_lease()
             self._tell_lease = None
 
-    def heard(self, events: Sequence[StreamEvent], at: float) -> None:
+    def received(self, events: Sequence[StreamEvent], at: float) -> None:
         """Report that something came; no events if it was keepalives only."""
         with self._lock:
-            self._request.heard(events, at)
+            self._request.received(events, at)
 
     @property
     def settled_at(self) -> float | None:
@@ -130,18 +130,18 @@ class LeasedExchange:
         if self.breaks(failure) and self._tell_end():
             with self._lock:
                 self._over.wait_for(lambda: self._request.has_ended, _END_WAIT_S)
-        return self.explained(failure)
+        return self.failure_for_client(failure)
 
     def breaks(self, failure: StreamFailure | None) -> bool:
         """Report that the exchange is over. Returns whether the reason why it broke may still come:
-        then send `EndLease`, and wait for the end of the request before calling `explained`."""
+        then send `EndLease`, and wait for the request's end before `failure_for_client`."""
         request = self._request
         with self._lock:
             if request.has_finished or (request.given_up is None and self._abort.error is None):
                 request.closed(failure)
             return request.is_broken and not request.has_ended
 
-    explained = _locked(LeasedRequest.explained)
+    failure_for_client = _locked(LeasedRequest.failure_for_client)
 
     @property
     def is_given_up(self) -> bool:
@@ -160,7 +160,7 @@ class LeasedExchange:
 
     step = _locked(LeasedRequest.step)
     fail = _locked(LeasedRequest.fail)
-    hear_out = _locked(LeasedRequest.hear_out)
+    await_cause = _locked(LeasedRequest.await_cause)
     saw_liveness = _locked(LeasedRequest.saw_liveness)
     progress = _locked(LeasedRequest.progress)
     status = _locked(LeasedRequest.status)
