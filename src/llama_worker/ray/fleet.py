@@ -293,7 +293,7 @@ class Fleet(Startable):
         if os.getpid() != self._pid:
             forked = FleetClosed(self._name)
             forked.add_note(
-                f"the fleet belongs to process {self._pid}; create a new one after a fork"
+                f"this process was forked: the fleet belongs to process {self._pid}; create a new one"
             )
             raise forked
         if self._is_closing:
