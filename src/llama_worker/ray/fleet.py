@@ -293,7 +293,8 @@ class Fleet(Startable):
         if os.getpid() != self._pid:
             forked = FleetClosed(self._name)
             forked.add_note(
-                f"this process was forked: the fleet belongs to process {self._pid}; create a new one"
+                f"this process was forked; the fleet belongs to process {self._pid}: create "
+                "a new one"
             )
             raise forked
         if self._is_closing:
