@@ -57,7 +57,7 @@ class Backend:
         child, which has none of the threads."""
         if os.getpid() != self._pid:
             forked = WorkerClosed(self.config.name)
-            forked.add_note(f"this process was forked; the worker is that of process {self._pid}")
+            forked.add_note(f"this process was forked: the worker belongs to process {self._pid}")
             raise forked
         if self._stopping is not None or self._futures.closed_by is not None:
             raise WorkerClosed(self.config.name) from self._futures.closed_by

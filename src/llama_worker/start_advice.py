@@ -39,7 +39,7 @@ _SHORTAGES: tuple[tuple[str, str], ...] = (
 # Patterns in the server's log (b11434 and older), most telling first; case does not matter.
 _BY_LOG: tuple[tuple[str, str], ...] = (
     (ILLEGAL.pattern, NOT_EXECUTED),
-    (OUT_OF_MEMORY.pattern, f"it does not fit into the memory: {LESS_MEMORY}"),
+    (OUT_OF_MEMORY.pattern, f"the model does not fit into memory: {LESS_MEMORY}"),
     (
         "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
         "the GPU or its driver fails: check nvidia-smi, or run without it (--gpu-layers 0)",
@@ -115,7 +115,7 @@ _BY_SIGNAL: dict[int, str] = {
         f"it was killed, probably by the kernel for lack of memory (see dmesg): try {LESS_MEMORY}"
     ),
     signal.SIGILL: NOT_EXECUTED,
-    signal.SIGABRT: "the server aborted: its last lines say why; a newer build may help",
+    signal.SIGABRT: "the server aborted: the last lines of its log say why; a newer build may help",
     signal.SIGSEGV: "the server crashed: a newer build, or --gpu-layers 0, may help",
 }
 _PROGRAM = "begin server_cmd with the path of a llama-server"

@@ -236,7 +236,7 @@ def test_the_real_server_with_too_little_memory(run: Run, smollm2: str, tmp_path
     )
     done = run("run", smollm2, "Hi", "--server", narrow, "--ctx-size", "8192")
     assert done.returncode == 1
-    assert "what to do: it does not fit into the memory" in done.stderr
+    assert "what to do: the model does not fit into memory" in done.stderr
 
 
 def test_without_a_prompt_it_asks_for_one(run: Run, model: str) -> None:

@@ -196,7 +196,7 @@ def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
     if reason is RequestFailReason.SERVER_DIED and _BY_SIGILL.search(detail):
         return NOT_EXECUTED
     if reason is RequestFailReason.SERVER_DIED and OUT_OF_MEMORY.search("\n".join(log_tail)):
-        return f"it does not fit into the memory: {LESS_MEMORY}"
+        return f"the model does not fit into memory: {LESS_MEMORY}"
     return _BY_FAILURE.get(
         reason, "try again; if it persists, `llama-worker doctor MODEL` looks for common causes"
     )

@@ -138,7 +138,9 @@ class ChatBody:
         self.over = True
         content_type = self._reply.header("content-type")
         if cause is not None or not self._reply.ends_with_connection:
-            self.failure = disconnected("in mid-stream", cause or "the server closed it")
+            self.failure = disconnected(
+                "in mid-stream", cause or "the server closed the connection"
+            )
         elif not self.decoder.data_records and "text/event-stream" not in content_type:
             detail = (
                 f"the reply's content type is {content_type or 'missing'}, not text/event-stream"
