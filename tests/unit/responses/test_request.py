@@ -120,20 +120,6 @@ def test_a_call_that_was_never_answered_holds_nothing_back() -> None:
     assert messages(USER, call("x"), USER, POLICY, SAID, USER) == [*before, SAID, USER]
 
 
-def test_a_call_cut_off_is_a_call_only_once_run() -> None:
-    """Many templates refuse a call without a result."""
-    cut = {**call("x", '{"a": '), "status": "incomplete"}
-
-    def roles(*own: dict[str, Any]) -> list[str]:
-        recalled = RecalledItems(history=({"type": "message", **USER}, SAID, cut))
-        found = normalise({"previous_response_id": "resp_1", "input": [*own]}, recalled)
-        return ["call" if "tool_calls" in one else one["role"] for one in found.body["messages"]]
-
-    assert roles(USER) == ["user", "assistant", "user"]
-    assert roles(output("x"), USER) == ["user", "call", "tool", "user"]
-    assert roles(USER, call("x"), output("x")) == ["user", "assistant", "user", "call", "tool"]
-
-
 PROBED = [message["content"] for message in conversation.TEMPLATE_PROBE["messages"]]
 
 

@@ -81,7 +81,7 @@ def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLE
         raise _not_found(f"Previous response with id {wanted.previous_response_id!r} not found.")
     if body.get("input") is None and not history:
         raise ApiError(400, "Missing required parameter: 'input'.", param="input")
-    items = _without_cut_calls((*history, *own_items))
+    items = (*history, *own_items)
     if wanted.previous_response_id is not None:
         _check_calls_of(own_items, items)
     tools = tool_set(
@@ -219,22 +219,6 @@ def _check_calls_of(outputs: Iterable[Item], items: Iterable[Item]) -> None:
         if item_type(item).endswith("_call_output") and _call_id(item) not in called:
             message = f"No tool call found for the output with call_id {_call_id(item)!r}."
             raise ApiError(400, message, param="input")
-
-
-def _without_cut_calls(items: Sequence[Item]) -> tuple[Item, ...]:
-    """The items without the calls that broke off and were never run: the client was not told that
-    they are done, and templates fail on a call without a result."""
-    kept: list[Item] = []
-    with_output: set[str] = set()
-    for item in reversed(items):
-        if item_type(item).endswith("_output"):
-            with_output.add(_call_id(item))
-        elif item_type(item).endswith("_call"):
-            if item.get("status") == "incomplete" and _call_id(item) not in with_output:
-                continue
-            with_output.discard(_call_id(item))  # an earlier call may have the same id
-        kept.append(item)
-    return tuple(reversed(kept))
 
 
 def _call_id(item: Item) -> str:
