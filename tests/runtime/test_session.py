@@ -281,7 +281,7 @@ def test_a_host_that_nobody_knows(make_client: MakeClient) -> None:
     """That says nothing about the server: the worker must not count it as a failure of its."""
     reason, detail = make_client("http://no-such-host.invalid:1").failed()
     assert reason is RequestFailReason.UNKNOWN_ERROR
-    assert detail.startswith("no connection could be made: socket.gaierror: ")
+    assert detail.startswith("cannot open a connection: socket.gaierror: ")
 
 
 def test_an_untrusted_certificate_is_connect_failed(

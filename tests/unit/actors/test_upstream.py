@@ -113,7 +113,7 @@ class World:
         raise AssertionError(name)
 
     def write_log(self, level: int, line: str) -> None:
-        assert "given up" in line
+        assert "gave up" in line
 
     def probe(self, epoch: int, reply_to: Any) -> Question:
         self.questions_count += 1
