@@ -24,7 +24,7 @@ from llama_worker.request import messages
 from llama_worker.request.output import WaitingReads, can_answer
 from llama_worker.request.request import Request
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
-from llama_worker.stream.lazy_reading import HURRY_LASTS_S
+from llama_worker.stream.lazy_reading import HURRY_S
 from llama_worker.types.request import RequestFailReason
 
 M = TypeVar("M")
@@ -199,7 +199,7 @@ class RequestActor(Child[RequestMessage]):
     def _hurry(self) -> None:
         """Send HurryStream, unless the last one still holds: a reader asks again for each token."""
         now = self._runtime.now()
-        is_hurried = now < self._hurried_at + HURRY_LASTS_S / 2
+        is_hurried = now < self._hurried_at + HURRY_S / 2
         if self._waiting_reads and self._stream is not None and not is_hurried:
             self._hurried_at = now
             self._transport.tell(messages.HurryStream(turn_id=self._stream))

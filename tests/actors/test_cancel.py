@@ -47,7 +47,7 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
 def test_unsent_text_is_kept(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
 ) -> None:
-    monkeypatch.setattr(lazy_reading, "LOOK_S", WAIT_S)
+    monkeypatch.setattr(lazy_reading, "WAKE_INTERVAL_S", WAIT_S)
     monkeypatch.setattr(prompt, "MAX_HOLD_S", WAIT_S)
     rig, gate = make_worker(), tmp_path / "gate"
     rest = (fs.Gate(gate), fs.Text("upon "), fs.Text("a "), fs.Note("said"), fs.WaitClose())

@@ -24,7 +24,7 @@ from llama_worker.request.messages import FlushStream, HurryStream, StreamEvents
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.timers import TimerThread
 from llama_worker.server.messages import Probed
-from llama_worker.stream.lazy_reading import HURRY_LASTS_S, LOOK_S
+from llama_worker.stream.lazy_reading import HURRY_S, WAKE_INTERVAL_S
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, MakeWorker, Rig, eventually, fast_timeouts
 
@@ -48,7 +48,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
 def test_fast_text_is_sent_at_each_third_look(rig: Rig, told: Counter[type]) -> None:
     before, began = _wakeups(), time.monotonic()
     rig.run(*fs.plain_reply(fs.Tokens(1000, 0.002)))
-    ticks = (time.monotonic() - began) / LOOK_S
+    ticks = (time.monotonic() - began) / WAKE_INTERVAL_S
     assert told[StreamEvents] <= ticks / 3 + 10
     # The stream's thread, and now and then the request's, each for the interpreter's lock, too.
     assert _wakeups() - before <= 3 * ticks + 100
@@ -61,7 +61,7 @@ def test_waiting_reads_hurry_the_stream_rarely(rig: Rig, told: Counter[type], ga
     assert next(chunks)["text"] == "Once"
     gate.touch()
     assert "tok99" in "".join(chunk["text"] for chunk in chunks)
-    windows = 2 * (time.monotonic() - began) / HURRY_LASTS_S
+    windows = 2 * (time.monotonic() - began) / HURRY_S
     assert told[HurryStream] <= windows + 2
     assert told[FlushStream] == 0
 

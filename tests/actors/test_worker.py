@@ -129,7 +129,7 @@ def test_a_close_on_a_thread_that_it_would_wait_for_returns(
     if thread == "timers":
         call_at(0.0, close)
     elif thread == "stream":
-        monkeypatch.setattr(LazyReading, "took", close)
+        monkeypatch.setattr(LazyReading, "received", close)
         rig.submit(fs.Text("Hello"), fs.WaitClose())
     else:
         rig.worker._backend.tell(GetWorkerStatus(reply=Mock(answer=close)))

@@ -26,13 +26,13 @@ from llama_worker.cli.gguf import (
 )
 from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import find_server, worker_config
-from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
+from llama_worker.cli.text import one_line, printable, seconds, size, wrapped
 
 # ---------------------------------------------------------------- text
 
 
 def test_harmless_text_holds_nothing_that_a_terminal_obeys() -> None:
-    shown = harmless("".join(map(chr, range(sys.maxunicode + 1))))
+    shown = printable("".join(map(chr, range(sys.maxunicode + 1))))
     assert all(char in "\n\t" or char.isprintable() or ord(char) >= 0xA0 for char in shown)
     shown.encode()
 
@@ -40,19 +40,19 @@ def test_harmless_text_holds_nothing_that_a_terminal_obeys() -> None:
 def test_text_may_be_cut_anywhere() -> None:
     text = "a\r\n\x1b[2J\x9b2J\ud83d\ude00👩‍👩‍👧\u202e é ש"
     for cut in range(len(text)):
-        assert harmless(text[:cut]) + harmless(text[cut:]) == harmless(text)
+        assert printable(text[:cut]) + printable(text[cut:]) == printable(text)
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (harmless("a\tb\r\n"), "a\tb\n"),
-        (harmless("\x1b[2J"), "␛[2J"),
-        (harmless("\x9b2J"), "\ufffd2J"),
-        (harmless("\x00\x7f"), "␀␡"),
-        (harmless("a\u202eb"), "a\ufffdb"),
-        (harmless("\ud800"), "\ufffd"),
-        (harmless("👩‍👩‍👧 é ש"), "👩‍👩‍👧 é ש"),
+        (printable("a\tb\r\n"), "a\tb\n"),
+        (printable("\x1b[2J"), "␛[2J"),
+        (printable("\x9b2J"), "\ufffd2J"),
+        (printable("\x00\x7f"), "␀␡"),
+        (printable("a\u202eb"), "a\ufffdb"),
+        (printable("\ud800"), "\ufffd"),
+        (printable("👩‍👩‍👧 é ש"), "👩‍👩‍👧 é ש"),
         (one_line("a\n b\tc", 10), "a b c"),
         (one_line("x" * 20, 10), "xxxxxxx..."),
         (size(0), "0 B"),

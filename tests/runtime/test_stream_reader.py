@@ -89,8 +89,8 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(lazy_reading, "LOOK_S", FOR_EVER_S)  # nothing is late
-    monkeypatch.setattr(lazy_reading, "HURRY_LASTS_S", FOR_EVER_S)
+    monkeypatch.setattr(lazy_reading, "WAKE_INTERVAL_S", FOR_EVER_S)  # nothing is late
+    monkeypatch.setattr(lazy_reading, "HURRY_S", FOR_EVER_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint(
             base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=10.0
@@ -129,7 +129,7 @@ def test_text_that_comes_fast_waits_for_whoever_asks(streaming: Rig) -> None:
 
 
 def test_a_look_without_news_makes_it_eager(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy_reading, "LOOK_S", 0.1)
+    monkeypatch.setattr(lazy_reading, "WAKE_INTERVAL_S", 0.1)
     rig.server.sendall(HEAD + text("first"))
     for _ in range(50):
         rig.server.sendall(text("a"))
@@ -147,7 +147,7 @@ def test_a_waiting_reader_gets_text_at_once(
         streaming.told.wait_events(TextDelta(piece))
         streaming.server.sendall(text(chr(ord(piece) + 1)))
     streaming.told.wait_events(TextDelta("d"))
-    monkeypatch.setattr(lazy_reading, "HURRY_LASTS_S", 0.0)  # and this is the first text after it
+    monkeypatch.setattr(lazy_reading, "HURRY_S", 0.0)  # and this is the first text after it
     streaming.server.sendall(text("e"))
     streaming.told.wait_events(TextDelta("e"))
     streaming.server.sendall(text("f"))

@@ -568,7 +568,7 @@ class SimStream:
             return
         events = self._decoder.feed(bytes(self._buffer[:size]))
         del self._buffer[:size]
-        self._lazy.took(events, size, self._runtime.now())
+        self._lazy.received(events, size, self._runtime.now())
         if self._decoder.error is not None:
             if self._server is not None and self.exchange is not None and not self.exchange.over:
                 self._server.client_closed(self.exchange)

@@ -172,12 +172,12 @@ def run_command(
     """
     if chat and as_json:
         raise UsageProblem("--chat and --json cannot be combined: --json reports one answer")
-    from llama_worker.cli.run import Talk, run
+    from llama_worker.cli.run import RunOptions, run
     from llama_worker.cli.servers import find_server, worker_config
 
     if prompt == "-":
         prompt = None  # with --chat, too: its turns are the lines of stdin
-    talk = Talk(
+    options = RunOptions(
         prompt=_decoded(prompt or "") if chat else _prompt(prompt),
         system=_decoded(system),
         chat=chat,
@@ -199,7 +199,7 @@ def run_command(
             exit_tools=ALL_EXIT_TOOLS if exit_tools else (),
             bios_provider=default_bios if exit_tools else None,
         )
-        return run(config, talk)
+        return run(config, options)
     except Problem as problem:
         if as_json:
             report = run_report.json_without_answer("not_started", problem.reason, problem.what)

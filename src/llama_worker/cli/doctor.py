@@ -19,7 +19,7 @@ from llama_worker.cli.gguf import find_model
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
 from llama_worker.cli.servers import find_server, worker_config
-from llama_worker.cli.text import harmless
+from llama_worker.cli.text import printable
 from llama_worker.config.command import flag_values
 from llama_worker.config.command_flags import PROGRAM, program_of
 from llama_worker.config.file import read_fleet
@@ -112,13 +112,13 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
             fleet = read_fleet(path)
         except (ConfigError, OSError) as error:
             todo = "docs/fleet.md describes the file"
-            return [Finding("problem", "fleet", harmless(str(error)), todo)], {}
+            return [Finding("problem", "fleet", printable(str(error)), todo)], {}
         machine = doctor_facts.look_at_machine(interrupts)
         for name, config in fleet.items():
             findings += _examine_program(name, config, interrupts)
             for _, named in flag_values(config.server_cmd, ("-m", "--model")):
                 if os.path.expanduser(named) != named:
-                    text = f"there is no file {harmless(named)}: llama-server does not expand ~"
+                    text = f"there is no file {printable(named)}: llama-server does not expand ~"
                     findings.append(
                         Finding("problem", "model", text, "write the home folder in full")
                     )

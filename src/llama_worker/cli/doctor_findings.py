@@ -12,7 +12,7 @@ from llama_worker import WorkerConfig
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import Model
-from llama_worker.cli.text import harmless, one_line, seconds, size, wrapped
+from llama_worker.cli.text import one_line, printable, seconds, size, wrapped
 from llama_worker.config.command_flags import (
     KnownFlags,
     batch_warning,
@@ -68,7 +68,7 @@ def _checked(
 
 def of_problem(subject: str, problem: Problem) -> Finding:
     """The finding for a Problem, which would end any other command."""
-    return Finding("problem", subject, harmless(problem.what), problem.todo, problem.more)
+    return Finding("problem", subject, printable(problem.what), problem.todo, problem.more)
 
 
 def of_server(server: ServerFacts) -> Iterator[Finding]:
@@ -76,10 +76,10 @@ def of_server(server: ServerFacts) -> Iterator[Finding]:
     if server.version is None:
         yield of_broken_server("llama-server", server)
         return
-    text = f"{server.path} ({server.how}), {harmless(server.version)}"
+    text = f"{server.path} ({server.how}), {printable(server.version)}"
     yield Finding("ok", "llama-server", text)
     if server.devices:
-        yield Finding("ok", "devices", "it can use " + harmless("; ".join(server.devices)))
+        yield Finding("ok", "devices", "it can use " + printable("; ".join(server.devices)))
     elif server.devices is not None:
         yield Finding("note", "devices", "it cannot use a GPU and computes on the CPU")
 
@@ -106,7 +106,7 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
             "note", "GPUs", "no NVIDIA GPU was found (nvidia-smi is missing, or lists none)"
         )
         return
-    yield Finding("ok", "GPUs", harmless("; ".join(machine.gpus)))
+    yield Finding("ok", "GPUs", printable("; ".join(machine.gpus)))
     if server is not None and server.devices == ():
         todo = (
             "use a build with CUDA (--server), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on "
@@ -270,17 +270,17 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
 def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> Iterator[Finding]:
     """Check one worker's command against the flags of its program; `known` None: its --help lists
     none."""
-    findings = [Finding("note", subject, harmless(line)) for line in config.warnings]
+    findings = [Finding("note", subject, printable(line)) for line in config.warnings]
     if known is None:
         text = (
             f"{program_of(config.server_cmd)} --help lists no flags: the command cannot be "
             "compared with it"
         )
-        yield Finding("note", subject, harmless(text))
+        yield Finding("note", subject, printable(text))
     todo = "correct the command, or use another build: `llama-server --help` lists its flags"
     unknown = unknown_flags(config.server_cmd, known) if known is not None else ()
     for word in unknown:
-        text = f"this llama-server does not know {harmless(word)}"
+        text = f"this llama-server does not know {printable(word)}"
         yield Finding("problem", subject, text, todo)
     yield from findings
     if known is not None and not unknown and not findings:
@@ -303,7 +303,7 @@ def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterato
     limits = {name: cache_ram_mib(each.server_cmd, each.env) for name, each in configs.items()}
     if line := memory_warning(limits, memory_bytes):
         what, _, todo = line.partition(": set ")
-        yield Finding("note", "prompt caches", harmless(what), f"set {todo}")
+        yield Finding("note", "prompt caches", printable(what), f"set {todo}")
 
 
 def _of_warning(subject: str, line: str) -> Finding:

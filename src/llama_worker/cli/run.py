@@ -17,14 +17,14 @@ from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import log_tail, make_ready
-from llama_worker.cli.text import harmless
+from llama_worker.cli.text import printable
 
 _TICK_S = 0.05
 _LOG_LINES = 10  # shown of the log of a server that died
 _JOB = "run"
 
 
-class Talk(Struct, frozen=True, kw_only=True):
+class RunOptions(Struct, frozen=True, kw_only=True):
     """What to ask the model, and how to show the answer. `prompt` may be empty in a chat."""
 
     prompt: str
@@ -35,15 +35,15 @@ class Talk(Struct, frozen=True, kw_only=True):
     params: dict[str, Any] = field(default_factory=dict)
 
 
-def run(config: WorkerConfig, talk: Talk) -> int:
+def run(config: WorkerConfig, options: RunOptions) -> int:
     """Start the server, ask, stop the server; returns the exit code. Main thread only."""
     # the screen shows what would be logged
     logging.getLogger("llama_worker").addHandler(logging.NullHandler())
-    screen = Screen(quiet=talk.quiet, shows_text=not talk.as_json)
+    screen = Screen(quiet=options.quiet, shows_text=not options.as_json)
     with Interrupts() as interrupts, contextlib.closing(LlamaWorker(config)) as worker:
-        session = _ChatSession(worker, screen, interrupts, talk)
+        session = _ChatSession(worker, screen, interrupts, options)
         try:
-            return session.chat() if talk.chat else session.ask_once()
+            return session.chat() if options.chat else session.ask_once()
         finally:
             screen.activity_over()
 
@@ -52,12 +52,12 @@ class _ChatSession:
     """Sends the user's prompts to a worker and shows the answers."""
 
     def __init__(
-        self, worker: LlamaWorker, screen: Screen, interrupts: Interrupts, talk: Talk
+        self, worker: LlamaWorker, screen: Screen, interrupts: Interrupts, options: RunOptions
     ) -> None:
         self._worker = worker
         self._screen = screen
         self._interrupts = interrupts
-        self._talk = talk
+        self._options = options
         self._warned: set[str] = set()
         self._tokens: int | None = None  # received for the last answer
 
@@ -66,8 +66,8 @@ class _ChatSession:
             self._make_ready()
         except KeyboardInterrupt:
             return self._stopped("cancelled while the server was starting")
-        result = self._ask(self._talk.prompt, ())
-        if self._talk.as_json:
+        result = self._ask(self._options.prompt, ())
+        if self._options.as_json:
             self._screen.activity_over()
             warnings = self._worker.get_worker_status().get()["warnings"]
             print(json.dumps(run_report.json_report(result, warnings)), flush=True)
@@ -95,7 +95,7 @@ class _ChatSession:
 
     def _stopped(self, how: str) -> int:
         self._screen.complain(how)
-        if self._talk.as_json:
+        if self._options.as_json:
             report = run_report.json_without_answer("canceled", "canceled", how)
             print(json.dumps(report), flush=True)
         return self._interrupts.exit_code
@@ -107,13 +107,13 @@ class _ChatSession:
         for line in self._worker.get_worker_status().get()["warnings"]:
             if line not in self._warned:
                 self._warned.add(line)
-                self._screen.say(f"note: {harmless(line)}")
+                self._screen.say(f"note: {printable(line)}")
 
     def _ask(self, prompt: str, history: Sequence[ChatMessage]) -> RequestResult:
         """Send the prompt, show the answer as it comes; Ctrl-C cancels it. Raises Problem."""
-        talk = self._talk
+        options = self._options
         admitted = self._worker.submit(
-            _JOB, talk.system, prompt, params=talk.params, messages=history
+            _JOB, options.system, prompt, params=options.params, messages=history
         ).get()
         if not admitted["ok"]:
             reason = admitted["error"]  # the server has failed or is being restarted
@@ -149,8 +149,8 @@ class _ChatSession:
         """The given prompt, then the non-empty lines of stdin. Raises KeyboardInterrupt."""
         if sys.stdin.isatty():
             self._screen.say("Ctrl-D ends the conversation; Ctrl-C cancels an answer.")
-        if self._talk.prompt:
-            yield self._talk.prompt
+        if self._options.prompt:
+            yield self._options.prompt
         while True:
             try:
                 with self._interrupts.raising():

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.text import harmless, one_line, seconds
+from llama_worker.cli.text import one_line, printable, seconds
 from llama_worker.errors import WorkerStartError
 from llama_worker.start_advice import LESS_MEMORY, NOT_EXECUTED, OUT_OF_MEMORY, described
 from llama_worker.types.request import (
@@ -140,9 +140,9 @@ def ending(result: RequestResult, log_tail: Sequence[str], tokens: int | None = 
             else "cancelled before any output"
         )
     elif result["state"] is RequestState.FAILED:
-        lines.append(harmless(f"failed: {result['fail_reason']}: {result.get('fail_detail', '')}"))
+        lines.append(printable(f"failed: {result['fail_reason']}: {result.get('fail_detail', '')}"))
         if result["fail_reason"] == "server_died":
-            lines += [f"  {harmless(line)}" for line in log_tail]
+            lines += [f"  {printable(line)}" for line in log_tail]
     if result["finish_reason"] is RequestFinishReason.MAX_TOKENS:
         lines.append("cut off: raise --max-tokens, or --ctx-size if the context is full")
     if todo := after_failure(result, log_tail):
@@ -154,7 +154,7 @@ def signal_line(signal: ExitSignal) -> str:
     """`signal request_decision: {"question": ...}`."""
     said = signal.get("malformed") or json.dumps(signal["arguments"], ensure_ascii=False)
     broken = " (malformed)" if "malformed" in signal else ""
-    return harmless(f"signal {signal['tool_name']}{broken}: {said}")
+    return printable(f"signal {signal['tool_name']}{broken}: {said}")
 
 
 def exit_code(result: RequestResult) -> int:
@@ -203,11 +203,11 @@ def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
 
 
 def start_problem(error: WorkerStartError) -> Problem:
-    shown = [f"  {harmless(line)}" for line in error.log_tail[-_LOG_LINES:]]
+    shown = [f"  {printable(line)}" for line in error.log_tail[-_LOG_LINES:]]
     more = ["the last lines of the server's log:", *shown] if shown else []
     return Problem(
         str(error.reason),
-        harmless(f"the server did not start: {error.summary}"),
+        printable(f"the server did not start: {error.summary}"),
         error.advice or _BY_START_FAILURE[error.reason],
         more,
     )

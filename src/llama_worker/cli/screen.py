@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from llama_worker.cli.run_report import Activity
-from llama_worker.cli.text import harmless, one_line, wrapped
+from llama_worker.cli.text import one_line, printable, wrapped
 
 Channel = Literal["text", "reasoning"]
 _BAR_CHARS = 16
@@ -63,9 +63,9 @@ class Screen:
 
     def show(self, reasoning: str, text: str) -> None:
         """Show the next piece of the answer."""
-        if piece := harmless(reasoning):
+        if piece := printable(reasoning):
             self._show("reasoning", piece)
-        if piece := harmless(text):
+        if piece := printable(text):
             self._show("text", piece)
 
     def end_answer(self) -> None:

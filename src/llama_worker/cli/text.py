@@ -19,7 +19,7 @@ _LOST = dict.fromkeys(
 _HARMLESS: dict[int, int | str] = {**_PICTURES, **_LOST, **_KEPT}
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """Replace all control characters except newline and tab; carriage returns are dropped.
 
     Each character is replaced on its own, so text may be cut anywhere and shown piece by piece.
@@ -29,7 +29,7 @@ def harmless(text: str) -> str:
 
 def one_line(text: str, width: int) -> str:
     """Harmless, on one line of at most `width` characters."""
-    line = " ".join(harmless(text).split())
+    line = " ".join(printable(text).split())
     return line if len(line) <= width else line[: max(0, width - 3)] + "..."
 
 

@@ -24,7 +24,7 @@ from llama_worker.cli import exits
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import console_for
-from llama_worker.cli.text import harmless
+from llama_worker.cli.text import printable
 from llama_worker.cli.top_rows import (
     COLUMNS,
     UNKNOWN,
@@ -75,7 +75,7 @@ def _live(
     with _single_keys(), Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
         while True:
             caption = (
-                _ENDS if problem is None else f"{harmless(problem.what)} (showing old numbers)"
+                _ENDS if problem is None else f"{printable(problem.what)} (showing old numbers)"
             )
             live.update(_table(rows, console.width, caption), refresh=True)
             if _quits(interval_s):

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from llama_worker.cli.text import harmless, one_line
+from llama_worker.cli.text import one_line, printable
 from llama_worker.config.validation import as_count
 
 # a worker counts a request's tokens when it ends: in a shorter window the rate would flicker
@@ -44,7 +44,7 @@ class Column(Struct, frozen=True):
 
 COLUMNS = (
     Column("worker", lambda row: one_line(row.worker, 60) or UNKNOWN, is_text=True),
-    Column("state", lambda row: harmless(row.state), is_text=True),
+    Column("state", lambda row: printable(row.state), is_text=True),
     Column("slots", lambda row: f"{_number(row.slots_used)}/{_number(row.slots_total)}"),
     Column("tok/s", lambda row: _number(row.tokens_per_s, ".1f")),
     Column("done", lambda row: _number(row.completed), is_optional=True),

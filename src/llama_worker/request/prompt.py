@@ -26,7 +26,7 @@ from llama_worker.request.submission import Submission
 from llama_worker.request.tools import ToolBatch
 from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
-from llama_worker.stream.lazy_reading import LOOK_S, MAX_HOLD_S
+from llama_worker.stream.lazy_reading import MAX_HOLD_S, WAKE_INTERVAL_S
 from llama_worker.types.chat import ChatMessage
 from llama_worker.types.hooks import BiosContext, BiosText, SystemPromptMode
 
@@ -337,7 +337,7 @@ class Prompts:
     @property
     def max_hold_s(self) -> float:
         """How long text may be held back: less in prompted mode, as it may hold a signal."""
-        return LOOK_S if self.prompted and self._config.exit_tools else MAX_HOLD_S
+        return WAKE_INTERVAL_S if self.prompted and self._config.exit_tools else MAX_HOLD_S
 
     def next_body(
         self, bios: BiosText | str, turn: Turn | None = None, batch: ToolBatch | None = None

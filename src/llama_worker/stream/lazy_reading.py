@@ -4,11 +4,11 @@ stream, one thread at a time.
 A reader sleeps while text comes fast, since each wake-up of a thread costs more than a token does:
 
     eager  every byte wakes it: before the first text, and while text comes slowly
-    lazy   text comes fast: it wakes every `LOOK_S`, or when `MUCH_BYTES` are in the socket
+    lazy   text comes fast: it wakes every `WAKE_INTERVAL_S`, or for `LARGE_BYTES` in the socket
 
-Delivered at once: the first text, anything that is not text, the end, `MUCH_BYTES`, text after a
-pause of `LOOK_S`, and text that somebody waits for (`hurry`). Other text is delivered `max_hold_s`
-after the last delivery, or when the next look finds no more of it.
+Delivered at once: the first text, anything that is not text, the end, `LARGE_BYTES`, text after a
+pause of `WAKE_INTERVAL_S`, and text that somebody waits for (`hurry`). Other text is delivered
+`max_hold_s` after the last delivery, or when the next wake-up finds no more of it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from msgspec import Struct
 
 from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta
 
-LOOK_S = 0.28  # a call, an error or the end behind fast text is seen this late: within 0.3 s
-MAX_HOLD_S = 0.84  # three looks, and below the 1 s in which another request's data counts as recent
-MUCH_BYTES = 32 * 1024
-HURRY_LASTS_S = 0.25
+WAKE_INTERVAL_S = (
+    0.28  # a call, an error or the end behind fast text is seen this late: within 0.3 s
+)
+MAX_HOLD_S = (
+    0.84  # three wake-ups, and below the 1 s in which another request's data counts as recent
+)
+LARGE_BYTES = 32 * 1024
+HURRY_S = 0.25
 _TEXT = frozenset({TextDelta, ReasoningDelta})
 
 
@@ -38,9 +42,10 @@ class Portion(Struct, frozen=True):
 
 
 class LazyReading:
-    """One stream's timing: pass what was read (`took`); deliver what `due`, `hurry`, `all` return.
+    """One stream's timing: pass what was read to `received`; deliver what `due`, `hurry` and `all`
+    return.
 
-    `max_hold_s`: how long text may be held back, at least `LOOK_S`.
+    `max_hold_s`: how long text may be held back, at least `WAKE_INTERVAL_S`.
     """
 
     def __init__(self, now: float, *, max_hold_s: float = MAX_HOLD_S) -> None:
@@ -48,8 +53,8 @@ class LazyReading:
         self._max_hold_s = max_hold_s
         self._events: list[StreamEvent] = []  # not delivered yet
         self._bytes_count = 0  # not delivered yet
-        self._took_at = now  # when the latest bytes came
-        self._told_at = -math.inf
+        self._received_at = now  # when the latest bytes came
+        self._delivered_at = -math.inf
         self._hurried_at = -math.inf
         self._is_hurried = True  # the first text is delivered at once
         self._after_pause = False
@@ -57,19 +62,19 @@ class LazyReading:
     @property
     def low_water_bytes(self) -> int:
         """How many bytes must be in the socket before the reader wakes."""
-        return MUCH_BYTES if self.is_lazy else 1
+        return LARGE_BYTES if self.is_lazy else 1
 
-    def took(self, events: Sequence[StreamEvent], size_bytes: int, now: float) -> None:
+    def received(self, events: Sequence[StreamEvent], size_bytes: int, now: float) -> None:
         """`size_bytes` bytes were read just now, which completed these events."""
-        self._after_pause |= not self.is_lazy and now >= self._took_at + LOOK_S
+        self._after_pause |= not self.is_lazy and now >= self._received_at + WAKE_INTERVAL_S
         self._events += events
         self._bytes_count += size_bytes
-        self._took_at = now
+        self._received_at = now
 
     def due(self, now: float, *, over: bool) -> Portion | None:
         """What to deliver once all bytes in the socket were taken. `over`: no more will come."""
         is_text = all(type(event) in _TEXT for event in self._events)
-        has_paused = now >= self._took_at + LOOK_S
+        has_paused = now >= self._received_at + WAKE_INTERVAL_S
         if not is_text or has_paused:
             self.is_lazy = False
         if not self._bytes_count:
@@ -80,8 +85,8 @@ class LazyReading:
             or has_paused
             or self._after_pause
             or self._is_hurried
-            or self._bytes_count >= MUCH_BYTES
-            or now >= self._told_at + self._max_hold_s
+            or self._bytes_count >= LARGE_BYTES
+            or now >= self._delivered_at + self._max_hold_s
         ):
             return self.all(now)
         self.is_lazy = True
@@ -91,14 +96,14 @@ class LazyReading:
         """All that was not delivered yet; None if nothing."""
         if not self._bytes_count:
             return None
-        portion = Portion(tuple(self._events), self._took_at)
-        if self._is_hurried and now >= self._hurried_at + HURRY_LASTS_S:
+        portion = Portion(tuple(self._events), self._received_at)
+        if self._is_hurried and now >= self._hurried_at + HURRY_S:
             self._is_hurried = not any(type(event) in _TEXT for event in self._events)
-        self._events, self._bytes_count, self._after_pause, self._told_at = [], 0, False, now
+        self._events, self._bytes_count, self._after_pause, self._delivered_at = [], 0, False, now
         return portion
 
     def hurry(self, now: float) -> Portion | None:
-        """A reader waits: returns what to deliver now. What comes within `HURRY_LASTS_S`, and the
+        """A reader waits: returns what to deliver now. What comes within `HURRY_S`, and the
         first text after that, is due at once. From now on every byte wakes the thread."""
         self._is_hurried, self._hurried_at, self.is_lazy = True, now, False
         return self.all(now)
@@ -107,5 +112,7 @@ class LazyReading:
         """Seconds until `due` must be called again; None: not before bytes come."""
         if not self.is_lazy:
             return None
-        left_s = self._told_at + self._max_hold_s - now if self._bytes_count else LOOK_S
-        return min(LOOK_S, max(left_s, 0.0))
+        left_s = (
+            self._delivered_at + self._max_hold_s - now if self._bytes_count else WAKE_INTERVAL_S
+        )
+        return min(WAKE_INTERVAL_S, max(left_s, 0.0))

@@ -39,7 +39,7 @@ from llama_worker.stream.events import (
     UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.lazy_reading import LOOK_S, MAX_HOLD_S
+from llama_worker.stream.lazy_reading import MAX_HOLD_S, WAKE_INTERVAL_S
 from llama_worker.stream.turn_end import NO_FINISH_REASON, TurnEnd
 from llama_worker.types.hooks import BiosContext, BiosText
 from llama_worker.types.request import RequestFailReason
@@ -665,7 +665,7 @@ def test_an_exit_call_is_recorded_once_it_is_complete() -> None:
 @pytest.mark.parametrize(
     ("of", "prompted", "max_hold_s"),
     [
-        (WITH_TOOLS, True, LOOK_S),
+        (WITH_TOOLS, True, WAKE_INTERVAL_S),
         (WITH_TOOLS, False, MAX_HOLD_S),
         (with_tools(exit_tools=()), True, MAX_HOLD_S),
     ],

@@ -9,17 +9,17 @@ import pytest
 
 from llama_worker.stream.events import Finish, PromptReport, StreamEvent, TextDelta
 from llama_worker.stream.lazy_reading import (
-    HURRY_LASTS_S,
-    LOOK_S,
+    HURRY_S,
+    LARGE_BYTES,
     MAX_HOLD_S,
-    MUCH_BYTES,
+    WAKE_INTERVAL_S,
     LazyReading,
     Portion,
 )
 from tests.tables import cases
 
 FAST_S = 0.01  # between two tokens
-SLOW_S = LOOK_S + 0.01
+SLOW_S = WAKE_INTERVAL_S + 0.01
 
 
 class Reader:
@@ -50,7 +50,7 @@ class Reader:
 
     def says_and_waits(self, event: StreamEvent) -> None:
         self.sends(event)
-        self.waits(LOOK_S)
+        self.waits(WAKE_INTERVAL_S)
 
     def flushes(self) -> None:
         self._take()
@@ -74,7 +74,7 @@ class Reader:
 
     def _take(self) -> None:
         if self._ready_bytes:
-            self.reading.took(self._ready, self._ready_bytes, self.now)
+            self.reading.received(self._ready, self._ready_bytes, self.now)
         self._ready, self._ready_bytes = [], 0
 
     def _tell(self, portion: Portion | None) -> None:
@@ -106,10 +106,10 @@ def test_fast_text_is_told_each_third_look(reader: Reader) -> None:
 
 
 def test_text_that_may_hold_a_signal_is_told_at_each_look() -> None:
-    reader = Reader(max_hold_s=LOOK_S)
+    reader = Reader(max_hold_s=WAKE_INTERVAL_S)
     for _ in range(1000):
         reader.sends(TextDelta("x"), after_s=FAST_S)
-    assert len(reader.told) == 1 + 1000 * FAST_S // LOOK_S
+    assert len(reader.told) == 1 + 1000 * FAST_S // WAKE_INTERVAL_S
 
 
 def test_slow_text_is_told_at_once(reader: Reader) -> None:
@@ -120,18 +120,18 @@ def test_slow_text_is_told_at_once(reader: Reader) -> None:
 
 
 STOP, REPORT = Finish("stop"), PromptReport(1, 2, 0)
-ONE_LOOK, TWO_LOOKS = FAST_S + LOOK_S, FAST_S + 2 * LOOK_S
+ONE_LOOK, TWO_LOOKS = FAST_S + WAKE_INTERVAL_S, FAST_S + 2 * WAKE_INTERVAL_S
 
 
 @cases(
     "happens, told, by_s",
     {
         # "b" was seen at the first look, and may be followed by more
-        "one look in a pause": (lambda reader: reader.waits(LOOK_S), None, 0.0),
-        "two looks in a pause": (lambda reader: reader.waits(2 * LOOK_S), "ab", TWO_LOOKS),
+        "one look in a pause": (lambda reader: reader.waits(WAKE_INTERVAL_S), None, 0.0),
+        "two looks in a pause": (lambda reader: reader.waits(2 * WAKE_INTERVAL_S), "ab", TWO_LOOKS),
         "a finish": (lambda reader: reader.says_and_waits(STOP), f"ab{STOP}", ONE_LOOK),
         "a report": (lambda reader: reader.says_and_waits(REPORT), f"ab{REPORT}", ONE_LOOK),
-        "much": (lambda reader: reader.sends(size_bytes=MUCH_BYTES), "ab", 2 * FAST_S),
+        "much": (lambda reader: reader.sends(size_bytes=LARGE_BYTES), "ab", 2 * FAST_S),
         "two flushes": (lambda reader: (reader.flushes(), reader.flushes()), "ab", 2 * FAST_S),
         "the end": (lambda reader: reader.ends(), "ab", 2 * FAST_S),
     },
@@ -152,7 +152,7 @@ def test_who_waits_gets_each_text_at_once_and_the_first_after_that(reader: Reade
     reader.sends(TextDelta("a"), after_s=FAST_S)
     reader.hurries()
     hurried_at = reader.now
-    while reader.now + FAST_S < hurried_at + HURRY_LASTS_S:
+    while reader.now + FAST_S < hurried_at + HURRY_S:
         reader.sends(TextDelta("x"), after_s=FAST_S)
     assert [len(text) for _, text in reader.told] == [1] * len(reader.told)
     count = len(reader.told)

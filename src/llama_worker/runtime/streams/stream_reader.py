@@ -148,7 +148,7 @@ class StreamReader:
         read_before = self._body.bytes_read
         events = self._body.feed(data)
         if self._body.bytes_read > read_before:
-            self._lazy.took(events, self._body.bytes_read - read_before, timers.now())
+            self._lazy.received(events, self._body.bytes_read - read_before, timers.now())
 
     def _set_low_water(self) -> None:
         """Set SO_RCVLOWAT, which also holds for bytes that are already in the socket."""
