@@ -270,6 +270,7 @@ class ServerWatch:
         a_probe_hangs = not self._rounds.complete
         self._begin_round(fresh=False)
         if self._rounds.complete or a_probe_hangs:
+            self._report_observed(now)  # perhaps no probe reports anything
             self._ask_for_verdicts(now)  # judge by what the others saw
 
     def _begin_round(self, *, fresh: bool) -> None:

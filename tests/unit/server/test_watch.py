@@ -243,6 +243,17 @@ def test_an_idle_hour_does_not_affect_the_next_request() -> None:
     assert learnt.pace.expected_s(512, 512) == 2.0
 
 
+@pytest.mark.parametrize("probes_count", [0, 1], ids=["no probe", "a probe that hangs"])
+def test_every_look_tells_how_far_the_requests_are(probes_count: int) -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=None), probes_count=probes_count)
+    step(Watch(request_id=1, request=Nobody()), 10.0)
+    step(Tick(), 10.5)
+    step(Tick(), 15.0)
+    step(told(generating(14.9)), 15.0)
+    seen = [e for e in step.watch.step(Tick(), 20.0) if isinstance(e, messages.Observed)]
+    assert [e.requests for e in seen] == [(generating(14.9),)]
+
+
 def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
     for interval_s, due_at in ((None, None), (30.0, 31.0)):
         step = ready(TimeoutProfile(health_probe_interval_s=interval_s))
