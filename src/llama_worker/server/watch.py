@@ -249,6 +249,7 @@ class ServerWatch:
     def _watch(self, request_id: int, now: float) -> None:
         if self._requests.begin(request_id):
             self._watched_since = now
+            self._activity.clear()
             # By then most have ended, or have their first token, which a look would delay.
             self._look_at = now + min(FIRST_LOOK_S, self._profile.liveness_probe_interval_s / 2)
 
@@ -318,12 +319,14 @@ class ServerWatch:
 
     def _report_observed(self, now: float) -> None:
         """Report at every look and before every verdict: the worker may also kill for reasons of
-        its own."""
+        its own. What an idle server does is not looked at."""
+        is_looked_at = self.state == "starting" or bool(self._requests.ids)
+        activity = self._activity.values() if is_looked_at else ()
         self._effects.append(
             messages.Observed(
                 epoch=self._epoch,
                 at=now,
-                activity="; ".join(text for text in self._activity.values() if text),
+                activity="; ".join(text for text in activity if text),
                 liveness_at=self._requests.liveness_at,
                 requests=tuple(self._requests.progress.values()),
             )

@@ -254,6 +254,22 @@ def test_every_look_tells_how_far_the_requests_are(probes_count: int) -> None:
     assert [e.requests for e in seen] == [(generating(14.9),)]
 
 
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_what_a_server_did_before_it_was_idle_is_no_evidence(waiting: int) -> None:
+    step = ready(TimeoutProfile(health_failures_before_restart=1), probes_count=1)
+    step(Watch(request_id=1, request=Nobody()), 1.0)
+    (look,) = step(Tick(), 1.5)
+    step(EvidenceSeen(look=look, alive=True, at=1.5, detail="computes"), 1.5)
+    step(Unwatch(request_id=1, data_at=None, completed=True), 2.0)
+    step(Tick(), 31.0)
+    for request_id in range(waiting):
+        step(Watch(request_id=2 + request_id, request=Nobody()), 31.0)
+    seen, lost = step.watch.step(probed(ProbeOutcome.FAILED), 31.1)
+    assert isinstance(lost, messages.HealthLost)
+    assert isinstance(seen, messages.Observed)
+    assert seen.activity == ""
+
+
 def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
     for interval_s, due_at in ((None, None), (30.0, 31.0)):
         step = ready(TimeoutProfile(health_probe_interval_s=interval_s))
