@@ -272,6 +272,16 @@ def test_slots_of_another_server_give_no_verdict(
     assert client.given_up is None
 
 
+@pytest.mark.parametrize("hears", [[], [(1.0, TEXT)]], ids=["prefill", "generating"])
+def test_slots_are_asked_before_the_shortest_limit(hears: Any) -> None:
+    fast = TimeoutProfile.fast()
+    client = Client((0.0, None), *hears)
+    upstream = World(fast, slots=lambda now: (generates(now),))
+    upstream.begin(client)
+    upstream.run(client, until=(fast.silent_work_timeout_s or 0.0) - 10.0)
+    assert client.given_up is None
+
+
 def test_a_hang_costs_only_its_own_request() -> None:
     hung, well = Client((0.0, None), (1.0, TEXT)), Client(*every(1.0, 900.0, lambda n: TEXT))
     upstream = World()
