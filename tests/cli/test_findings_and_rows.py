@@ -287,7 +287,8 @@ def test_tokens_per_second_of_the_last_minute() -> None:
     history = MetricsHistory()
     # 5: the host was restarted
     rounds = [(0, 0.0, None), (60, 30.0, 2.0), (60, 90.0, 0.0), (5, 93.0, None), (11, 96.0, 2.0)]
-    for tokens, at, speed in rounds:
+    seldom = [(61, 196.0, 0.5), (111, 296.0, 0.5)]  # --interval 100
+    for tokens, at, speed in [*rounds, *seldom]:
         assert history.rows(samples(tokens=tokens), at)[0].tokens_per_s == speed
 
 

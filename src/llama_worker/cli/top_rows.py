@@ -105,7 +105,8 @@ class MetricsHistory:
 
 
 class _WorkerHistory:
-    """One worker's earlier scrapes. Tokens per second are those of the last minute."""
+    """One worker's earlier scrapes. Tokens per second are those of the last minute, or since the
+    scrape before."""
 
     def __init__(self) -> None:
         self._before: _Scrape | None = None
@@ -135,7 +136,7 @@ class _WorkerHistory:
         if self._tokens and count < self._tokens[-1][1]:
             self._tokens.clear()  # the host was restarted: it counts from zero
         self._tokens.append((at, count))
-        while at - self._tokens[0][0] > _RATE_WINDOW_S:
+        while len(self._tokens) > 2 and at - self._tokens[0][0] > _RATE_WINDOW_S:
             self._tokens.popleft()
         began_at, first = self._tokens[0]
         return (count - first) / (at - began_at) if at > began_at else None
