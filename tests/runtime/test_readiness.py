@@ -7,7 +7,9 @@ import os
 import queue
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
 from llama_worker.config.settings import Endpoint
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
     ReadinessProbe,
@@ -156,3 +159,22 @@ class AsyncCheck:
 def test_an_invalid_canary_is_refused(given: Any, error: type[Exception], what: str) -> None:
     with pytest.raises(error, match=what):
         Canary(**given)
+
+
+def test_a_canary_check_may_wait_for_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: WorkerFuture[bool] = WorkerFuture()
+    told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
+    has_begun = threading.Event()
+
+    def check(text: str) -> bool:
+        has_begun.set()
+        return judged.get(timeout=WAIT_S)
+
+    monkeypatch.setattr(readiness, "ask", Mock(return_value=(200, b"{}")))
+    monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
+    config = replace(CONFIG, canary=Canary(prompt="x", check=check))
+    ReadinessProbe(config, epoch=3, root_pid=1, first=True, reply_to=Mock(tell=told.put))
+    assert has_begun.wait(WAIT_S)
+    judged.answer(True)
+    probed = told.get(timeout=WAIT_S)
+    assert probed.outcome is ProbeOutcome.READY, probed.detail

@@ -16,6 +16,7 @@ from llama_worker.config.validation import json_of
 from llama_worker.errors import described_error, is_shortage, masked
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host import timers
+from llama_worker.runtime.host.futures import may_block_this_thread
 from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import ask
@@ -136,7 +137,8 @@ class ReadinessProbe(_Question):
             )
         except (OSError, ValueError) as error:
             return unanswered(error)[0], f"the canary request failed: {described_error(error)}"
-        problem = canary_problem(canary.check, status, json_of(answer))
+        with may_block_this_thread():
+            problem = canary_problem(canary.check, status, json_of(answer))
         return (outcome, detail) if problem is None else (ProbeOutcome.CANARY_FAILED, problem)
 
 
