@@ -19,7 +19,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
 from llama_worker.mailbox import Reply
 from llama_worker.ports import Runtime
-from llama_worker.runtime.host.futures import WorkerFuture, flush_log
+from llama_worker.runtime.host.futures import WorkerFuture, flush_callbacks_and_log
 from llama_worker.runtime.host.open_futures import OpenFutures
 from llama_worker.server.messages import Stop
 from llama_worker.types.request import NotFound, RequestResult, RequestState, SubmitResult
@@ -27,7 +27,7 @@ from llama_worker.types.request import NotFound, RequestResult, RequestState, Su
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # at the host's exit: from a server's SIGTERM to its SIGKILL
 _LEAVE_S = 5.0  # how long close() waits for the actors to end after the stop
-_LOG_S = 1.0  # for the last log lines, if one of the host's log handlers is slow
+_FLUSH_S = 1.0  # for the host's callbacks, and for the last log lines, if one of them is slow
 T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
 
@@ -171,7 +171,7 @@ def _close_all_at_exit() -> None:
         backend.finish_close(stopped, timeout_s=max(0.0, deadline - time.monotonic()))
     for backend, _ in stopping:
         backend.wait_gone(max(0.0, deadline - time.monotonic()))
-    flush_log(_LOG_S)
+    flush_callbacks_and_log(_FLUSH_S)
 
 
 atexit.register(_close_all_at_exit)

@@ -269,6 +269,26 @@ def test_the_last_lines_of_the_log_are_written_before_the_exit(
     assert "state='stopped'" in log.splitlines()[-1]
 
 
+_EVENTS = """
+import sys, time
+from llama_worker import LlamaWorker, WorkerConfig
+def slow(event):
+    time.sleep(0.02)
+    print(event.get("state"), flush=True)
+port, *command = sys.argv[1:]
+worker = LlamaWorker(WorkerConfig("told", "127.0.0.1", int(port), command, on_event=slow))
+worker.start().get(timeout=30)
+"""
+
+
+def test_the_last_events_are_told_before_the_exit(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    command = fs.scripted_server_cmd(fs.Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
+    host = [sys.executable, "-c", _EVENTS, str(port), *command]
+    told = subprocess.run(host, timeout=60, capture_output=True, text=True).stdout
+    assert told.splitlines()[-1] == "stopped"
+
+
 _LATE = """
 import atexit, sys
 from llama_worker import LlamaWorker, WorkerConfig, backend

@@ -341,8 +341,10 @@ def write_log(logger: logging.Logger, level: int, text: str) -> None:
         _log_thread.run(lambda: logger.log(level, "%s", text))
 
 
-def flush_log(timeout_s: float) -> None:
-    """Wait until the lines so far were written, for `timeout_s` at most."""
+def flush_callbacks_and_log(timeout_s: float) -> None:
+    """Wait until the host's callbacks so far were made, then until the log lines so far were
+    written, for `timeout_s` each at most."""
+    _callback_thread.flush(timeout_s)
     _log_thread.flush(timeout_s)
 
 
