@@ -157,7 +157,7 @@ def canary_problem(check: Callable[[str], bool], status: int, answer: Any) -> st
         return f"the canary request got HTTP {status}: {str(answer)[:_SHOWN_CHARS]}"
     text = _text_of(answer)
     try:
-        fine = check(text)
+        fine = bool(check(text))
     except BaseException as error:  # even SystemExit in the host's code only fails the check
         return f"the canary check raised {described_error(error)}"
     return None if fine else f"the canary check rejected the answer {text[:_SHOWN_CHARS]!r}"

@@ -144,6 +144,13 @@ def raises(text: str) -> bool:
     raise SystemExit(3)
 
 
+class Neither:
+    """As an array of NumPy."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("ambiguous")
+
+
 @pytest.mark.parametrize(
     ("check", "status", "told", "problem"),
     [
@@ -163,6 +170,7 @@ def raises(text: str) -> bool:
             "the canary request got HTTP 500: {'error': 'no'}",
         ),
         (raises, 200, replied("x"), "the canary check raised SystemExit: 3"),
+        (lambda text: Neither(), 200, replied("x"), "check raised ValueError: ambiguous"),
     ],
 )
 def test_the_canary_check_decides_about_the_answer(
