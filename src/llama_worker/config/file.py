@@ -153,6 +153,8 @@ def _level(at: KeyPath, given: object, allowed: set[str]) -> Table:
     for key, value in level.items():
         if value == _OFF and key in _MAY_BE_OFF:
             level[key] = None
+        elif (key, value) == ("restart", "never"):  # also if the defaults allow some
+            level[key] = {"preset": value, "max_restarts_per_window": 0}
         elif isinstance(value, str) and key in _WITH_PRESETS:
             level[key] = {"preset": value}
         elif key in _MERGED_TABLES:

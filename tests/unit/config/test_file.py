@@ -192,7 +192,11 @@ def test_every_key_of_a_file_reaches_the_config(tmp_path: Path) -> None:
 
 
 def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
-    assert one(tmp_path, 'restart = "never"').restart == RestartPolicy.never()
+    never, thrice = 'restart = "never"', "restart.max_restarts_per_window = 3"
+    assert one(tmp_path, never).restart == RestartPolicy.never()
+    assert one(tmp_path, never, before=f"defaults.{thrice}\n").restart == RestartPolicy.never()
+    usual = RestartPolicy(max_restarts_per_window=3)
+    assert one(tmp_path, thrice, before=f"defaults.{never}\n").restart == usual
     table = (
         "restart = { restart_backoff_s = 1, recycle = { max_requests = 100, max_age_s = 3600 } }"
     )
