@@ -20,7 +20,7 @@ from llama_worker.runtime.host import futures
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
 from llama_worker.runtime.host.open_futures import OpenFutures
 from llama_worker.runtime.host.timers import start_timers
-from tests.actors.conftest import WAIT_S, no_threads, run_async
+from tests.actors.conftest import WAIT_S, eventually, no_threads, run_async
 
 CALLBACKS = "llama_worker-callbacks"
 
@@ -329,6 +329,20 @@ def test_taking_a_result_is_reported_once(
     handed_over.answer(5)
     assert handed_over.taken == []
     assert [take(handed_over), handed_over.get()] == [5, 5]
+    assert handed_over.taken == [5]
+
+
+def test_a_derived_result_that_nobody_awaits_any_more_is_not_taken(handed_over: HandedOver) -> None:
+    derived = cast("WorkerFuture[str]", handed_over.map(str))
+    with pytest.raises(asyncio.TimeoutError):
+        run_async(asyncio.wait_for(wait(derived), 0.01))
+    handed_over.answer(5)
+    eventually(
+        lambda: all(each.name != "llama_worker-derived" for each in threading.enumerate()),
+        "the thread that waited to end",
+    )
+    assert handed_over.taken == []
+    assert run_async(wait(derived)) == "5"
     assert handed_over.taken == [5]
 
 

@@ -70,6 +70,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         super().__init__()
         self._wakers: list[Callable[[], object]] = []
         self._unanswered = threading.Lock()  # taken by the first answer and never released
+        self._untaken: list[WorkerFuture[Any]] = []  # what a derived future took its value from
 
     def answer(self, value: T) -> None:
         """Resolve with a value, unless already resolved."""
@@ -102,7 +103,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         seconds."""
         if self._get_hook is not None:
             # Not under Pykka's lock: a waiter would hold it, and others exceed their timeouts.
-            return pykka.Future.get(self, timeout=timeout)
+            value = pykka.Future.get(self, timeout=timeout)
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._untaken.pop().get()
+            return value
         if not self.wait(timeout):
             raise pykka.Timeout(f"{timeout} seconds")
         return cast("T", super().get(timeout=timeout))
@@ -211,9 +216,11 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         _awaited.discard(self)
 
     def _wait_and_wake(self) -> None:
+        _this_thread.untaken = untaken = list[WorkerFuture[Any]]()
         try:
             self.wait(None)
         finally:
+            self._untaken += untaken
             self._call_wakers()
 
 
@@ -246,6 +253,10 @@ class ResultFuture(WorkerFuture[T]):
     def get(self, *, timeout: float | None = None) -> T:
         """As Pykka's; a `get` that times out does not take the value."""
         value = super().get(timeout=timeout)
+        untaken = getattr(_this_thread, "untaken", None)
+        if untaken is not None and self._on_taken is not None:
+            untaken.append(self)  # whoever waits for the derived future takes it, if anybody does
+            return value
         with self._condition:
             on_taken, self._on_taken = self._on_taken, None
         if on_taken is not None:
