@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -56,6 +58,17 @@ def test_a_thread_is_used_again(spare: list[object]) -> None:
     again.let_go.set()
     eventually(lambda: len(spare) == 1, "the thread to have nothing left to do")
     assert made_by(lambda call: run_on_thread("three", call)) == first
+
+
+def test_a_spare_thread_keeps_nothing_of_its_calls(spare: list[object]) -> None:
+    for _ in range(2):
+        held = Hanging()
+        held.let_go.set()
+        run_on_thread("one", partial(held))
+        eventually(lambda: len(spare) == 1, "the thread to have nothing left to do")
+        reference = weakref.ref(held)
+        del held
+        assert reference() is None
 
 
 def test_it_waits_for_no_actor_but_in_the_hosts_code(spare: list[object]) -> None:

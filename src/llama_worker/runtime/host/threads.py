@@ -39,15 +39,16 @@ def run_on_thread(name: str, call: _Call) -> None:
     try:
         mailbox = _spare.pop()
     except IndexError:
-        start_thread(name, lambda: _run_calls(call))
-    else:
-        mailbox.put((name, call))
+        mailbox = queue.SimpleQueue()
+        start_thread(name, lambda: _run_calls(mailbox))  # not the call: that would be kept
+    mailbox.put((name, call))
 
 
-def _run_calls(call: _Call) -> None:
+def _run_calls(mailbox: queue.SimpleQueue[tuple[str, _Call]]) -> None:
     never_block_this_thread()  # others wait for the locks that these calls hold
-    thread, mailbox = threading.current_thread(), queue.SimpleQueue[tuple[str, _Call]]()
+    thread = threading.current_thread()
     while True:
+        thread.name, call = mailbox.get()
         call()
         del call  # and what it holds
         with _spare_lock:
@@ -55,7 +56,6 @@ def _run_calls(call: _Call) -> None:
                 return
             thread.name = "llama_worker-spare"
             _spare.append(mailbox)
-        thread.name, call = mailbox.get()
 
 
 class ProbeQueue:
