@@ -99,6 +99,11 @@ def test_a_failure_is_one_terminal_event(fake: Client) -> None:
         pytest.param(b"\x81\x81\0\0\0\0\xff", 1007, id="not UTF-8"),
         pytest.param(b"\x82\x81\0\0\0\0a", 1003, id="binary"),
         pytest.param(b"\x81\xfe\x04\0\0\0\0\0" + b"a" * 1024, 1009, id="too long"),
+        pytest.param(
+            b"\x81\xff" + (1 << 25).to_bytes(8) + bytes(4) + b"a" * (1 << 24),
+            1009,
+            id="too long, and still coming",
+        ),
         pytest.param((b"\x01\x81\0\0\0\0a" + b"\x00\x81\0\0\0\0a" * 1000), 1009, id="many pieces"),
         pytest.param(b"\x81\x81\0\0\0\0a" * 1000, 1009, id="many messages"),
         pytest.param(b"\x81\x80\0\0\0\0" * 1000, 1009, id="many empty messages"),

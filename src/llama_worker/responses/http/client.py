@@ -71,8 +71,9 @@ class Client:
         self._send(self.http.reply.data(data))
 
     def send_raw(self, data: bytes) -> None:
-        """Send bytes in place of a reply: the connection speaks another protocol from now on."""
-        self.http.reply.has_begun = True
+        """Send bytes in place of a reply: the connection speaks another protocol from now on, until
+        `end`."""
+        self.http.reply.has_begun, self.http.reply.keep_alive = True, False
         self._send(data)
 
     def end(self) -> None:

@@ -127,6 +127,7 @@ class ClientSocket:
         """Send the closing frame. Always raises ConnectionAbortedError."""
         with contextlib.suppress(LocalProtocolError, OSError):
             self._send(goodbye or CloseConnection(code=code, reason=why))
+            self._client.end()  # lets a client that still sends read it
         raise ConnectionAbortedError(why)
 
     def _send(self, event: SocketEvent) -> None:
