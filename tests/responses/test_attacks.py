@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,25 @@ def test_who_still_sends_may_read_why_it_is_refused(monkeypatch: pytest.MonkeyPa
             refusing._turn()
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
     assert 128 < now[0] < 132, "it is cut off at last"
+
+
+def test_what_is_refused_is_not_kept() -> None:
+    piece = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
+    tracemalloc.start()
+    try:
+        with listening(max_body_bytes=MIB) as (refusing, connect):
+            client = connect()
+            client.sendall(HALVES["half a chunk"].removesuffix(b"ff\r\n{"))
+            for _ in range(31):
+                client.sendall(piece)
+                refusing._turn()
+            client.sendall(b"ffff\r\n")
+            while refusing._pending_bytes:
+                refusing._turn()
+            assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+            assert tracemalloc.get_traced_memory()[0] < MIB // 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_too_much_pending_costs_its_sender(make_fake: MakeClient) -> None:

@@ -240,7 +240,7 @@ class SocketListener:
 
     def _linger(self, client: Client) -> None:
         """Let the client read to the end: to close with unread data would destroy what is sent."""
-        client.http.phase = Phase.LINGER
+        client.http.linger()
         self._account(client, 0)
         try:
             client.socket.shutdown(socket.SHUT_WR)

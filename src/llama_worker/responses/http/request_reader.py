@@ -117,6 +117,11 @@ class RequestReader:
         unread, self._unread = self._unread, b""
         return unread
 
+    def linger(self) -> None:
+        """Read no more requests, and forget what has come of one."""
+        self.phase = Phase.LINGER
+        self._body.clear()
+
     def wanted_continue(self) -> bytes:
         """The "100 Continue" for a client that sends its body only after it, once; else b""."""
         if self.phase is Phase.BODY and self._awaits_continue:
