@@ -116,6 +116,18 @@ def test_a_client_resumes_what_it_broke_off(fake: Client) -> None:
         assert fake.last_chat()["messages"][0] == {"role": "assistant", "content": "Once upon "}
 
 
+def test_a_client_fetches_and_deletes_what_it_broke_off(fake: Client) -> None:
+    """However soon."""
+    said = [fs.Headers(), fs.Role(), fs.Text("Once"), fs.WaitClose()]
+    for _ in range(20):
+        with fake.begun(*said, until=b"Once") as (data, _response):
+            found = re.search(rb'"id":"(resp_[^"]+)"', data)
+        assert found is not None
+        target = f"/v1/responses/{found[1].decode()}"
+        statuses = [fake.send(method, target).status for method in ("GET", "DELETE", "GET")]
+        assert statuses == [200, 200, 404]
+
+
 def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with (

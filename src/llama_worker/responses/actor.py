@@ -41,7 +41,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
             max_count=config.max_responses, max_bytes=config.max_stored_bytes
         )
         self._running: set[str] = set()  # ids of running responses that will be stored
-        self._recalls: list[messages.Recall] = []
+        self._questions: list[messages.Question] = []
         self._listener: SocketListener | None = None
         self._port: Reply[int] | None = None  # None before the order to start
         self._stopping: list[Reply[None]] = []
@@ -65,14 +65,10 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
                 self._running.discard(response_id)
                 if stored is not None:
                     self._store.put(stored)
-                self._recall_what_waits()
-            case messages.Recall():
-                self._recalls.append(message)
-                self._recall_what_waits()
-            case messages.Fetch(response_id=response_id, reply=fetched):
-                fetched.answer(self._store.get(response_id))
-            case messages.Forget(response_id=response_id, reply=forgotten):
-                forgotten.answer(self._store.delete(response_id))
+                self._answer_questions()
+            case messages.Recall() | messages.Fetch() | messages.Forget():
+                self._questions.append(message)
+                self._answer_questions()
             case _:
                 assert_never(message)
 
@@ -120,13 +116,20 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         if self._port is not None:
             self._port.answer(listener.port)
 
-    def _recall_what_waits(self) -> None:
-        waiting, self._recalls = self._recalls, []
-        for recall in waiting:
-            if recall.wanted.response_ids() & self._running:
-                self._recalls.append(recall)
-            else:
-                recall.reply.answer(self._store.recall(recall.wanted))
+    def _answer_questions(self) -> None:
+        """Answer those that do not wait for a running response."""
+        waiting, self._questions = self._questions, []
+        for question in waiting:
+            if question.response_ids() & self._running:
+                self._questions.append(question)
+                continue
+            match question:
+                case messages.Recall(wanted=wanted, reply=recalled):
+                    recalled.answer(self._store.recall(wanted))
+                case messages.Fetch(response_id=response_id, reply=fetched):
+                    fetched.answer(self._store.get(response_id))
+                case messages.Forget(response_id=response_id, reply=forgotten):
+                    forgotten.answer(self._store.delete(response_id))
 
     def _end_all(self) -> None:
         self._stopped = True

@@ -48,13 +48,17 @@ class ResponseEnded(Struct, frozen=True, kw_only=True):
 
 
 class Recall(Struct, frozen=True, kw_only=True):
-    """Look up stored responses. Answered once none of those wanted is still being generated.
+    """Look up stored responses. Like the other questions, it is answered once none of those wanted
+    is still being generated.
 
-    A client that cuts a stream may continue from it before the proxy has noticed.
+    A client that cuts a stream may refer to it before the proxy has noticed.
     """
 
     wanted: References
     reply: Reply[RecalledResponses]
+
+    def response_ids(self) -> set[str]:
+        return self.wanted.response_ids()
 
 
 class Fetch(Struct, frozen=True, kw_only=True):
@@ -63,6 +67,9 @@ class Fetch(Struct, frozen=True, kw_only=True):
     response_id: str
     reply: Reply[StoredResponse | None]
 
+    def response_ids(self) -> set[str]:
+        return {self.response_id}
+
 
 class Forget(Struct, frozen=True, kw_only=True):
     """Delete a stored response; answered with whether it was there."""
@@ -70,7 +77,11 @@ class Forget(Struct, frozen=True, kw_only=True):
     response_id: str
     reply: Reply[bool]
 
+    def response_ids(self) -> set[str]:
+        return {self.response_id}
 
+
+Question = Recall | Fetch | Forget
 ProxyMessage = (
     StartListening
     | StopListening
@@ -78,7 +89,5 @@ ProxyMessage = (
     | ListenerEnded
     | ResponseBegun
     | ResponseEnded
-    | Recall
-    | Fetch
-    | Forget
+    | Question
 )
