@@ -157,3 +157,13 @@ def test_a_proxy_that_is_being_closed_does_not_start() -> None:
         proxy.actor_ref.tell(StopListening(reply=WorkerFuture()))
         with pytest.raises(RuntimeError, match="closed"):
             proxy.start().get(timeout=WAIT_S)
+
+
+def test_a_proxy_whose_actor_is_stopped_does_not_start() -> None:
+    """As by Pykka's `ActorRegistry.stop_all`."""
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
+    with contextlib.closing(ResponsesProxy(config)) as proxy:
+        port = proxy.start()
+        proxy.actor_ref.stop()
+        with contextlib.suppress(RuntimeError):  # it may have started before
+            port.get(timeout=WAIT_S)

@@ -74,6 +74,8 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
 
     def release(self, failure: str | None) -> None:
         self._end_all()
+        if self._port is not None:  # no effect if it was answered
+            self._port.fail(RuntimeError("the proxy is closed"))
 
     def _begin(self, reply: Reply[int]) -> None:
         if self._port is not None:
@@ -94,7 +96,10 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         try:
             app = ResponsesApp(self._config, me, self._upstream)
             listener = SocketListener(self._config, app.serve)  # which binds the port
-            if not me.tell(messages.Listening(listener=listener)):
+            # before the message, which an actor that is about to end loses
+            self._listener = listener
+            me.tell(messages.Listening(listener=listener))
+            if self._stopped:
                 listener.stop()
             listener.serve()
         except BaseException as error:
@@ -103,9 +108,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
             me.tell(messages.ListenerEnded(error=None))
 
     def _listening(self, listener: SocketListener) -> None:
-        self._listener = listener
         if self._stopped:
-            listener.stop()
             return
         _logger.info(
             "responses proxy on %s:%d for %s",
