@@ -79,7 +79,9 @@ def _check_upstream(field: str, upstream: Any) -> None:
     checked_str(field, upstream)
     parts = _parts_of(upstream)
     if parts is None or parts.query or parts.fragment:
-        raise ConfigError(f"{field} must be a URL like http://127.0.0.1:8080, not {upstream!r}")
+        may_hold_key = "@" in upstream or "?" in upstream
+        wrong = "one with a user, password or query" if may_hold_key else repr(upstream)
+        raise ConfigError(f"{field} must be a URL like http://127.0.0.1:8080, not {wrong}")
     if "@" in parts.netloc:
         raise ConfigError(f"{field} must not contain a user or password: give the key as api_key")
 

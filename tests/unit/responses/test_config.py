@@ -38,6 +38,13 @@ def test_an_upstream_is_a_url(url: str) -> None:
         ResponsesProxyConfig(upstream=url)
 
 
+@pytest.mark.parametrize("url", ["http://me:hush@a", "http://me:hush@a:b", "http://a?key=hush"])
+def test_a_key_in_an_upstream_is_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="user") as refused:
+        ResponsesProxyConfig(upstream=url)
+    assert "hush" not in str(refused.value)
+
+
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
 def test_a_clients_base_url_is_an_upstream_too(path: str) -> None:
     for server in ("http://gpu:80", "http://gpu/a"):
