@@ -350,6 +350,20 @@ def test_without_descriptors_it_waits_without_spinning(fake: Client) -> None:
         assert b"200 OK" in waiting[-1].recv(65536)
 
 
+def test_without_a_descriptor_to_wait_with_it_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = os.listdir("/proc/self/fd")
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
+    monkeypatch.setattr("select.epoll", none_left)
+    with pytest.raises(OSError, match="Too many") as refused:
+        SocketListener(config, lambda request, client: None)
+    assert os.listdir("/proc/self/fd") == before, refused  # which holds what was made
+
+
 def test_a_request_without_a_thread_is_refused(
     fake: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,17 +71,22 @@ class SocketListener:
         family, _, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM
         )[0]
-        self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        self._socket.setblocking(False)
-        # accepted connections inherit both
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
         self._is_closed = False
-        self._epoll = select.epoll()
-        self._epoll.register(self._socket, select.EPOLLIN)
-        self._epoll.register(self._wake, select.EPOLLIN)
+        with contextlib.ExitStack() as opened:
+            self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            opened.callback(self._socket.close)
+            self._socket.setblocking(False)
+            # accepted connections inherit both
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            opened.callback(os.close, self._wake)
+            self._epoll = select.epoll()
+            opened.callback(self._epoll.close)
+            self._epoll.register(self._socket, select.EPOLLIN)
+            self._epoll.register(self._wake, select.EPOLLIN)
+            opened.pop_all()
         _listeners.add(self)
 
     @property
