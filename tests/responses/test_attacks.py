@@ -8,6 +8,7 @@ import errno
 import math
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -195,6 +196,22 @@ def test_what_is_refused_is_not_kept() -> None:
             while refusing._pending_bytes:
                 refusing._turn()
             assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+            assert tracemalloc.get_traced_memory()[0] < MIB // 2
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_refused_head_is_not_kept() -> None:
+    head = b"GET / HTTP/1.1\r\nX: %b" % (b"a" * 70_000)
+    tracemalloc.start()
+    try:
+        with listening() as (refusing, connect):
+            for _ in range(16):
+                client = connect()
+                client.sendall(head)
+                while not select.select([client], [], [], 0)[0]:
+                    refusing._turn()
+                assert client.recv(65536).startswith(b"HTTP/1.1 431 ")
             assert tracemalloc.get_traced_memory()[0] < MIB // 2
     finally:
         tracemalloc.stop()

@@ -119,8 +119,9 @@ class RequestReader:
 
     def linger(self) -> None:
         """Read no more requests, and forget what has come of one."""
+        self._begin_anew()
+        self._unread = b""
         self.phase = Phase.LINGER
-        self._body.clear()
 
     def wanted_continue(self) -> bytes:
         """The "100 Continue" for a client that sends its body only after it, once; else b""."""
