@@ -58,7 +58,8 @@ class ResponsesProxyConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         upstream = urlsplit(self.upstream or "")
-        there = _address(upstream.hostname or ""), upstream.port
+        port = upstream.port or {"http": 80, "https": 443}.get(upstream.scheme)
+        there = _address(upstream.hostname or ""), port
         if self.port and there == (_address(self.host), self.port):
             raise ConfigError(
                 f"upstream {self.upstream} is the address on which the proxy itself listens: "

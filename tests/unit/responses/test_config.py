@@ -56,6 +56,8 @@ def test_a_clients_base_url_is_an_upstream_too(path: str) -> None:
     [
         ("127.0.0.1", "http://127.0.0.1:80/v1", True),
         ("127.0.0.1", "http://LOCALHOST:80", True),
+        ("127.0.0.1", "http://localhost", True),
+        ("127.0.0.1", "https://localhost", False),
         ("0.0.0.0", "http://localhost:80", True),
         ("::1", "http://[::1]:80", True),
         ("127.0.0.1", "http://127.0.0.2:80", False),
