@@ -159,6 +159,14 @@ def test_a_proxy_that_is_being_closed_does_not_start() -> None:
             proxy.start().get(timeout=WAIT_S)
 
 
+def test_a_proxy_that_was_closed_does_not_start_again() -> None:
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
+    with ResponsesProxy(config) as proxy:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        proxy.start().get(timeout=WAIT_S)
+
+
 def test_a_proxy_whose_actor_is_stopped_does_not_start() -> None:
     """As by Pykka's `ActorRegistry.stop_all`."""
     config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)

@@ -103,14 +103,14 @@ class ResponsesProxy(Startable):
         """Start to listen. The future resolves with the port; it raises OSError if the port cannot
         be bound, RuntimeError after `close` and in a forked child. Later calls return the same."""
         if os.getpid() != self._pid:
-            self._port.fail(
-                RuntimeError(
-                    f"the proxy belongs to process {self._pid}; create a new one after a fork"
-                )
-            )
-        elif not self._ref.tell(StartListening(reply=self._port)):
-            self._port.fail(RuntimeError("the proxy is closed"))
-        return self._port
+            why = f"the proxy belongs to process {self._pid}; create a new one after a fork"
+        elif self._ref.tell(StartListening(reply=self._port)):
+            return self._port
+        else:
+            why = "the proxy is closed"
+        refused: WorkerFuture[int] = WorkerFuture()
+        refused.fail(RuntimeError(why))
+        return refused
 
     def close(self) -> None:
         """Cut running requests and stop listening. Blocks until no thread is left; idempotent."""
