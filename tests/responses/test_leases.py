@@ -126,37 +126,47 @@ def test_a_close_on_the_thread_of_a_response_returns(
 # ---------------------------------------------------------------- a hang is found
 
 
-def check_hung(client: Client, reply: Steps, reason: str) -> Json:
+def check_hung(client: Client, reply: Steps, text: str) -> Json:
     """The response that its client was told of, and can go on from."""
     events = read_sse(client.create(*reply, stream=True).data)
     check_events(events)
     failed = ended(events)
     assert (events[-1]["type"], events[-2]["type"]) == ("response.failed", "error")
-    assert reason in failed["error"]["message"]
+    assert text in failed["error"]["message"]
     kept = client.send("GET", f"/v1/responses/{failed['id']}").json
     assert kept["output"][0]["content"][0]["text"] == "Once "
     return failed
 
 
 def spins(*slots: fs.Answer) -> tuple[Steps, Any, Any]:
-    """A server that computes without a word, what it says of its slots, and limits."""
-    return [*HALF, fs.Burn(None, 30.0)], {"slots": slots}, _SUSPICIOUS
+    """A server that computes without a word, what it says of its slots, and limits: too long for
+    anything else to find it."""
+    limits = {"idle_stream_timeout_s": 600.0, "prefill_liveness_timeout_s": 600.0}
+    return [*HALF, fs.Burn(None, 30.0)], {"slots": slots}, {**_SUSPICIOUS, **limits}
 
 
+SILENT = "stall_timeout: no data and no sign of work"
+MOVELESS = "stall_timeout: no slot of the server made progress"
+UNANSWERED = "stall_timeout: /slots has not answered"
 SPUN = spins(fs.Answer(body=[_slot(decoded=3)]))
 LOST = spins(fs.Answer(body=[_slot(busy=False)]))
-STUCK = spins(fs.Answer(body=[_slot(decoded=1)], times=3), fs.Answer(hang=True))
+# Once at READY, then to looks at a slot that stands still and moves on: it answers during batches.
+STUCK = spins(
+    fs.Answer(body=[_slot(decoded=1)], times=3),
+    fs.Answer(body=[_slot(decoded=2)], times=1),
+    fs.Answer(hang=True),
+)
 
 
 @cases(
-    "reply, server, limits, reason",
+    "reply, server, limits, text",
     {
-        "SIGSTOP": ([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, "stall_timeout"),
-        "a decode that dies": ([*HALF, fs.WaitClose()], {}, {}, "stall_timeout"),
-        "a server that spins": (*SPUN, "stall_timeout"),
-        "a lost request": (*LOST, "request_lost"),
-        "a stuck task queue": (*STUCK, "stall_timeout"),
-        "a death": ([*HALF, fs.KillSelf()], {}, {}, "server_died"),
+        "SIGSTOP": ([*HALF, fs.StopSelf(), fs.WaitClose()], {}, {}, SILENT),
+        "a decode that dies": ([*HALF, fs.WaitClose()], {}, {}, SILENT),
+        "a server that spins": (*SPUN, MOVELESS),
+        "a lost request": (*LOST, "request_lost: the server has lost the request"),
+        "a stuck task queue": (*STUCK, UNANSWERED),
+        "a death": ([*HALF, fs.KillSelf()], {}, {}, "server_died: the server ended with signal 9"),
     },
 )
 def test_a_hang_ends_with_its_reason(
@@ -165,13 +175,15 @@ def test_a_hang_ends_with_its_reason(
     reply: Steps,
     server: Any,
     limits: Any,
-    reason: str,
+    text: str,
 ) -> None:
+    reason, _, _ = text.partition(":")
     monkeypatch.setattr(request_watch, "SILENT_S", 3.0)  # of a minute
     monkeypatch.setattr(slots, "PAUSE_S", 0.3)  # of 5 s
+    monkeypatch.setattr(slots, "LOOK_INTERVAL_S", 0.3)  # of 2 s
     restarts = int(reason != "request_lost")  # the server serves others
     stage = make_stage(fs.Script(**server), timeouts=replace(TIMEOUTS, **limits))
-    failed = check_hung(stage.client, reply, reason)
+    failed = check_hung(stage.client, reply, text)
     status = stage.rig.wait_restarted(restarts)
     assert (status["slots_used"], status["restart_count"]) == (0, restarts)
     assert stage.ends["failed"] == {reason: 1}
