@@ -29,6 +29,8 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # else Ray takes an address that other machines can reach
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # else Ray puts its actors behind everything else that runs, by a nice value of 15
+        "RAY_worker_niceness": "0",
     }
 
 
