@@ -32,7 +32,7 @@ from llama_worker.types.worker import WorkerState, WorkerStatus
 from tests.conftest import shell_program
 
 HOST = "127.0.0.1"
-WAIT_S = 20.0  # for what takes milliseconds on a quiet machine
+WAIT_S = 120.0  # for what takes milliseconds on a quiet machine
 T = TypeVar("T")
 _OURS = re.compile(r"llama_worker-|\w+Actor-\d")  # the latter as Pykka names them at first
 
