@@ -21,6 +21,7 @@ import pykka
 
 from llama_worker import (
     LlamaWorker,
+    RequestFailReason,
     RequestResult,
     RequestState,
     RestartPolicy,
@@ -125,7 +126,10 @@ class Host:
             thread.start()
         for thread in threads:
             thread.join()
-        say("jobs over", restarts=self._status()["restart_count"])
+        info = self._worker.get_debug_info().get(timeout=_ANSWER_S)
+        reasons = [restart["reason"] for restart in info["recent_restarts"]]
+        died = reasons.count(RequestFailReason.SERVER_DIED)
+        say("jobs over", died=died, restarts=self._status()["restart_count"] - died)
         if self._episode.hang is not None:
             self._hang()
         info = self._worker.get_debug_info().get(timeout=_ANSWER_S)
@@ -151,8 +155,10 @@ class Host:
         elif result["state"] is RequestState.CANCELED and cancel_called:
             say("ended", how="cancelled", detail=None, **told)
         else:
-            detail = f"{result.get('fail_reason')}: {result.get('fail_detail')}"
-            say("ended", how="given up", detail=detail, **told)
+            reason = result.get("fail_reason")
+            died = reason is RequestFailReason.SERVER_DIED
+            detail = f"{reason}: {result.get('fail_detail')}"
+            say("ended", how="lost with its server" if died else "given up", detail=detail, **told)
 
     def _admitted(self, name: str, prompt_tokens: int, params: dict[str, Any]) -> int:
         """The id, as soon as a slot is free."""

@@ -10,7 +10,7 @@ from typing import Any
 from tests.reality.plan import Episode
 
 Fact = Mapping[str, Any]
-_MISTAKES = ("given up", "wrong text", "unfinished")
+_MISTAKES = ("given up", "lost with its server", "wrong text", "unfinished")
 
 
 class Matrix:
@@ -27,7 +27,7 @@ class Matrix:
         mistakes = [
             *self._count_jobs(episode, facts),
             *self._count_hang(episode, facts),
-            *_false_restarts(facts),
+            *_restarts(facts),
             *([] if any(fact["fact"] == "closed" for fact in facts) else ["the host did not end"]),
         ]
         self.mistakes_count += len(mistakes)
@@ -63,19 +63,24 @@ class Matrix:
             ("healthy", "completed", self.healthy["completed"]),
             ("", "cancelled by us", self.healthy["cancelled"]),
             ("", "given up (false)", self.healthy["given up"]),
+            ("", "lost with its server", self.healthy["lost with its server"]),
             ("", "wrong text", self.healthy["wrong text"]),
             ("", "unfinished", self.healthy["unfinished"]),
             ("hung", "found", self.hung["found"]),
             ("", "missed", self.hung["missed"]),
         ]
-        lines = [f"{what:<8} {how:<18} {count:>6}" for what, how, count in rows]
+        lines = [f"{what:<8} {how:<20} {count:>6}" for what, how, count in rows]
         if self.found_s:
             median, worst = statistics.median(self.found_s), max(self.found_s)
             lines.append(f"time to find a hang: median {median:.1f} s, worst {worst:.1f} s")
         return "\n".join([*lines, f"mistakes: {self.mistakes_count}"])
 
 
-def _false_restarts(facts: Sequence[Fact]) -> list[str]:
-    """A healthy server is not restarted, with or without a request."""
-    count = sum(fact.get("restarts", 0) + fact.get("early_restarts", 0) for fact in facts)
-    return [f"{count} restarts of a healthy server"] if count else []
+def _restarts(facts: Sequence[Fact]) -> list[str]:
+    """A healthy server is not restarted, with or without a request; nor does it end by itself."""
+    died = sum(fact.get("died", 0) for fact in facts)
+    false = sum(fact.get("restarts", 0) + fact.get("early_restarts", 0) for fact in facts)
+    return [
+        *([f"{false} restarts of a healthy server"] if false else []),
+        *([f"the server died by itself, {died} times"] if died else []),
+    ]

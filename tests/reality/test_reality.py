@@ -91,7 +91,7 @@ def well_played() -> dict[str, dict[str, Any]]:
             for number, how in ((0, "completed"), (1, "completed"), (2, "completed"))
         },
         "job 3": {"fact": "ended", "job": 3, "how": "cancelled", "detail": None},
-        "jobs over": {"fact": "jobs over", "restarts": 0},
+        "jobs over": {"fact": "jobs over", "died": 0, "restarts": 0},
         "hang": {
             "fact": "hang",
             "phases": ["prefill"],
@@ -118,6 +118,7 @@ def test_an_episode_without_a_mistake_is_counted() -> None:
         ("job 1", {"how": "wrong text", "detail": "x"}, "job 1: wrong text: x"),
         ("job 1", None, "job 1: unfinished: the host did not say"),
         ("jobs over", {"restarts": 1}, "1 restarts of a healthy server"),
+        ("jobs over", {"died": 2}, "the server died by itself, 2 times"),
         ("hang", {"early_restarts": 2}, "2 restarts of a healthy server"),
         ("hang", {"found_s": None}, "hang in ['prefill'] not found within 9.0 s"),
         ("hang", None, "the host did not come to the hang"),
