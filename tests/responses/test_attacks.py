@@ -173,11 +173,11 @@ def test_who_still_sends_may_read_why_it_is_refused(monkeypatch: pytest.MonkeyPa
     with listening(max_body_bytes=9) as (refusing, connect):
         client = connect()
         client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n")
-        refusing._turn()
+        refusing._handle_events()
         while refusing._clients:
             now[0] += 1.5
             client.sendall(b"x")
-            refusing._turn()
+            refusing._handle_events()
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
     assert 128 < now[0] < 132, "it is cut off at last"
 
@@ -191,10 +191,10 @@ def test_what_is_refused_is_not_kept() -> None:
             client.sendall(HALVES["half a chunk"].removesuffix(b"ff\r\n{"))
             for _ in range(31):
                 client.sendall(piece)
-                refusing._turn()
+                refusing._handle_events()
             client.sendall(b"ffff\r\n")
             while refusing._pending_bytes:
-                refusing._turn()
+                refusing._handle_events()
             assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
             assert tracemalloc.get_traced_memory()[0] < MIB // 2
     finally:
@@ -210,7 +210,7 @@ def test_a_refused_head_is_not_kept() -> None:
                 client = connect()
                 client.sendall(head)
                 while not select.select([client], [], [], 0)[0]:
-                    refusing._turn()
+                    refusing._handle_events()
                 assert client.recv(65536).startswith(b"HTTP/1.1 431 ")
             assert tracemalloc.get_traced_memory()[0] < MIB // 2
     finally:
@@ -276,13 +276,13 @@ def test_a_reused_descriptor_is_a_new_client() -> None:
     with listening(serve) as (listener, connect):
         listener._max_clients = 1
         old = connect()
-        listener._turn()
+        listener._handle_events()
         connect()
         new = connect()
         new.sendall(request_bytes("/health", port=listener.port))
         old.sendall(b"G")
-        listener._turn()
-        listener._turn()
+        listener._handle_events()
+        listener._handle_events()
         assert b"200 OK" in new.recv(65536)
     assert not has_left
 
@@ -305,12 +305,12 @@ def test_a_connection_that_cannot_be_watched_is_closed(monkeypatch: pytest.Monke
         with monkeypatch.context() as full:
             full.setattr(listener, "_epoll", FullEpoll())
             closed = connect()
-            listener._turn()
+            listener._handle_events()
         assert closed.recv(1) == b""
         served = connect()
         served.sendall(request_bytes("/health", port=listener.port))
         for _ in range(2):
-            listener._turn()
+            listener._handle_events()
         assert b"200 OK" in served.recv(65536)
 
 

@@ -86,7 +86,7 @@ class Stream:
             self._abort,
             sink=EventSink(send=send, encode=sse),
             heartbeat_s=WAIT_S,
-            over=lambda: None,
+            on_end=lambda: None,
         ).to_the_end(self.chat)
 
     def is_waited_for(self) -> bool:
@@ -212,7 +212,7 @@ def test_a_slow_client_excuses_the_server(stream: Stream) -> None:
         reader.start()
 
     stream.client.set_stall_callback(slow)
-    stream.leased.sends()
+    stream.leased.started_waiting()
     assert stream.is_waited_for()
     stream.client.write(b"x" * (8 << 20))
     stream.leased.before_reading()

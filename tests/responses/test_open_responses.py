@@ -74,7 +74,7 @@ def test_a_response_says_what_the_server_samples_with(real: Client) -> None:
 def test_the_server_samples_as_it_last_said(
     through: Through, monkeypatch: pytest.MonkeyPatch, asked_each_s: float
 ) -> None:
-    monkeypatch.setattr(generation, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(generation, "_SAMPLING_RETRY_S", 0.0)
     monkeypatch.setattr(generation, "_SAMPLING_S", asked_each_s)
     client, upstream = through(answer(b"{}", b"503 Loading"))
     assert client.create().status == 503

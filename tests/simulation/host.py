@@ -379,7 +379,7 @@ class Host:
         if dice.chance(0.15):
             self._scheduler.after(dice.log_between(0.001, 120.0), leaves, "host")
         failure = (yield client.closed).failure
-        if exchange.breaks(failure):
+        if exchange.record_closed(failure):
             client.end()
             while truth.ended_at is None:
                 yield 0.05

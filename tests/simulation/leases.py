@@ -70,7 +70,7 @@ class ProxiedClient:
             max_hold_s=0.0,  # the thread waits for each token
             reply_to=self,
         )
-        self.exchange.sends()
+        self.exchange.started_waiting()
         self.abort.stream = self._world.runtime.open_stream(order, self)
         if self.abort.error is not None:
             self.abort.stream.abort()

@@ -36,7 +36,7 @@ def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
         mailbox, exchange = granted(bench)
         exchange.opened(scheduler.now)
         exchange.received([TextDelta("Once")], scheduler.now)
-        assert exchange.breaks(disconnected("in mid-stream"))
+        assert exchange.record_closed(disconnected("in mid-stream"))
         mailbox.tell(EndLease(exchange=exchange))
         scheduler.run_for(EXIT_REPORT_WAIT_S - 0.05)
         assert not exchange.has_ended  # the server's death might be told

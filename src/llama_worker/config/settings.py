@@ -76,7 +76,7 @@ from llama_worker.types.hooks import (
 
 _HOST_NAME = re.compile(r"[\w.-]+")  # an IPv4 address, too
 CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_probes")
-_IN_A_LOOP = (
+_IN_AN_EVENT_LOOP = (
     ", and in it loop.call_soon_threadsafe(...) or asyncio.run_coroutine_threadsafe(..., loop)"
 )
 _SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
@@ -246,11 +246,11 @@ def _check_bios_provider(field: str, provider: object) -> None:
 
 def _check_on_signal(field: str, handler: object) -> None:
     about = {"request_id": "int", "job_name": "str"}
-    check_callback(field, handler, "signal", instead=_IN_A_LOOP, **about)
+    check_callback(field, handler, "signal", instead=_IN_AN_EVENT_LOOP, **about)
 
 
 def _check_on_event(field: str, handler: object) -> None:
-    check_callback(field, handler, "event", instead=_IN_A_LOOP)
+    check_callback(field, handler, "event", instead=_IN_AN_EVENT_LOOP)
 
 
 def _check_timeouts(field: str, value: object) -> None:

@@ -18,7 +18,7 @@ from ray import cloudpickle
 
 from llama_worker.config.validation import checked_int, checked_seconds, checked_str
 from llama_worker.errors import ConfigError, LlamaWorkerError
-from llama_worker.ray.replica import Replica, begin
+from llama_worker.ray.replica import Replica, start_task
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import (
     ConfigFor,
@@ -313,7 +313,7 @@ class Fleet(Startable):
 
         def ask() -> None:
             if not self._is_closing:
-                begin(answer(), self._tasks)
+                start_task(answer(), self._tasks)
 
         self._soon(ask)
         return future

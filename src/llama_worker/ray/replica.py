@@ -133,7 +133,7 @@ class Replica:
         """Run one actor after the other, until cancelled."""
         while ray.is_initialized():  # otherwise a call would start a new cluster
             try:
-                await self._live()
+                await self._run_actor()
             except (ReplicaLost, WorkerStartError) as error:
                 _logger.warning("replica lost %s node=%s: %s", self._name, self._node, error.detail)
                 self._last_error = str(error)
@@ -160,7 +160,7 @@ class Replica:
         self._state = ReplicaState.LOST
         self._end_actor()
 
-    async def _live(self) -> None:
+    async def _run_actor(self) -> None:
         """Run one actor until it ends. Always raises: WorkerStartError, or ReplicaLost."""
         self._state, self._place, self._why_killed = ReplicaState.STARTING, None, None
         self._launches += 1
@@ -273,7 +273,7 @@ class Replica:
             )
             silent.cancel()
             if not admission.done():
-                begin(_take_back(actor, admission), self._follows)
+                start_task(_cancel_once_admitted(actor, admission), self._follows)
                 raise lost("its actor does not answer")
             answer, pieces, first = admission.result()
         except RayError as error:
@@ -284,7 +284,7 @@ class Replica:
             return answer
         copy = RequestCopy(next(ids), first)
         self.requests[copy.request_id] = copy
-        begin(self._follow(copy, pieces), self._follows)
+        start_task(self._follow(copy, pieces), self._follows)
         return copy
 
     async def cancel(self, copy: RequestCopy) -> bool:
@@ -342,7 +342,9 @@ async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, 
     return answer, pieces, first
 
 
-async def _take_back(actor: Any, admission: asyncio.Task[tuple[SubmitResult, Any, Any]]) -> None:
+async def _cancel_once_admitted(
+    actor: Any, admission: asyncio.Task[tuple[SubmitResult, Any, Any]]
+) -> None:
     """Cancel the request once the actor admits it: by now it went elsewhere, or was refused."""
     with suppress(RayError):
         answer, _, _ = await admission
@@ -350,7 +352,7 @@ async def _take_back(actor: Any, admission: asyncio.Task[tuple[SubmitResult, Any
             await actor.cancel.remote(answer["request_id"])
 
 
-def begin(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+def start_task(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
     """Run `work` in a task, kept in `tasks` until it is over: the loop holds it only weakly."""
     task = asyncio.create_task(work)
     tasks.add(task)

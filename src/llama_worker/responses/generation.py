@@ -40,12 +40,12 @@ from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatBody
 
-_QUESTION_S = 2.0  # timeout of a small question, which the server answers within milliseconds
-_LISTEN_S = 1.0  # while the server is silent, a WebSocket is read at least this often
+_QUERY_TIMEOUT_S = 2.0  # timeout of a small question, which the server answers within milliseconds
+_CLIENT_READ_INTERVAL_S = 1.0  # while the server is silent, a WebSocket is read at least this often
 _SAMPLING_S = 60.0  # how long the server's sampling parameters are cached
-_ASK_AGAIN_S = 5.0  # and how long if it did not tell them: it is loading, or busy
+_SAMPLING_RETRY_S = 5.0  # and how long if it did not tell them: it is loading, or busy
 # the first text mostly comes right after the headers: wait so long to send both at once
-_TOGETHER_S = 0.002
+_FIRST_TEXT_WAIT_S = 0.002
 # The proxy sends its own: JSON, and a stream as the reply. `x-conversation-id` would let
 # llama-server go on working for a client that has left (b11434).
 _NOT_FOR_CHAT = frozenset(
@@ -95,7 +95,7 @@ class ChatExchange:
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
         """Post the body and wait for the headers. False: `failure` says why there is no stream."""
-        self._leased.sends()
+        self._leased.started_waiting()
         try:
             self._reply = reply = session.post_chat(
                 self._abort, self._endpoint, body, headers=headers, waiter=self
@@ -125,7 +125,7 @@ class ChatExchange:
         body = self._body
         assert body is not None
         events, self._events = self._events, []
-        if not events and not body.over:
+        if not events and not body.is_over:
             before_waiting()
             self._leased.before_reading()
             try:
@@ -141,7 +141,7 @@ class ChatExchange:
                     aborted = self._abort.error
                     body.end(None if aborted is None else str(aborted))
             self._leased.received(events, timers.now())
-        if body.over and not events:  # events go to the client first
+        if body.is_over and not events:  # events go to the client first
             self.failure = self._leased.closed(body.failure)
             self.close()
             return None
@@ -177,13 +177,13 @@ class ResponseRun:
         *,
         sink: EventSink | None,
         heartbeat_s: float,
-        over: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
         self._events = events
         self._abort = abort
         self._sink = sink
         self._heartbeat_s = heartbeat_s
-        self._over = over
+        self._on_end = on_end
         self._first: bytes | None = None  # the first events; None: not made, b"": sent
         self._sent_at = time.monotonic()
 
@@ -209,7 +209,7 @@ class ResponseRun:
         """Drive it to its end. Raises OSError if the client has left; it is over in any case."""
         self.prepare()
         try:
-            while not self._events.over:
+            while not self._events.is_over:
                 read = chat.read(self._wait)
                 self._send(
                     self._events.closed(chat.failure)
@@ -223,7 +223,7 @@ class ResponseRun:
     def _wait(self) -> None:
         """Called before each wait for more of the stream. Aborts at the deadline: what may follow a
         finish reason is not awaited for ever."""
-        if self._first and not self._abort.wait_readable(_TOGETHER_S):
+        if self._first and not self._abort.wait_readable(_FIRST_TEXT_WAIT_S):
             self._write([])
         self.before_reading()
         deadline = self._events.deadline
@@ -234,9 +234,9 @@ class ResponseRun:
 
     def abandon(self) -> None:
         """The client has left, and may continue from what it has received; idempotent."""
-        if not self._events.over:
+        if not self._events.is_over:
             self._events.fail("the client has disconnected")
-            self._over()
+            self._on_end()
 
     def finish_empty(self) -> None:
         """End the response without output: the upstream is not asked."""
@@ -249,8 +249,8 @@ class ResponseRun:
 
     def _send(self, events: list[Event]) -> None:
         # before the end is sent: who has read it may refer to the response and take its place
-        if self._events.over:
-            self._over()
+        if self._events.is_over:
+            self._on_end()
         if events:
             self._write(events)
 
@@ -268,7 +268,7 @@ class ResponseGenerator:
         self._endpoint = upstream.endpoint
         self._heartbeat_s = heartbeat_s
         # a whole number of these waits ends when a heartbeat is due
-        self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _LISTEN_S)
+        self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _CLIENT_READ_INTERVAL_S)
         self._keeps_late_instructions = False  # the server's template, as last known
         # the server's sampling parameters as last read, and until when they are valid (monotonic)
         self._sampling: Mapping[str, float] = LLAMA_SERVER_SAMPLING
@@ -297,14 +297,14 @@ class ResponseGenerator:
             seal=chat_request.seal_reasoning,
         )
 
-        def over() -> None:
+        def on_end() -> None:
             own, previous_id = chat_request.input_items, chat_request.previous_response_id
             exchange.leave(
                 stored_response(events.stored, own, previous_id) if chat_request.store else None
             )
 
         run = ResponseRun(
-            events, exchange.abort, sink=sink, heartbeat_s=self._heartbeat_s, over=over
+            events, exchange.abort, sink=sink, heartbeat_s=self._heartbeat_s, on_end=on_end
         )
         if chat_request.generates:
             self._run(run, exchange, request, chat_request)
@@ -367,7 +367,9 @@ class ResponseGenerator:
         if time.monotonic() >= self._sampling_until:
             sampling = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
             self._sampling = sampling or self._sampling
-            self._sampling_until = time.monotonic() + (_SAMPLING_S if sampling else _ASK_AGAIN_S)
+            self._sampling_until = time.monotonic() + (
+                _SAMPLING_S if sampling else _SAMPLING_RETRY_S
+            )
         return self._sampling
 
     def _ask_server(
@@ -386,7 +388,7 @@ class ResponseGenerator:
                 path,
                 headers={"Authorization": request.header("authorization")},
                 body=body,
-                timeout_s=_QUESTION_S,
+                timeout_s=_QUERY_TIMEOUT_S,
                 abort=exchange.abort,
             )
         except (OSError, ValueError):

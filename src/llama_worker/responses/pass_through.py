@@ -67,7 +67,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
     has_body = (
         request.body or request.header("content-length") or request.header("transfer-encoding")
     )
-    leased.sends()
+    leased.started_waiting()
     try:
         reply = session.send(
             exchange.abort,

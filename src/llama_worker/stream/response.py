@@ -105,13 +105,13 @@ class ChatBody:
     def __init__(self, reply: ReplyParser) -> None:
         self.decoder = StreamDecoder()
         self.bytes_read = 0  # without chunked framing
-        self.over = False
+        self.is_over = False
         self.failure: StreamFailure | None = None
         self._reply = reply
 
     def feed(self, data: bytes) -> list[StreamEvent]:
         """The events that these bytes complete; b"": of those that came along with the head."""
-        if self.over:
+        if self.is_over:
             return []
         self._reply.feed(data)
         body = self._reply.take()
@@ -133,9 +133,9 @@ class ChatBody:
 
     def end(self, cause: str | None = None) -> None:
         """The connection is over: closed by the server, or broken if there is a `cause`."""
-        if self.over:
+        if self.is_over:
             return
-        self.over = True
+        self.is_over = True
         content_type = self._reply.header("content-type")
         if cause is not None or not self._reply.ends_with_connection:
             self.failure = disconnected(
@@ -150,4 +150,4 @@ class ChatBody:
             self.failure = disconnected("in the middle of a record")
 
     def _fail(self, failure: StreamFailure) -> None:
-        self.over, self.failure = True, failure
+        self.is_over, self.failure = True, failure

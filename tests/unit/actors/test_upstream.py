@@ -133,7 +133,7 @@ class World:
     def begin(self, *clients: Client) -> None:
         for client in clients:
             self.leases.grant(client.exchange, "responses:r")
-            client.exchange.sends()
+            client.exchange.started_waiting()
             reply: WorkerFuture[SubmitResult] = WorkerFuture()
             self.tell(Lease(job_name="responses:r", exchange=client.exchange, reply=reply))
 

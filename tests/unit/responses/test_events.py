@@ -82,7 +82,7 @@ def run(
     for one in said:
         out += events.heartbeat() if one is HEARTBEAT else events.feed([one], NOW)  # type: ignore[list-item]
     out += events.closed()
-    assert events.over
+    assert events.is_over
     for late in (events.closed(), events.fail("late"), events.heartbeat()):
         assert late == []
     assert events.feed([TextDelta("late")], NOW) == []
@@ -337,7 +337,7 @@ def test_two_seconds_are_left_after_a_finish_reason(now: float, over: bool) -> N
     assert [event["type"] for event in events.feed([], now)][-1:] == (
         ["response.completed"] if over else []
     )
-    assert events.over is over
+    assert events.is_over is over
 
 
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edit."}

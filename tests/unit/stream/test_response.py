@@ -67,11 +67,11 @@ def test_events_do_not_depend_on_framing_or_splits(
     )
     body, ends_itself = chat_body(headers), name != "close"
     assert feed(body, [wire[a:b] for a, b in itertools.pairwise(edges)]) == SAID
-    assert body.over is ends_itself
+    assert body.is_over is ends_itself
     if ends_itself:
         assert body.feed(b"HTTP/1.1 500 What\r\n\r\ngarbage \xff") == []
     body.end()
-    assert body.over
+    assert body.is_over
     assert body.failure is None
 
 
@@ -92,7 +92,7 @@ def test_a_body_cut_off_is_a_disconnect(
     body = chat_body(headers)
     assert body.feed(wire) == said
     is_malformed = b"what?" in wire
-    assert body.over is is_malformed
+    assert body.is_over is is_malformed
     body.end()
     assert body.failure is not None
     assert body.failure.reason is RequestFailReason.STREAM_DISCONNECTED
@@ -116,7 +116,7 @@ def test_no_bytes_make_it_raise(pieces: list[bytes], begin: bytes, headers: dict
     body = chat_body(headers)
     feed(body, [begin, *pieces])
     body.end()
-    assert body.over
+    assert body.is_over
 
 
 REPLY = b"HTTP/1.1 503 Busy \xe9\r\nX: a\r\nx:  b \r\nTransfer-Encoding: chunked\r\n\r\n"

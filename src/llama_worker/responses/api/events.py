@@ -70,7 +70,7 @@ class ResponseEvents:
         tools: ToolSet = NO_TOOLS,
         seal: bool = False,
     ) -> None:
-        self.over = False
+        self.is_over = False
         self.failure: str | None = None  # why, after `response.failed`
         self.response: dict[str, Any] = {
             "id": response_id_of(unique),
@@ -105,7 +105,7 @@ class ResponseEvents:
     def deadline(self) -> float | None:
         """When `feed` must be called, even if nothing has come: the model has finished, and what
         may still follow is not waited for any longer. None: there is no deadline."""
-        return None if self.over else self._turn_end.settled_at
+        return None if self.is_over else self._turn_end.settled_at
 
     @property
     def stored(self) -> dict[str, Any]:
@@ -122,13 +122,13 @@ class ResponseEvents:
     def heartbeat(self) -> list[Event]:
         """`response.in_progress` again: clients that give up on a silent stream count events, not
         comments."""
-        if not self.over:
+        if not self.is_over:
             self._emit_response("in_progress")
         return self._take()
 
     def feed(self, stream_events: Iterable[chat.StreamEvent], now: float) -> list[Event]:
         for event in stream_events:
-            if self.over:
+            if self.is_over:
                 break
             match event:
                 case chat.TextDelta(text=text):
@@ -165,7 +165,7 @@ class ResponseEvents:
         return self._take()
 
     def fail(self, message: str, *, code: str | None = None) -> list[Event]:
-        if not self.over:
+        if not self.is_over:
             self._fail(message, code)
         return self._take()
 
@@ -184,7 +184,7 @@ class ResponseEvents:
         self._emit_terminal("failed")
 
     def _conclude(self, outcome: TurnOutcome | None) -> None:
-        if self.over:
+        if self.is_over:
             return
         match outcome:
             case chat.ServerError(message=message, type=kind):
@@ -227,19 +227,19 @@ class ResponseEvents:
             self._closed_calls.remove(delta.index)  # a server that gives all calls the same index
         if self._append(delta):  # nearly always; the deltas that wait are of other items
             if self._waiting:
-                self._work_off()
+                self._pass_on_waiting()
             return
         self._waiting.append(delta)
         if len(self._waiting) == 1:
-            self._work_off()
+            self._pass_on_waiting()
 
-    def _work_off(self) -> None:
+    def _pass_on_waiting(self) -> None:
         """Pass on the deltas that wait, until one must still wait for the open call."""
         while self._waiting:
             if self._append(self._waiting[0]):
                 self._waiting.popleft()
                 continue
-            if isinstance(self._open, items.Call) and not self._open.is_whole():
+            if isinstance(self._open, items.Call) and not self._open.is_complete():
                 return
             self._close("completed")
             if not self._begin_item_for(self._waiting[0]):
@@ -285,7 +285,7 @@ class ResponseEvents:
 
     def _begin_item(self, item: items.Item) -> None:
         self._open = item
-        self._emit("response.output_item.added", output_index=self._index, item=item.begun())
+        self._emit("response.output_item.added", output_index=self._index, item=item.in_progress())
         self._emit_of(item, item.opening())
 
     def _close(self, status: items.ItemStatus) -> None:
@@ -305,7 +305,7 @@ class ResponseEvents:
         A call that the token limit cut stays open: clients run what is done.
         """
         self._finish_splitter()
-        self._work_off()
+        self._pass_on_waiting()
         while self._open is not None or self._waiting:
             if status == "incomplete" and isinstance(self._open, items.Call):
                 return
@@ -316,7 +316,7 @@ class ResponseEvents:
                 self._waiting = deque(
                     delta for delta in self._waiting if _call_index(delta) != nameless
                 )
-            self._work_off()
+            self._pass_on_waiting()
 
     def _new_id(self, prefix: str) -> str:
         self._ids_count += 1
@@ -329,7 +329,7 @@ class ResponseEvents:
     # ------------------------------------------------------------ events
 
     def _emit_terminal(self, status: Literal["completed", "incomplete", "failed"]) -> None:
-        self.over = True
+        self.is_over = True
         self.response["status"] = status
         if status == "completed":
             self.response["completed_at"] = int(self._clock())

@@ -26,7 +26,7 @@ class Message(Struct):
         """What the delta adds to this item; None: it belongs to another."""
         return delta.text if isinstance(delta, TextDelta) else None
 
-    def begun(self) -> dict[str, Any]:
+    def in_progress(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "message",
@@ -51,7 +51,11 @@ class Message(Struct):
         ]
 
     def done(self, status: ItemStatus) -> dict[str, Any]:
-        return {**self.begun(), "status": status, "content": [self._part("".join(self._pieces))]}
+        return {
+            **self.in_progress(),
+            "status": status,
+            "content": [self._part("".join(self._pieces))],
+        }
 
     def _part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -67,7 +71,7 @@ class Reasoning(Struct):
     def piece_of(self, delta: Delta) -> str | None:
         return delta.text if isinstance(delta, ReasoningDelta) else None
 
-    def begun(self) -> dict[str, Any]:
+    def in_progress(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "reasoning",
@@ -106,7 +110,7 @@ class Reasoning(Struct):
         text = "".join(self._pieces)
         sealed = {"encrypted_content": seal(text)} if self.seal else {}
         return {
-            **self.begun(),
+            **self.in_progress(),
             "status": status,
             "summary": [self._summary(text)],
             "content": [self._content(text)],
@@ -128,14 +132,14 @@ class Call(Struct):
     call_id: str
     tool: Tool
     _pieces: list[str] = field(default_factory=list)  # of its arguments
-    _may_be_whole: bool = False  # seen from the end of the last piece, without parsing all
+    _may_be_complete: bool = False  # seen from the end of the last piece, without parsing all
 
     def piece_of(self, delta: Delta) -> str | None:
         if isinstance(delta, ToolCallDelta) and delta.index == self.index:
             return delta.arguments or ""
         return None
 
-    def begun(self) -> dict[str, Any]:
+    def in_progress(self) -> dict[str, Any]:
         return self._item("in_progress", "")
 
     def opening(self) -> Emitted:
@@ -145,15 +149,15 @@ class Call(Struct):
         piece = encodable(piece)
         self._pieces.append(piece)
         if stripped := piece.rstrip():
-            self._may_be_whole = stripped.endswith("}")
+            self._may_be_complete = stripped.endswith("}")
         # free text is known once its JSON string is complete
         if self.tool.kind != "function" or not piece:
             return []
         return [("response.function_call_arguments.delta", {"delta": piece})]
 
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the arguments are complete, so that nothing can follow."""
-        return self._may_be_whole and _object(self._arguments()) is not None
+        return self._may_be_complete and _object(self._arguments()) is not None
 
     def closing(self, status: ItemStatus) -> Emitted:
         if self.tool.kind == "tool_search":

@@ -97,7 +97,7 @@ class SocketListener:
         """Accept connections until stopped. Blocks until no request runs any more."""
         try:
             while not self._stopped:
-                self._turn()
+                self._handle_events()
         finally:
             self._close()
 
@@ -113,7 +113,7 @@ class SocketListener:
 
     # ------------------------------------------------------------ the listener's thread
 
-    def _turn(self) -> None:
+    def _handle_events(self) -> None:
         """Wait for events, and handle them."""
         wait_s = self._wait_s()
         # last before the wait, which releases the GIL: the threads that start need it
@@ -130,7 +130,7 @@ class SocketListener:
         if has_new:
             self._accept()
         while not self._returned.empty():
-            self._take_back(self._returned.get())
+            self._return_client(self._returned.get())
         now = time.monotonic()
         for client in self._waiting_clients.expired(now):
             self._drop(client)
@@ -216,9 +216,9 @@ class SocketListener:
             self._drop(client)
             return
         self._waiting_clients.enter(client, client.http.phase, time.monotonic())
-        self._account(client, client.http.pending_bytes)
+        self._count_pending(client, client.http.pending_bytes)
 
-    def _account(self, client: Client, pending_bytes: int) -> None:
+    def _count_pending(self, client: Client, pending_bytes: int) -> None:
         """Count the bytes of incomplete requests. If all of them exceed the limit, the largest is
         refused."""
         self._pending_bytes += pending_bytes - client.pending_bytes
@@ -246,7 +246,7 @@ class SocketListener:
     def _linger(self, client: Client) -> None:
         """Let the client read to the end: to close with unread data would destroy what is sent."""
         client.http.linger()
-        self._account(client, 0)
+        self._count_pending(client, 0)
         try:
             client.socket.shutdown(socket.SHUT_WR)
         except OSError:
@@ -265,7 +265,7 @@ class SocketListener:
 
     def _stop_waiting(self, client: Client) -> None:
         self._waiting_clients.leave(client)
-        self._account(client, 0)
+        self._count_pending(client, 0)
 
     def _run(self, client: Client, request: HttpRequest) -> None:
         self._stop_waiting(client)
@@ -296,7 +296,7 @@ class SocketListener:
             self._returned.put(client)
             self._wake_up()
 
-    def _take_back(self, client: Client) -> None:
+    def _return_client(self, client: Client) -> None:
         """Take it from its request's thread: read its next request, or close it."""
         self._busy.discard(client)
         client.clear_callbacks()

@@ -72,9 +72,9 @@ class RequestReader:
         self._max_body_bytes = max_body_bytes
         self._allowed_origin = allowed_origin
         self._unread = b""  # what came after a complete request
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self.phase = Phase.SILENT
         self.reply = ReplyFramer()
         self._headers = _Headers()
@@ -109,7 +109,7 @@ class RequestReader:
 
     def next_request(self) -> HttpRequest | None:
         """Call it once the reply is complete. The next request, if all of it has come by now."""
-        self._begin_anew()
+        self._reset()
         return self.receive(self.take_unread())
 
     def take_unread(self) -> bytes:
@@ -119,7 +119,7 @@ class RequestReader:
 
     def linger(self) -> None:
         """Read no more requests, and forget what has come of one."""
-        self._begin_anew()
+        self._reset()
         self._unread = b""
         self.phase = Phase.LINGER
 

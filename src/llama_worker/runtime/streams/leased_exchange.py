@@ -78,7 +78,7 @@ class LeasedExchange:
 
     # ------------------------------------------------------------ the exchange's thread
 
-    sends = _locked(LeasedRequest.started_waiting)  # the request is about to be sent
+    started_waiting = _locked(LeasedRequest.started_waiting)  # the request is about to be sent
     opened = _locked(LeasedRequest.opened)
 
     def stopped_waiting(self) -> None:
@@ -100,7 +100,7 @@ class LeasedExchange:
         # Bytes that have long been in the socket must not look like a stall until they are read.
         if self._is_paused and not self._abort.wait_readable(0.0):
             self._is_paused = False
-            self.sends()
+            self.started_waiting()
 
     @property
     def is_watched(self) -> bool:
@@ -127,12 +127,12 @@ class LeasedExchange:
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:
         """Report that the exchange with the server is over. Returns what to tell the client: the
         worker's own reason if it gave the request up, or does so now that the connection broke."""
-        if self.breaks(failure) and self._tell_end():
+        if self.record_closed(failure) and self._tell_end():
             with self._lock:
                 self._over.wait_for(lambda: self._request.has_ended, _END_WAIT_S)
         return self.failure_for_client(failure)
 
-    def breaks(self, failure: StreamFailure | None) -> bool:
+    def record_closed(self, failure: StreamFailure | None) -> bool:
         """Report that the exchange is over. Returns whether the reason why it broke may still come:
         then send `EndLease`, and wait for the request's end before `failure_for_client`."""
         request = self._request

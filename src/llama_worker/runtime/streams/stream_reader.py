@@ -56,7 +56,7 @@ class StreamReader:
             if self._connection is None:
                 return
             self._take_in()
-            if self._body.over:  # nothing else wakes the thread any more
+            if self._body.is_over:  # nothing else wakes the thread any more
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
             self._tell(self._lazy.all(timers.now()))
@@ -110,8 +110,8 @@ class StreamReader:
                 with self._lock:
                     self._take_in()
                     now = timers.now()
-                    self._tell(self._lazy.due(now, over=self._body.over))
-                    if self._body.over:
+                    self._tell(self._lazy.due(now, over=self._body.is_over))
+                    if self._body.is_over:
                         return self._body.failure
                     self._set_low_water()
                     wait_s = self._lazy.wait_s(now)
@@ -127,7 +127,7 @@ class StreamReader:
         """Read and decode the bytes that are already in the socket."""
         assert self._connection is not None
         for _ in range(_READS):
-            if self._body.over:
+            if self._body.is_over:
                 return
             try:
                 data = self._connection.recv(_READ_BYTES)
