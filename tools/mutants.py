@@ -16,11 +16,13 @@ out". The sample is a function of the seed and the sources.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import queue
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,7 @@ ROOMS: Final = (*SIMULATED, RUNTIME)
 UNIT, IN_REAL_TIME = "tests/unit/", ("tests/runtime/", "tests/actors/")
 FIXED_RUNS = ("tests/simulation", "-k", "not nobody_has_seen and not planted and not promise")
 TIMED_OUT = "timed out"
+WITHIN_H = re.compile(r"^within ([\d.]+) worker-hours$", re.MULTILINE)  # as a campaign says
 TEST_LIMIT_S = 60  # one test, and the tidying behind it
 STAGE_LIMIT_S = 120.0  # beside what it takes without a mutant, several times
 # Everything in it ends with the thread that waits for it, however that ends. The shell reaps what
@@ -162,7 +165,16 @@ def _importers(texts: dict[str, str], path: str) -> Iterator[str]:
 class Hunter:
     """Tries mutants. Thread-safe."""
 
-    def __init__(self, tree: Tree, hours: float, seed: int, *, simulator_only: bool) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        hours: float,
+        seed: int,
+        *,
+        simulator_only: bool,
+        campaign_only: bool = False,
+    ) -> None:
+        self.found_within_h: dict[Mutation, float] = {}  # those killed by the campaign
         self._tree, self._simulator_only = tree, simulator_only
         campaign = ("-m", "tests.simulation", "--seed", str(seed), "--hours", str(hours))
         adversary = ("-m", "tests.adversary", "--seed", str(seed), "--count", "300")
@@ -170,7 +182,7 @@ class Hunter:
             Stage("adversary", (sys.executable, *adversary)),
             Stage("fixed runs", _pytest(FIXED_RUNS)),
             Stage("campaign", (sys.executable, *campaign, "--faults", str(hours))),
-        )
+        )[-1 if campaign_only else 0 :]
         self._limits_s: dict[str, float] = {}  # by the stage's name
 
     def stages(self, mutation: Mutation) -> Iterator[Stage]:
@@ -231,6 +243,8 @@ class Hunter:
                     if ended.returncode == 0:
                         break
                     if not stage.may_be_noise(ended) or _passes_now(stage, copy):
+                        if told := WITHIN_H.search(ended.output):
+                            self.found_within_h[mutation] = float(told[1])
                         return TIMED_OUT if ended.timed_out else stage.name
             return None
         finally:
@@ -322,11 +336,17 @@ def main() -> int:
     parser.add_argument("--hours", type=float, default=300.0, help="worker-hours for each")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--simulator-only", action="store_true", help="in actors/ and server/")
+    parser.add_argument(
+        "--campaign-only",
+        action="store_true",
+        help="and how many worker-hours of a campaign by itself find half of the mutants",
+    )
     parser.add_argument("--under", action="append", default=[], help="a path to begin with; ROOMS")
     given = parser.parse_args()
     print(f"SEED={given.seed}", flush=True)
     in_simulator = ("actors/", f"{PACKAGE}server/")
-    rooms = tuple(given.under) or (in_simulator if given.simulator_only else ROOMS)
+    simulator_only = given.simulator_only or given.campaign_only
+    rooms = tuple(given.under) or (in_simulator if simulator_only else ROOMS)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Tree(ROOT, Path(folder) / "tree")
         everything = tree.mutations(rooms)
@@ -335,7 +355,13 @@ def main() -> int:
         tried = [each for each in chosen if _key(each) not in known]
         unseen = len(chosen) - len(tried)
         print(f"{len(everything):,} mutants can be made; {unseen} of the sample change nothing")
-        hunter = Hunter(tree, given.hours, given.seed, simulator_only=given.simulator_only)
+        hunter = Hunter(
+            tree,
+            given.hours,
+            given.seed,
+            simulator_only=simulator_only,
+            campaign_only=given.campaign_only,
+        )
         copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(given.jobs):
             copies.put(copy := tree.copied(Path(folder) / str(number)))
@@ -350,6 +376,9 @@ def main() -> int:
                 what = f"{each.path} ({each.inside}): {each.before:.40} -> {each.after:.40}"
                 print(f"{len(killed_by):4} {name or 'SURVIVED':18} {what}", flush=True)
         print(*report(tree, killed_by), sep="\n")
+        if given.campaign_only:
+            found_h = sorted(hunter.found_within_h.get(each, math.inf) for each in tried)
+            print(f"half of them within {statistics.median(found_h):.1f} worker-hours")
         mean_s = (time.monotonic() - began) / max(1, len(tried))
         print(f"{mean_s:.1f} s for a mutant, on average")
     return 0

@@ -57,7 +57,9 @@ def main() -> int:
     except Failure as failure:
         setting = failure.setting
         again = "".join(f" --kind {name!r}" for name in setting.kinds)
+        played = chosen[: chosen.index(setting) + 1]
         print("The last steps:", *failure.story, "", failure, sep="\n")
+        print(f"within {sum(each.hours for each in played):.1f} worker-hours")
         print(
             f"again: python -m tests.simulation --run {setting.seed} --hours {setting.hours!r}"
             f" --faults {setting.faults_per_hour * setting.hours!r} --requests "

@@ -77,6 +77,19 @@ def test_a_failure_without_the_mutant_counts_for_nothing(tmp_path: Path) -> None
     assert killer(origin, tmp_path, *NEVER) is None
 
 
+def test_a_campaign_by_itself_says_how_long_it_took(tmp_path: Path) -> None:
+    origin = repository(tmp_path / "origin")
+    campaign = origin / "tests" / "simulation" / "__main__.py"
+    campaign.parent.mkdir()
+    campaign.write_text("print('within 2.5 worker-hours')\nraise SystemExit(1)\n")
+    tree = Tree(origin, tmp_path / "tree")
+    hunter = Hunter(tree, 1.0, 1, simulator_only=True, campaign_only=True)
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    copies.put(tree.copied(tmp_path / "copy"))
+    assert hunter.hunt(mutant(*NEVER), copies) == "campaign"
+    assert hunter.found_within_h == {mutant(*NEVER): 2.5}
+
+
 def test_what_a_test_orphans_is_reaped(tmp_path: Path) -> None:
     orphans = (
         "import os, subprocess, time\n"
