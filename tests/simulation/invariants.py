@@ -623,6 +623,12 @@ class Invariants:
                 Promise.KEEPS_OUTPUT,
                 f"request {truth.request_id} ended ({reason}) without a part of what was sent",
             )
+        signals = sum(each.signals for each in truth.exchanges)
+        if whole and len(result["signals"]) != signals:
+            raise Violation(
+                Promise.TOOLS,
+                f"request {truth.request_id} ended ({reason}) without one of {signals} signals",
+            )
 
     def awaits_result(self, request_id: int, future: Any) -> None:
         truth = self.requests[request_id]

@@ -101,6 +101,7 @@ class Reply:
     text_tokens: int
     step_tokens: int = 8  # of the answer, in one record
     calls_tool: bool = False  # behind the text
+    signals: int = 0  # calls of the exit tool, behind those
     finish: str = "stop"
     status: int = 200
     cached_tokens: int = 0  # of the prompt: they are not read again
@@ -141,6 +142,7 @@ class Exchange:
     dead: bool = False  # its slot is stuck while the others go on
     died: bool = False  # its server did
     said: list[str] = field(default_factory=list)  # text sent so far
+    signals: int = 0  # sent so far
     advanced_at: float = 0.0
     sent_at: float = 0.0  # more than headers and keepalives
     began_at: float = 0.0  # its slot's first turn
@@ -597,10 +599,13 @@ class LlamaServer:
 
     def _finish(self, exchange: Exchange) -> None:
         reply = exchange.reply
-        if reply.calls_tool:
-            call = {"index": 0, "id": "c0", "function": {"name": "search", "arguments": '{"n": 1}'}}
+        names = ["search"] * reply.calls_tool + ["report"] * reply.signals
+        for index, name in enumerate(names):
+            function = {"name": name, "arguments": '{"n": 1}'}
+            call = {"index": index, "id": f"c{index}", "function": function}
             self.send(exchange, _delta({"tool_calls": [call]}))
-        self.send(exchange, _delta({}, finish="tool_calls" if reply.calls_tool else reply.finish))
+        exchange.signals = reply.signals
+        self.send(exchange, _delta({}, finish="tool_calls" if names else reply.finish))
         usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.answer_tokens}
         timings = {
             "cache_n": reply.cached_tokens,

@@ -118,6 +118,10 @@ def _budget_without_end(decided: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]
     return decided
 
 
+def _twice(signals: list[Any], *rest: Any) -> list[Any]:
+    return [*signals, *signals]
+
+
 def _closes_nothing(exchange: Any, abort: Any) -> tuple[Any, ...]:
     return exchange, Mock()
 
@@ -135,6 +139,7 @@ def _server_seems_alive(request: Any, message: Any, now: float) -> tuple[Any, ..
 
 
 _WATCH, _LIFE = "server.watch:ServerWatch", "server.lifecycle:"
+_TOOLS = "request.tools:ToolUse"
 _ENDINGS = "server.lifecycle_endings:"
 _TABLE, _REQUEST = "request.table:RequestTable", "request.request:Request"
 _WORKER, _DISPATCHER = "actors.worker:WorkerActor", "actors.request_dispatcher:RequestDispatcher"
@@ -176,6 +181,8 @@ BUGS: tuple[Bug, ...] = (
         without_deadline(lambda request: request.phase is RequestPhase.TOOL),
         "tool never returns",
     ),
+    Bug("a signal is dropped", _TOOLS + ".take_new_signals", returns([]), NOTHING),
+    Bug("a signal comes twice", _TOOLS + ".take_new_signals", then(_twice), NOTHING),
     Bug(
         "limits count from the turn's start",
         "server.timeouts:newest",

@@ -22,7 +22,7 @@ _PLANTED = ("planted in the actor", "has not answered", "can't start new thread"
 
 
 class Told:
-    """Of one worker. `heard` is the host's `on_event`."""
+    """Of one worker. `heard` is the host's `on_event`, `signalled` its `on_signal`."""
 
     def __init__(self, invariants: Invariants, build: Build, config_slots: int) -> None:
         self.warnings = _of_build(build, config_slots)  # that there is reason for; words of them
@@ -33,6 +33,10 @@ class Told:
         self._of_build = frozenset(self.warnings)
         self._events: list[Mapping[str, Any]] = []
         self._endings: dict[int, tuple[str, str | None] | None] = {}  # by request
+        self._signals: list[tuple[int, Mapping[str, Any]]] = []  # with the request's id
+
+    def signalled(self, request_id: int, signal: Mapping[str, Any]) -> None:
+        self._signals.append((request_id, signal))
 
     def heard(self, event: Mapping[str, Any]) -> None:
         endings = self._endings
@@ -65,6 +69,7 @@ class Told:
     def check(self, status: WorkerStatus, debug: WorkerDebugInfo) -> None:
         """At rest: the host has heard of everything, and both answers were given just now."""
         self._check_events(debug)
+        self._check_signals()
         self._check_status(status)
         self._check_totals(debug)
         for restart, event in zip(
@@ -92,6 +97,21 @@ class Told:
         _compare("how many restarts are kept", len(debug["recent_restarts"]), kept)
         _compare("how many events were dropped", debug["events_dropped_count"], 0)
         _compare("since progress", debug["seconds_since_progress"], None)
+
+    def _check_signals(self) -> None:
+        """Each signal in a result came to both handlers, once and in order, and no other did."""
+        for request_id, truth in self._invariants.requests.items():
+            result = None if truth.record is None else truth.record.result
+            signals = [] if result is None else result["signals"]
+            came = [signal for other_id, signal in self._signals if other_id == request_id]
+            _compare(f"signals of request {request_id}", came, signals)
+        events = [
+            (event["request_id"], event["tool_name"])
+            for event in self._events
+            if event["event"] == "signal"
+        ]
+        named = [(request_id, signal["tool_name"]) for request_id, signal in self._signals]
+        _compare("the events of signals", events, named)
 
     def _check_status(self, status: WorkerStatus) -> None:
         truth = self._invariants
@@ -146,7 +166,8 @@ class Told:
         told = {outcome: reasons for outcome, reasons in totals["requests"].items() if reasons}
         _compare("the totals of requests", told, requests)
         _compare("the totals of restarts", totals["restarts"], self.restarts)
-        _compare("the totals of signals", totals["signals"], {})
+        signals = Counter(signal["tool_name"] for _, signal in self._signals)
+        _compare("the totals of signals", totals["signals"], signals)
         _compare("generated tokens", totals["generated_tokens"], usage["generated"])
         _compare("prompt tokens", totals["prompt_tokens"], usage["prompt"])
         _compare("cached tokens", totals["cached_tokens"], usage["cached"])

@@ -41,6 +41,7 @@ from tests.simulation.trace import Trace
 _PLANS = 0x9E3779B97F4A7C15
 _PROXY = 0xC2B2AE3D27D4EB4F
 _VARIETY = 0x165667B19E3779F9
+_SIGNALS = 0x27D4EB2F165667C5
 # what an idle server may show, and what a model that comes from disk shows
 _IDLE = (IDLE_USE, Use(cpu=2.5, read_bytes=3e5, major_faults=3.0))
 _READING = (
@@ -54,6 +55,10 @@ TOOL: ToolDef = {
     "type": "function",
     "function": {"name": "search", "parameters": {"type": "object"}},
 }
+EXIT_TOOL: ToolDef = {
+    "type": "function",
+    "function": {"name": "report", "parameters": {"type": "object"}},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,7 @@ class Setting:
     requests_per_hour: float = 1.5  # a third of them by clients of a proxy
     faults_per_hour: float = 0.15
     kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all
+    has_signals: bool = True  # the model calls the exit tool now and then
 
 
 @dataclass(kw_only=True)
@@ -128,6 +134,10 @@ class World(Bench):
             timeouts=self.profile,
             restart=policy,
             normal_tools=(TOOL,),
+            exit_tools=(EXIT_TOOL,),
+            on_signal=lambda signal, *, request_id, job_name: self.invariants.told.signalled(
+                request_id, signal
+            ),
             tool_runner=SimpleNamespace(
                 run_tool=lambda **call: None
             ),  # never called: the runtime runs no code of a host's
@@ -138,6 +148,7 @@ class World(Bench):
         )
         self._variety = variety
         self._for_proxy = Dice(setting.seed ^ _PROXY)
+        self._for_signals = Dice(setting.seed ^ _SIGNALS)
         self.invariants: Invariants = Invariants(self)
         self.nature = Nature(self, dice.fork())
         self.host = Host(self, dice.fork())
@@ -180,6 +191,8 @@ class World(Bench):
         )
         if self.build.drafts:
             reply.draft_s = self._variety.log_between(0.01, self._longest_step_s())
+        if self.setting.has_signals and not self._is_leased(request_id):
+            reply.signals = 1 + self._for_signals.below(2) if self._for_signals.chance(0.1) else 0
         twist = self.nature.reply_kind(self._twist_chance) if exchange == 1 else None
         if twist is not None and self._is_leased(request_id) and KINDS[twist].most_records:
             twist = None  # what it says is its client's to judge
