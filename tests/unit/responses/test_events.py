@@ -219,6 +219,16 @@ HM = ("reasoning", "hm")
             [("f", "{}"), ("g", "{}")],
             id="equal ids",
         ),
+        pytest.param(
+            [call(0, "{}", "f", "c1"), call(0, '{"a":', "f", "c2"), call(0, " 1}")],
+            [("f", "{}"), ("f", '{"a": 1}')],
+            id="one index for all calls",
+        ),
+        pytest.param(
+            [call(0, "{}", "f", "c1"), call(0, "", "f", "c2"), call(0, " ", "f", "c2")],
+            [("f", "{} ")],
+            id="a late id",
+        ),
         pytest.param([], [("message", "")], id="nothing"),
         pytest.param([THOUGHT], [HM, ("message", "")], id="no answer"),
     ],

@@ -268,6 +268,7 @@ class ResponseEvents:
             if not call_id or call_id in self._call_ids:
                 call_id = self._new_id("call")
             self._call_ids.add(call_id)
+            self._closed_calls.discard(delta.index)  # of the call before, if it had the same
             unknown = Tool(kind="function", name=name, model_name=name)
             tool = self._tools.called(name) or unknown
             self._begin_item(

@@ -135,9 +135,13 @@ class Call(Struct):
     _may_be_complete: bool = False  # seen from the end of the last piece, without parsing all
 
     def piece_of(self, delta: Delta) -> str | None:
-        if isinstance(delta, ToolCallDelta) and delta.index == self.index:
-            return delta.arguments or ""
-        return None
+        if not isinstance(delta, ToolCallDelta) or delta.index != self.index:
+            return None
+        # A server that gives all calls the same index, or none: what has a name and follows
+        # complete arguments is the next call. A name or an id alone may just come late, or again.
+        if delta.name and (delta.arguments or "").strip() and self.is_complete():
+            return None
+        return delta.arguments or ""
 
     def in_progress(self) -> dict[str, Any]:
         return self._item("in_progress", "")
