@@ -205,6 +205,8 @@ def test_a_repeated_call_id_means_the_latest_call() -> None:
 def test_arguments_in_history_are_json_objects(arguments: str, sent: str) -> None:
     (turn,) = messages(call("x", arguments))
     assert turn["tool_calls"][0]["function"]["arguments"] == sent
+    (turn,) = messages({"type": "tool_search_call", "call_id": "x", "arguments": arguments})
+    assert turn["tool_calls"][0]["function"]["arguments"] == sent
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,9 @@ class ChatMessages:
                     )
                 self._call(item, custom_arguments(text))
             case "tool_search_call":
-                self._call({**item, "name": TOOL_SEARCH}, _as_json(item.get("arguments") or {}))
+                given = item.get("arguments") or {}  # mostly an object
+                arguments = given if isinstance(given, str) else _as_json(given)
+                self._call({**item, "name": TOOL_SEARCH}, _valid_arguments(arguments))
             case "function_call_output" | "custom_tool_call_output":
                 self._output(item)
             case "tool_search_output":
