@@ -419,6 +419,11 @@ def offered(request: ChatRequest) -> dict[str, Any]:
 
 LOOKUP = {"name": "lookup", "namespace": "mcp__dict"}
 EVERY = ["add", "sub", "mcp__dict__lookup", "apply_patch"]
+NESTED_CHOICES = [
+    {"type": "function", "function": {"name": "sub"}},
+    {"type": "custom", "custom": {"name": "apply_patch"}},
+]
+NESTED_ALLOWED = {**ALLOWED, "allowed_tools": {"mode": "required", "tools": NESTED_CHOICES}}
 
 
 @pytest.mark.parametrize(
@@ -439,6 +444,7 @@ EVERY = ["add", "sub", "mcp__dict__lookup", "apply_patch"]
             ["add"],
         ),
         ({**ALLOWED, "mode": "required", "tools": [LOOKUP]}, "required", ["mcp__dict__lookup"]),
+        (NESTED_ALLOWED, "required", ["sub", "apply_patch"]),
         ({"type": "web_search_preview"}, "auto", EVERY),
     ],
 )
@@ -455,6 +461,12 @@ def test_only_tools_that_count_are_echoed_as_allowed() -> None:
     choice = {**ALLOWED, "mode": None, "tools": [{"name": "add"}, {"type": "web_search"}]}
     echo = normalise({"input": "a", "tools": [ADD], "tool_choice": choice}).echo["tool_choice"]
     assert echo == {**ALLOWED, "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+    nested: dict[str, Any] = {
+        **ALLOWED,
+        "allowed_tools": {"tools": [{"function": {"name": "add"}}]},
+    }
+    request = normalise({"input": "a", "tools": [ADD], "tool_choice": nested})
+    assert request.echo["tool_choice"] == echo
 
 
 def test_tools_are_echoed_as_they_were_given() -> None:

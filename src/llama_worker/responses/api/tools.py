@@ -286,10 +286,15 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
             mode="required", offered=offered, echo={"type": kind, "name": offered[0].name}
         )
     if kind == "allowed_tools":
+        given = inner(given, kind)
         allowed, mode = given.get("tools"), given.get("mode") or "auto"
         allowed = allowed if isinstance(allowed, list) else []
         named = [{"type": "function", **tool} for tool in allowed if isinstance(tool, Mapping)]
-        ours = [tool for tool in named if tool["type"] in ("function", "custom")]
+        ours = [
+            {"type": kind, **inner(tool, kind)}
+            for tool in named
+            if (kind := tool["type"]) in ("function", "custom")
+        ]
         if mode not in ("auto", "required"):
             raise ApiError(400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice")
         echo = {"type": "allowed_tools", "mode": mode, "tools": ours}
