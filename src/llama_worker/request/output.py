@@ -36,6 +36,11 @@ class _Text:
         self.append(piece)
         return loop
 
+    @property
+    def turn_chars(self) -> int:
+        """Characters that the current turn has added."""
+        return self.chars - self._watched_from
+
     def append(self, piece: str) -> None:
         self._parts.append(piece)
         self.chars += len(piece)
@@ -70,6 +75,10 @@ class Output:
     @property
     def reasoning_chars(self) -> int:
         return self._reasoning.chars
+
+    def cut_as_shown(self, reasoning: str, text: str) -> tuple[str, str]:
+        """What the current turn said, up to where the output ends: a loop is cut there."""
+        return reasoning[: self._reasoning.turn_chars], text[: self._text.turn_chars]
 
     def begin_turn(self) -> None:
         """A new turn begins."""

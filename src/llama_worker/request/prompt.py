@@ -357,12 +357,12 @@ class Prompts:
             )
         return request_body(self._config, self._submission.params, self._conversation)
 
-    def since_prompt(self, turn: Turn, *, has_answered: bool) -> list[ChatMessage]:
-        """The conversation from the user prompt on, with what the model said in `turn`."""
+    def since_prompt(self, *, text: str, reasoning: str, has_answered: bool) -> list[ChatMessage]:
+        """The conversation from the user prompt on, with what the model said in the last turn."""
         if self._conversation is None:
             return []
         return self._conversation.since_prompt(
-            text=turn.text, reasoning=turn.reasoning, has_answered=has_answered
+            text=text, reasoning=reasoning, has_answered=has_answered
         )
 
 

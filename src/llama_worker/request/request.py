@@ -386,7 +386,10 @@ class Request:
                 effects.append(self._close_turn())
         self._tools.record_not_run(outcome.fail_reason or outcome.finish_reason, now)
         has_answered = outcome.state is RequestState.COMPLETED
-        conversation = self._prompts.since_prompt(self._turn, has_answered=has_answered)
+        reasoning, text = self._totals.output.cut_as_shown(self._turn.reasoning, self._turn.text)
+        conversation = self._prompts.since_prompt(
+            text=text, reasoning=reasoning, has_answered=has_answered
+        )
         outcome = outcome.for_host(self._config.api_key)
         record = build_record(self._totals, self._turn, self.progress(), outcome, conversation, now)
         self.state = states.Ended(record)

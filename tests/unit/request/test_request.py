@@ -899,6 +899,29 @@ def test_a_loop_in_a_later_turn_is_cut_behind_it() -> None:
     assert play >> TextDelta(LINE * 30) << CLOSE_SECOND << end
 
 
+@cases(
+    "said, reasoning, text",
+    {
+        "text": ((ReasoningDelta("hm"), TextDelta(LINE * 30)), "hm", LINE * 12),
+        "thought": ((TextDelta(f"<think>{LINE * 30}</think>So"),), LINE * 12, ""),
+        "later turn": ((call("add"), CALLS, Done()), "", LINE * 12),
+    },
+)
+def test_a_conversation_ends_where_a_loop_was_cut(
+    said: tuple[StreamEvent, ...], reasoning: str, text: str
+) -> None:
+    play = asked(WITH_TOOLS)
+    play >> said
+    play.drop_effects()
+    if play.record is None:
+        assert play >> returned("3") << PostChat
+        play >> TextDelta(LINE * 30)
+        play.drop_effects()
+    assert play.record is not None
+    answer = play.record.result["conversation"][-1]
+    assert (answer.get("reasoning_content", ""), answer["content"]) == (reasoning, text)
+
+
 def test_of_a_loop_200_characters_are_shown() -> None:
     play = asked(config(loop_detector=LoopDetector(long_line_repeats=2)))
     line = " ".join(map(str, range(1000)))
