@@ -19,6 +19,7 @@ from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained, LifecycleMessage
 from llama_worker.server.restart_budget import recycle_due
 from llama_worker.server.traits import ServerTraits, shortcomings
+from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import WorkerState, WorkerStatus
 
 
@@ -161,6 +162,10 @@ class ServerLife:
         find out whether its end is a reason to probe or restart the server."""
         self._continue_if_drained(now)
         if self._life.public_state is not WorkerState.READY:
+            return
+        if record.result["fail_reason"] is RequestFailReason.SERVER_DIED:
+            # The request found out by itself: the report of the server's death is overdue.
+            self.handle(messages.Died(epoch=self._life.epoch, returncode=None), now)
             return
         self._requests_count += 1
         if succeeded(record, self._config.restart):

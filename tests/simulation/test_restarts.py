@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_worker import WorkerStartError
+from llama_worker import RequestFailed, WorkerStartError
 from llama_worker.server.pace import PACE_MIN_S
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import StartFailReason, WorkerState
@@ -59,3 +59,28 @@ def test_a_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: fl
         told = bench.answer(worker.get_worker_status())
         assert (told["state"], told["restart_count"]) == (WorkerState.READY, 1)
         assert told["last_error"].startswith("actor_died: watchdog")
+
+
+def test_a_server_that_a_request_found_dead_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its guard was killed, and the rest of its tree does not end: the worker is told late."""
+    bench = quiet_bench()
+    worker = bench.worker
+    bench.machine.reply_to = lambda request_id, turn: A_PROMPT
+    with bench.ready():
+        launch = bench.machine.launched[-1]
+        monkeypatch.setattr(launch, "_later", lambda *_: None)
+        monkeypatch.setattr(launch, "_look_at_guard", lambda: None)
+        first = worker.ask("a question")
+        bench.scheduler.run_for(0.1)
+        second = worker.ask("another")
+        bench.scheduler.run_for(0.1)
+        bench.server.die(-9)
+        for answer in (first, second):
+            with pytest.raises(RequestFailed, match="server_died"):
+                bench.answer(answer, 30.0)
+        refused = bench.answer(worker.submit("job", "", "too early"))
+        assert refused == {"ok": False, "error": "WORKER_NOT_READY"}
+        launch._exited()
+        bench.answer(worker.wait_slot())
+        (restart,) = bench.answer(worker.get_debug_info())["recent_restarts"]
+        assert restart["reason"] == "server_died"

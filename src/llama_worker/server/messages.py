@@ -70,7 +70,7 @@ class Died(Struct, frozen=True, kw_only=True):
     too."""
 
     epoch: int
-    returncode: int  # negative: the signal's number
+    returncode: int | None  # negative: the signal's number; None: unknown
     oom_evidence: str | None = None  # evidence that it ran out of memory
 
 
