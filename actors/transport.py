@@ -38,6 +38,7 @@ class TransportActor(Child[messages.TransportMessage]):
                     failure = StreamFailure(
                         reason=RequestFailReason.UNKNOWN_ERROR,
                         detail=f"cannot open a connection: {described_error(error)}",
+                        is_unsent=True,
                     )
                     at = self._runtime.now()
                     message.reply_to.tell(

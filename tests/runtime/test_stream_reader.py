@@ -276,16 +276,16 @@ def test_an_abort_ends_the_stream_in_every_phase(rig: Rig, sent: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "reason", "is_unsent"),
     [
-        (ConnectionRefusedError(), RequestFailReason.CONNECT_FAILED),
-        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RequestFailReason.UNKNOWN_ERROR),
-        (OSError(errno.EADDRNOTAVAIL, "no port is left"), RequestFailReason.UNKNOWN_ERROR),
-        (RuntimeError("a mistake"), RequestFailReason.UNKNOWN_ERROR),  # of our own
+        (ConnectionRefusedError(), RequestFailReason.CONNECT_FAILED, False),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RequestFailReason.UNKNOWN_ERROR, True),
+        (OSError(errno.EADDRNOTAVAIL, "no port is left"), RequestFailReason.UNKNOWN_ERROR, True),
+        (RuntimeError("a mistake"), RequestFailReason.UNKNOWN_ERROR, False),  # of our own
     ],
 )
 def test_a_stream_that_gets_no_connection_says_why(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: RequestFailReason
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: RequestFailReason, is_unsent: bool
 ) -> None:
     def connect(*args: Any) -> Any:
         raise error
@@ -297,4 +297,4 @@ def test_a_stream_that_gets_no_connection_says_why(
     StreamReader(order, endpoint, on_closed=Told(), name="test")
     failure = told.wait_closed().failure
     assert failure is not None
-    assert failure.reason is reason
+    assert (failure.reason, failure.is_unsent) == (reason, is_unsent)

@@ -55,12 +55,20 @@ def is_cancelled_while_its_tool_runs(bench: Bench) -> None:
     bench.worker.cancel(1)
 
 
+def lacks_a_thread(bench: Bench) -> None:
+    bench.machine.lacks_threads = True
+    bench.worker.submit("job", "", "the first")
+    bench.answer(bench.worker.result(1), 1.0)
+    bench.machine.lacks_threads = False
+
+
 @cases(
     "first, limit",
     {
         "refused": (is_refused, "headers_timeout_s"),
         "an error of the server's": (breaks_down, "headers_timeout_s"),
         "cancelled while its tool runs": (is_cancelled_while_its_tool_runs, "headers_timeout_s"),
+        "never sent": (lacks_a_thread, "headers_timeout_s"),
         "cancelled in a batch": (is_cancelled, "idle_stream_timeout_s"),
     },
 )
@@ -73,9 +81,9 @@ def test_only_what_was_broken_off_may_still_hold_headers_back(
         first(bench)
         bench.answer(bench.worker.result(1), 1.0)
         bench.server.freeze(spins=False)
-        bench.worker.submit("job", "", "the second")
+        submitted = bench.answer(bench.worker.submit("job", "", "the second"))
         sent_at = bench.scheduler.now
-        result = bench.answer(bench.worker.result(2), 3600.0)
+        result = bench.answer(bench.worker.result(submitted["request_id"]), 3600.0)
         assert result["fail_reason"] is RequestFailReason.HEADERS_TIMEOUT
         limit_s = getattr(bench.config.timeouts, limit)
         assert 0.0 <= bench.scheduler.now - sent_at - limit_s <= 15.0

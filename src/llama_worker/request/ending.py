@@ -30,6 +30,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     fail_reason: RequestFailReason | None = None
     fail_detail: str | None = None  # may hold secrets
     http_status: int | None = None  # the server's own error code; for the worker, not for the host
+    is_unsent: bool = False  # the request did not reach the server
     context: ContextUse | None = None
     loop: OutputLoop | None = None
 
@@ -126,5 +127,7 @@ def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False)
         RequestFailReason.HTTP_ERROR,
     ):
         return failed(RequestFailReason.TOOL_PARSE_ERROR, detail)
+    if isinstance(cause, StreamFailure) and cause.is_unsent:
+        return replace(failed(reason, detail), is_unsent=True)
     context = cause.context if reason is RequestFailReason.CONTEXT_EXCEEDED else None
     return failed(reason, detail, http_status=status, context=context)

@@ -134,6 +134,7 @@ class LeasedRequest:
         self._turn = TurnProgress(admitted.created_at)
         self._turn_end = TurnEnd()
         self._text_chars = self._reasoning_chars = 0
+        self._was_sent = False  # or is about to be
         self._is_waiting = False
         self._state: _State = _Streaming()
 
@@ -141,7 +142,7 @@ class LeasedRequest:
 
     def started_waiting(self) -> None:
         """The sender waits for the server from now on: it has read all that came."""
-        self._is_waiting = True
+        self._was_sent = self._is_waiting = True
 
     def stopped_waiting(self) -> None:
         """The client does not read, so the sender reads nothing more from the server."""
@@ -338,7 +339,9 @@ class LeasedRequest:
         progress, self._state = self.progress(), _Ended()
         outcome = outcome.for_host(self._api_key)
         self._totals.add_turn(self._turn)
-        record = build_record(self._totals, self._turn, progress, outcome, [], now)
+        record = build_record(
+            self._totals, self._turn, progress, outcome, [], now, was_sent=self._was_sent
+        )
         self._with_own_counts(record.status)
         return record
 

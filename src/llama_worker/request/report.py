@@ -162,6 +162,8 @@ def build_record(
     outcome: Outcome,
     conversation: list[ChatMessage],
     now: float,
+    *,
+    was_sent: bool = True,
 ) -> RequestRecord:
     """The record of a request that ends now; `progress` is its last."""
     status = build_status(totals, turn, progress)
@@ -207,6 +209,7 @@ def build_record(
         batches=turn.batches,
         http_status=outcome.http_status,
         ended_in=RequestPhase.DONE if progress.concluding else progress.phase,
+        was_sent=was_sent and not outcome.is_unsent,
         has_media=totals.has_media,
         is_leased=totals.is_leased,
         question=totals.question,

@@ -391,6 +391,14 @@ class Request:
             text=text, reasoning=reasoning, has_answered=has_answered
         )
         outcome = outcome.for_host(self._config.api_key)
-        record = build_record(self._totals, self._turn, self.progress(), outcome, conversation, now)
+        record = build_record(
+            self._totals,
+            self._turn,
+            self.progress(),
+            outcome,
+            conversation,
+            now,
+            was_sent=not isinstance(self.state, states.Prompting),
+        )
         self.state = states.Ended(record)
         return [*effects, messages.RequestEnded(record=record)]

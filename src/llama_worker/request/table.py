@@ -37,17 +37,18 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     batches: tuple[Batch, ...] = ()  # of its last turn's prompt
     http_status: int | None = None  # of an `http_error` or a `server_error`
     ended_in: RequestPhase = RequestPhase.DONE  # DONE: the server had no work left for it
+    was_sent: bool = True  # its last turn, or a part of it; False: certainly not
     has_media: bool = False  # images or sounds in its prompt
     is_leased: bool = False  # its output went to its client and is not kept here
     question: str = ""  # what is asked, in short, if nobody named the job
 
     @property
     def is_broken_off(self) -> bool:
-        """Whether the server may still compute a batch of it: it was cancelled, or given up, and
-        not while its tools ran."""
+        """Whether the server may still compute a batch of it: it was sent, and was cancelled or
+        given up, and not while its tools ran."""
         fail_reason = self.result["fail_reason"]
         has_work = fail_reason is not None and fail_reason not in _NO_WORK_LEFT
-        return has_work and self.ended_in is not RequestPhase.TOOL
+        return has_work and self.was_sent and self.ended_in is not RequestPhase.TOOL
 
     @property
     def job(self) -> str:

@@ -23,6 +23,7 @@ class StreamFailure(Struct, frozen=True, kw_only=True):
     reason: RequestFailReason
     detail: str
     http_status: int | None = None
+    is_unsent: bool = False  # nothing of the request was sent
     context: ContextUse | None = None  # if the prompt does not fit
 
 

@@ -122,6 +122,14 @@ def test_what_ends_it_is_its_reason(order: RequestInput, reason: Reason | None) 
     assert (result(effects)["fail_reason"] if effects else None) == reason
 
 
+def test_what_was_not_sent_is_not_broken_off() -> None:
+    request = LeasedRequest(Admitted(7, 0, "responses:r", 0.0), api_key=None, unix_offset=0.0)
+    assert not recorded(request).is_broken_off  # its client has left
+    request = leased()
+    request.stopped_waiting()
+    assert recorded(request).is_broken_off
+
+
 def test_a_regular_end_outlives_its_order() -> None:
     request = speaking()
     request.received([Finish("stop")], 3.0)

@@ -361,6 +361,40 @@ def test_a_cancel_closes_the_connection(begin: Callable[[], Play]) -> None:
     assert play >> CANCEL << CLOSE << end
 
 
+def in_second_prompt() -> Play:
+    """The tool has returned, and the BIOS of the second turn is not written yet."""
+    play = in_tools()
+    play.writes_bios = False
+    assert play >> returned("3") << WriteBios
+    return play
+
+
+UNSENT = StreamFailure(
+    reason=RequestFailReason.UNKNOWN_ERROR, detail="no thread is left", is_unsent=True
+)
+
+
+@cases(
+    "begin, end, is_broken_off",
+    {
+        "the BIOS is not written": (lambda: Play(writes_bios=False), CANCEL, False),
+        "of the second turn": (in_second_prompt, CANCEL, False),
+        "perhaps sent": (asked, CANCEL, True),
+        "not sent, by its stream": (asked, closed(UNSENT), False),
+        "generating": (generating, CANCEL, True),
+    },
+)
+def test_only_what_was_sent_is_broken_off(
+    begin: Callable[[], Play], end: Event, is_broken_off: bool
+) -> None:
+    play = begin()
+    play.drop_effects()
+    play >> end
+    play.drop_effects()
+    assert play.record is not None
+    assert play.record.is_broken_off is is_broken_off
+
+
 @in_every_phase
 def test_who_is_abandoned_fails_with_the_reason_told(begin: Callable[[], Play]) -> None:
     outcome = {settling: "stop", reading_rest: "server_died"}.get(begin, "worker_restarted")

@@ -111,7 +111,7 @@ def test_what_the_server_has_ended_is_not_broken_off(
     assert replace(record(1), result=result).is_broken_off is is_broken_off
 
 
-def test_what_ends_while_its_tools_run_is_not_broken_off() -> None:
+@pytest.mark.parametrize("ended", [{"ended_in": RequestPhase.TOOL}, {"was_sent": False}])
+def test_what_ends_while_the_server_has_none_of_it_is_not_broken_off(ended: dict[str, Any]) -> None:
     result: Any = {"fail_reason": RequestFailReason.CANCELED}
-    ended = replace(record(1), result=result, ended_in=RequestPhase.TOOL)
-    assert not ended.is_broken_off
+    assert not replace(record(1), result=result, **ended).is_broken_off

@@ -211,7 +211,9 @@ def send_failure(error: Exception, abort: Abort, endpoint: Endpoint) -> StreamFa
     name lookup, says nothing about the server."""
     if is_shortage(error) or isinstance(error, socket.gaierror):
         detail = f"cannot open a connection: {described_error(error)}"
-        return StreamFailure(reason=RequestFailReason.UNKNOWN_ERROR, detail=detail)
+        return StreamFailure(
+            reason=RequestFailReason.UNKNOWN_ERROR, detail=detail, is_unsent=not abort.connected
+        )
     if abort.connected:
         return disconnected("before the response headers", str(error) or type(error).__name__)
     match error:
