@@ -51,7 +51,9 @@ class WorkerStatus(TypedDict):
         config_hash: the SHA-256 hash of the configuration, without secrets and callables.
         warnings: problems that a person should look at, one line each.
         pid: the process id of the server.
-        last_error: why the server last failed or was restarted.
+        last_error: why the server last failed, and was restarted if it was. READY does not clear
+            it, nor does `stop`; a `start` that launches the server does. A planned restart, or one
+            by `restart`, is no error, and changes nothing here.
         last_ready_at: when the server last became READY.
         next_restart_at: when the backoff ends and the server is started again.
         n_ctx: the context size of one slot in tokens, as reported by the server.

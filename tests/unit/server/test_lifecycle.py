@@ -450,7 +450,7 @@ def test_a_manual_restart_has_no_backoff_and_no_budget(lives: Callable[[], Lifec
         Terminate(grace_s=0.0, keep_evidence=True),
     )
     assert life.budget.restart_count == before.budget.restart_count + 1
-    assert life.budget.recent == before.budget.recent
+    assert (life.budget.recent, life.last_error) == (before.budget.recent, before.last_error)
     launched, effects = exited(life, 20.1, returncode=-9)
     assert effects == (Launch(epoch=before.epoch + 1),)
     assert became_ready(launched, 21.0)[1] == (Resolve(Start),)
