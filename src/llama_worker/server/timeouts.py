@@ -95,8 +95,25 @@ def _limits(
     profile: TimeoutProfile,
 ) -> Iterator[_Limit]:
     """The limits of the request's phase; if two are exceeded at the same time, the first wins."""
-    if progress.phase is RequestPhase.DONE or progress.concluding:
+    if progress.phase is RequestPhase.DONE:
         return
+    if not progress.concluding:
+        yield from _limits_of_silence(progress, liveness_at, neighbours, slots, profile)
+    yield _Limit(
+        "absolute_timeout_s",
+        RequestFailReason.ABSOLUTE_TIMEOUT,
+        "not finished",
+        progress.dispatched_at,
+    )
+
+
+def _limits_of_silence(
+    progress: Progress,
+    liveness_at: float | None,
+    neighbours: Neighbours,
+    slots: SlotSigns,
+    profile: TimeoutProfile,
+) -> Iterator[_Limit]:
     # Not before the turn's start: earlier signs say nothing about this turn.
     working_at = newest(
         progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at
@@ -164,12 +181,6 @@ def _limits(
         # A reply in one piece brings no data until it is complete: slot movement counts instead.
         since = any_progress_at if waits or progress.in_one_piece else any_data_at
         yield _Limit("silent_work_timeout_s", stall, "no data for any request", since)
-    yield _Limit(
-        "absolute_timeout_s",
-        RequestFailReason.ABSOLUTE_TIMEOUT,
-        "not finished",
-        progress.dispatched_at,
-    )
 
 
 def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
