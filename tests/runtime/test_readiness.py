@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,6 +32,13 @@ from llama_worker.runtime.probes.readiness import (
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
 from tests.actors.conftest import WAIT_S
 
+# A server that listens on a port which it prints, until its standard input is closed.
+LISTENS_ON_LOOPBACK_V4 = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    print(listening.getsockname()[1], flush=True)
+    sys.stdin.read()
+"""
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
 
@@ -94,6 +102,15 @@ def test_questions_during_a_shortage_are_repeated(
 
 
 @pytest.fixture
+def ipv6() -> None:
+    """Skips the test on a machine without IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+
+
+@pytest.fixture
 def listener() -> Iterator[int]:
     """A port on which this process listens."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -101,13 +118,78 @@ def listener() -> Iterator[int]:
 
 
 def test_a_port_is_owned_if_the_tree_listens(listener: int) -> None:
-    assert owns_port(os.getpid(), listener)
+    assert owns_port(os.getpid(), listener, "127.0.0.1")
     sleeper = subprocess.Popen(["sleep", "1000"])
     try:
-        assert not owns_port(sleeper.pid, listener)
+        assert not owns_port(sleeper.pid, listener, "127.0.0.1")
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+@pytest.mark.parametrize(
+    ("listens_on", "owned", "not_owned"),
+    [
+        ("127.0.0.1", ("127.0.0.1", "::ffff:127.0.0.1"), ("127.0.0.2", "::1")),
+        ("0.0.0.0", ("127.0.0.1", "127.0.0.2"), ("::1",)),
+        ("::1", ("::1", "0:0:0:0:0:0:0:1"), ("127.0.0.1", "fe80::1%lo")),
+        ("::", ("::1", "127.0.0.1", "fe80::1%lo"), ()),
+        ("::ffff:127.0.0.1", ("127.0.0.1",), ("::1",)),
+    ],
+)
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.usefixtures("ipv6")
+def test_a_port_is_owned_only_on_the_address_that_was_asked(
+    listens_on: str,
+    owned: tuple[str, ...],
+    not_owned: tuple[str, ...],
+    hidden: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stranger may listen on the same port of another address."""
+    if hidden:
+        denied = Mock(side_effect=psutil.AccessDenied)
+        monkeypatch.setattr(psutil.Process, "net_connections", denied)
+    with socket.socket(socket.AF_INET6 if ":" in listens_on else socket.AF_INET) as listening:
+        listening.bind((listens_on, 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        for ip in (*owned, *not_owned):
+            assert owns_port(os.getpid(), port, ip) is (ip in owned), ip
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_an_answer_from_another_address_is_a_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`localhost` is two addresses: the server has one, the stranger the one that is asked first.
+
+    This process is the stranger and answers; the server is a child of it.
+    """
+    server = subprocess.Popen(
+        [sys.executable, "-S", "-c", LISTENS_ON_LOOPBACK_V4],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
+    with server, socket.socket(socket.AF_INET6) as stranger:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        stranger.bind(("::1", port))
+        stranger.listen()
+        threading.Thread(target=answer_once, args=(stranger,), daemon=True).start()
+        both = [(socket.AF_INET6, ("::1", port, 0, 0)), (socket.AF_INET, ("127.0.0.1", port))]
+        found = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in both]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+        config = replace(CONFIG, host="localhost", port=port)
+        ReadinessProbe(
+            config, epoch=3, root_pid=server.pid, first=True, reply_to=Mock(tell=told.put)
+        )
+        probed = told.get(timeout=WAIT_S)
+        server.stdin.close()
+    assert (probed.outcome, probed.detail) == (
+        ProbeOutcome.OTHER_PROCESS,
+        f"another process answers on [::1]:{port}",
+    )
 
 
 @pytest.mark.parametrize(("uid", "is_ours"), [(os.geteuid(), True), (os.geteuid() + 1, False)])
@@ -122,15 +204,23 @@ def test_a_hidden_process_owns_what_its_user_listens_on(
     uids = SimpleNamespace(real=os.getuid(), effective=uid, saved=uid)
     monkeypatch.setattr(psutil.Process, "net_connections", denied)
     monkeypatch.setattr(psutil.Process, "uids", lambda process: uids)
-    assert owns_port(os.getpid(), listener) is is_ours
-    assert not owns_port(os.getpid(), 1)
+    assert owns_port(os.getpid(), listener, "127.0.0.1") is is_ours
+    assert not owns_port(os.getpid(), 1, "127.0.0.1")
 
 
 def test_without_proc_a_launched_server_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "PROC", str(tmp_path))
-    assert owns_port(os.getpid(), 1)
+    assert owns_port(os.getpid(), 1, "127.0.0.1")
+
+
+def answer_once(listening: socket.socket) -> None:
+    """Answer one request as a llama-server that is ready."""
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n{"data": []}')
 
 
 # ---------------------------------------------------------------- canary

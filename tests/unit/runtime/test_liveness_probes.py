@@ -138,7 +138,7 @@ def test_a_partial_look_without_descriptors_is_no_evidence(
     pid = start(PARENT)
     lack = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     monkeypatch.setattr(os, "listdir", Mock(side_effect=lack))
-    for look in (lambda: owns_port(pid, 1), lambda: ProcessProbe().probe(pid, 0.0)):
+    for look in (lambda: owns_port(pid, 1, "127.0.0.1"), lambda: ProcessProbe().probe(pid, 0.0)):
         with pytest.raises(OSError, match="Too many open files"):
             look()
     assert process_evidence(pid) == {"root_pid": pid, "processes_count": 1, "processes": []}

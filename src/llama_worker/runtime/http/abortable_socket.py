@@ -40,6 +40,7 @@ class Abort:
         self._limit: object = None  # the current `within`
         # A connection was made, with TLS if that is used; for the thread that makes it.
         self.connected = False
+        self.peer_ip = ""  # the address that the last connection reached; for the same thread
 
     def abort(self) -> None:
         """Shut the connection down both ways, which wakes a thread that reads, writes or connects,
@@ -220,6 +221,7 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
             # Not earlier: to shut down a socket that does not connect yet has no effect.
             abort.attach(connection)
             _finish_connecting(connection, code, timeout_s)
+            abort.peer_ip = connection.getpeername()[0]
             return connection
         except BaseException as error:
             connection.close()

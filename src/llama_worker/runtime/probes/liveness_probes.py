@@ -242,16 +242,17 @@ def serving_pids(pids: tuple[int, ...]) -> tuple[int, ...]:
 
 def _listens(pid: int) -> bool:
     try:
-        return bool(listening_ports(psutil.Process(pid)))
+        return bool(listening_addresses(psutil.Process(pid)))
     except (psutil.Error, OSError, ValueError) as error:
         _raise_if_shortage(error)
         return False
 
 
-def listening_ports(process: psutil.Process) -> set[int]:
-    """The TCP ports on which the process listens. Raises psutil.Error."""
+def listening_addresses(process: psutil.Process) -> set[tuple[str, int]]:
+    """The IP addresses and TCP ports on which the process listens. Raises psutil.Error."""
     sockets = process.net_connections(kind="tcp")
-    return {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
+    listening = (each.laddr for each in sockets if each.status == psutil.CONN_LISTEN)
+    return {(address.ip, address.port) for address in listening}
 
 
 def tree_pids(root_pid: int) -> tuple[int, ...]:

@@ -4,8 +4,10 @@ and what its slots do."""
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +22,7 @@ from llama_worker.runtime.host.futures import may_block_this_thread
 from llama_worker.runtime.host.threads import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import ask
-from llama_worker.runtime.probes.liveness_probes import PROC, listening_ports, tree_pids
+from llama_worker.runtime.probes.liveness_probes import PROC, listening_addresses, tree_pids
 from llama_worker.server.health import (
     PROBE_TIMEOUT_S,
     canary_body,
@@ -100,12 +102,14 @@ class ReadinessProbe(_Question):
         outcome, detail = models_outcome(status, json_of(body))
         try:
             if outcome is ProbeOutcome.READY and self._first:
-                if owns_port(self._root_pid, self._config.port):
+                ip, port = self._abort.peer_ip, self._config.port
+                if owns_port(self._root_pid, port, ip):
                     traits = self._ask_traits()
                     outcome, detail = self._try_canary(outcome, detail)
                 else:
                     outcome = ProbeOutcome.OTHER_PROCESS
-                    detail = f"another process answers on port {self._config.port}"
+                    shown = f"[{ip}]" if ":" in ip else ip
+                    detail = f"another process answers on {shown}:{port}"
         except Exception as error:
             outcome, detail = unanswered(error)[0], described_error(error)
         self._report(outcome, detail, traits)
@@ -180,8 +184,8 @@ def unanswered(error: Exception) -> tuple[ProbeOutcome, str]:
     return outcome, f"GET /v1/models: {type(error).__name__}"
 
 
-def owns_port(root_pid: int, port: int) -> bool:
-    """Whether a process of the tree listens on the port.
+def owns_port(root_pid: int, port: int, ip: str) -> bool:
+    """Whether a process of the tree listens on the port of this address of the machine.
 
     A process that may not be inspected (its program has file capabilities, or is another user's)
     counts as the listener if a socket of its user listens: nobody did before the launch. Without
@@ -194,21 +198,41 @@ def owns_port(root_pid: int, port: int) -> bool:
         try:
             process = psutil.Process(pid)
             try:
-                if port in listening_ports(process):
-                    return True
+                for listens_on, listens_at in listening_addresses(process):
+                    if listens_at == port and _takes(listens_on, ip):
+                        return True
             except psutil.AccessDenied:
                 uids = process.uids()
                 hidden_uids |= {uids.effective, uids.saved}
         except psutil.Error:
             continue
-    return bool(hidden_uids) and not hidden_uids.isdisjoint(_listening_uids(port))
+    return bool(hidden_uids) and not hidden_uids.isdisjoint(_listening_uids(port, ip))
 
 
-def _listening_uids(port: int) -> Iterator[int]:
-    """The users of the sockets that listen on the port."""
+def _listening_uids(port: int, ip: str) -> Iterator[int]:
+    """The users of the sockets that listen on the port of the address."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{table}") as lines:
             for line in lines:
                 fields = line.split()
-                if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                    yield int(fields[7])
+                shown_ip, _, shown_port = fields[1].rpartition(":")
+                if fields[3] == _LISTEN and int(shown_port, 16) == port:
+                    # words of four bytes, each in this machine's byte order
+                    words = struct.iter_unpack(">I", bytes.fromhex(shown_ip))
+                    if _takes(b"".join(struct.pack("=I", *word) for word in words), ip):
+                        yield int(fields[7])
+
+
+def _takes(listens_on: str | bytes, ip: str) -> bool:
+    """Whether a socket that listens on one address takes connections to the other: to its own, or
+    to all of its family; one on all of IPv6 also takes IPv4."""
+    listening, asked = _plain(listens_on), _plain(ip.partition("%")[0])  # without the scope
+    if listening.is_unspecified:
+        return listening.version >= asked.version
+    return listening == asked
+
+
+def _plain(ip: str | bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address; an IPv4 one that is written as IPv6 is IPv4."""
+    address = ipaddress.ip_address(ip)
+    return getattr(address, "ipv4_mapped", None) or address
