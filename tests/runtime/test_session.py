@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import trustme
 
 from llama_worker.clock import PausingClock
 from llama_worker.config.settings import Endpoint
@@ -297,6 +298,29 @@ def test_an_untrusted_certificate_is_connect_failed(
     ):
         reason, detail = make_client(url, ca_file=ca_file).failed()
         assert (reason, says in detail) == (RequestFailReason.CONNECT_FAILED, True), detail
+
+
+def test_a_renewed_ca_file_counts_from_the_next_connection_on(
+    make_server: MakeServer, make_client: MakeClient, certificate: Path, tmp_path: Path
+) -> None:
+    """While a renewal has removed the file or written half of it, what it held before counts."""
+    ca_file, renewed = tmp_path / "ca.pem", tmp_path / "renewed.pem"
+
+    def trusts_now() -> bool:
+        server = make_server(sends(EMPTY_OBJECT, close=True), certificate)
+        client = make_client(server.url, ca_file=ca_file)
+        client.ended()
+        return client.opened
+
+    trustme.CA().cert_pem.write_to_path(str(ca_file))
+    assert not trusts_now()
+    renewed.write_bytes(certificate.read_bytes())
+    renewed.replace(ca_file)
+    assert trusts_now()
+    ca_file.unlink()
+    assert trusts_now()
+    ca_file.write_text("-----BEGIN CERTIFICATE-----")
+    assert trusts_now()
 
 
 def test_a_broken_tls_connection_kills_no_host(make_server: MakeServer, certificate: Path) -> None:

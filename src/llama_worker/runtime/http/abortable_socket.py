@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import select
 import signal
@@ -270,12 +269,24 @@ def secure(abort: Abort, connection: AbortableSocket, host: str, ca_file: str) -
     return cast(AbortableSocket, secured)
 
 
-@functools.cache
+_tls_contexts: dict[str, tuple[object, ssl.SSLContext]] = {}  # by file, with the file's version
+
+
 def _tls_context(ca_file: str) -> ssl.SSLContext:
-    os.stat(ca_file)  # its error names the file
-    context = ssl.create_default_context(cafile=ca_file)
-    context.sslsocket_class = _TlsSocket
-    return context
+    """The context for the file as it is now: it may be renewed while the host runs. While it is
+    missing or invalid, what it held before counts. Raises OSError if that is nothing."""
+    known = _tls_contexts.get(ca_file)
+    try:
+        found = os.stat(ca_file)  # its error names the file
+        version = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if known is None or known[0] != version:
+            context = ssl.create_default_context(cafile=ca_file)
+            context.sslsocket_class = _TlsSocket
+            known = _tls_contexts[ca_file] = (version, context)
+    except OSError:
+        if known is None:
+            raise
+    return known[1]
 
 
 def shut_down(connection: socket.socket) -> None:
