@@ -177,6 +177,21 @@ def test_a_program_that_cannot_be_executed_is_spawn_failed(
     assert rig.status()["state"] is WorkerState.FAILED
 
 
+@pytest.mark.parametrize("on_disk", ["import sys; sys.exit('another version')", None])
+def test_a_package_that_is_replaced_or_removed_changes_no_running_host(
+    make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: str | None
+) -> None:
+    """The next launch has the guard that the host was made for."""
+    guard = tmp_path / "guard.py"
+    if on_disk is not None:
+        guard.write_text(on_disk)
+    monkeypatch.setattr(server_process, "_GUARD", guard)
+    rig = make_worker()
+    assert rig.status()["state"] is WorkerState.READY
+    rig.stop()
+    rig.wait_gone()
+
+
 @pytest.mark.parametrize("code", [0, 255, -signal.SIGSEGV])
 def test_a_server_that_exits_says_why_and_with_which_code(
     make_worker: MakeWorker, code: int

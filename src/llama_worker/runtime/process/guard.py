@@ -1,9 +1,9 @@
 """The guard, a process between the host and its server: starts the server, and ends its whole tree.
 
-The host's Python runs it as a script, `guard.py HOST_PID CONTROL_FD REPORT_FD COMMAND...`. It
-imports nothing of the package, so that it is small and quick to start. It is the server's parent
-and the subreaper of its orphans. So it knows the whole tree, including daemons, and can end it
-without the risk that a pid was reused.
+The host's Python runs it as a script, `guard.py HOST_PID CONTROL_FD REPORT_FD COMMAND...`, or with
+`-c` if the file was replaced since the host read it. It imports nothing of the package, so that it
+is small and quick to start. It is the server's parent and the subreaper of its orphans. So it knows
+the whole tree, including daemons, and can end it without the risk that a pid was reused.
 
 It ends the tree when
 - the server's first process has ended, for whatever reason;

@@ -40,6 +40,18 @@ from llama_worker.start_advice import not_executed, oom_evidence
 from llama_worker.types.worker import StartFailReason
 
 _GUARD = Path(guard.__file__)
+
+
+def _guard_source() -> str | None:
+    """What the guard's file holds; None if it cannot be read, or is not source."""
+    try:
+        return _GUARD.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+# of the version that this program runs: an upgrade may replace or remove the file meanwhile
+_GUARD_SOURCE = _guard_source()
 _READ_BYTES = 65536
 _PAUSE_S = 0.1
 _KILL_INTERVAL_S = 1.0  # between looks for processes that are left
@@ -166,7 +178,7 @@ class GuardedServer:
         guard_process = subprocess.Popen(
             [
                 interpreter(),
-                *("-I", "-S", str(_GUARD), str(os.getpid())),
+                *("-I", "-S", *_guard_program(), str(os.getpid())),
                 *(str(guard_end.fileno()), str(report_to.fileno())),
                 *command,
             ],
@@ -312,6 +324,14 @@ class GuardedServer:
         if self._oom is not None:
             self._oom.look(time.monotonic())
         return bool(data)
+
+
+def _guard_program() -> tuple[str, ...]:
+    """What Python runs: the guard's file, or its source if the file is another one by now. Lists of
+    processes show the file's name."""
+    if _GUARD_SOURCE is None or _guard_source() == _GUARD_SOURCE:
+        return (str(_GUARD),)
+    return ("-c", _GUARD_SOURCE)
 
 
 def _signal(guard_process: subprocess.Popen[bytes], number: int) -> None:
