@@ -392,3 +392,11 @@ def test_a_finding_goes_on_below_its_own_column() -> None:
     assert doctor_findings.lines([finding], 35)[0] == (
         "note     GPUs  no NVIDIA GPU is\n               seen"
     )
+
+
+def test_no_part_of_a_finding_controls_the_terminal() -> None:
+    """It may name a file, or quote a server's log."""
+    finding = doctor_findings.Finding("problem", "a\x1b", "b\x1b", "c\x1b", ("d\x1b",))
+    shown = "\n".join(doctor_findings.lines([finding]))
+    assert shown.count("\u241b") == 4
+    assert "\x1b" not in shown

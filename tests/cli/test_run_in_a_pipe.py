@@ -229,6 +229,15 @@ def test_wrong_usage_says_what_to_do(
     assert "Traceback" not in done.stderr
 
 
+def test_a_file_name_controls_no_terminal(run: Run, tmp_path: Path) -> None:
+    """A model that was downloaded may have any name."""
+    (tmp_path / "clear\x1b[2J.gguf").touch()
+    done = run("run", str(tmp_path / "x.gguf"), "Hi")
+    assert "found " in done.stderr
+    assert "clear\u241b[2J.gguf" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
 @pytest.mark.server
 def test_the_real_server_with_too_little_memory(run: Run, smollm2: str, tmp_path: Path) -> None:
     narrow = shell_program(

@@ -15,7 +15,7 @@ from llama_worker.bios import default_bios
 from llama_worker.cli import exits, run_report, screen
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
-from llama_worker.cli.text import wrapped
+from llama_worker.cli.text import printable, wrapped
 from llama_worker.config.profiles import TIMEOUT_PRESETS, TimeoutPreset, TimeoutProfile
 from llama_worker.errors import ConfigError, LlamaWorkerError
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
@@ -61,7 +61,7 @@ def run_app(arguments: Sequence[str]) -> int:
 
 
 def _complain(problem: Exception) -> None:
-    text = f"llama-worker: {problem}"
+    text = printable(f"llama-worker: {problem}")  # it may name files
     print(wrapped(text, screen.width_of(sys.stderr)), file=sys.stderr)
 
 

@@ -322,4 +322,7 @@ def lines(findings: Sequence[Finding], columns: int | None = None) -> list[str]:
             shown.append(f"{'':<8} {'':<{width}}  what to do: {finding.todo}")
         shown += [f"{'':<8} {'':<{width}}  {line}" for line in finding.more]
     below = 8 + 1 + width + 2
-    return [wrapped(line, columns, hang=0 if line.startswith(" ") else below) for line in shown]
+    return [
+        wrapped(printable(line), columns, hang=0 if line.startswith(" ") else below)
+        for line in shown
+    ]
