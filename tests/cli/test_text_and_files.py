@@ -248,7 +248,8 @@ def packed(value: str | int) -> bytes:
 
 
 def entry(key: str, value: Any) -> bytes:
-    kind = STRING if isinstance(value[0] if isinstance(value, list) else value, str) else UINT32
+    first = next(iter(value), None) if isinstance(value, list) else value
+    kind = STRING if isinstance(first, str) else UINT32
     if isinstance(value, list):
         return (
             packed(key)
@@ -311,6 +312,7 @@ def test_a_file_that_ends_anywhere_says_nothing(tmp_path: Path) -> None:
         *(gguf({key: value for key, value in LLAMA.items() if key != lost}) for lost in LLAMA),
         gguf(LLAMA, version=1),
         gguf({**LLAMA, "llama.attention.head_count": "eight"}),
+        gguf({**LLAMA, "llama.attention.head_count": []}),
         gguf({**LLAMA, "llama.block_count": 0}),
         gguf({**LLAMA, "llama.block_count": 2**32 - 1}),
         head(1) + packed("k") + struct.pack("<I", 99),

@@ -169,6 +169,8 @@ def _per_layer(value: object, layers_count: int) -> list[int]:
     if not 0 < layers_count <= _MAX_LAYERS:
         raise ValueError(layers_count)
     values = value if isinstance(value, list) else [value] * layers_count
+    if not values:
+        raise ValueError(values)
     return [_count(number) for number in values]
 
 
