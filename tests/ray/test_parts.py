@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -34,7 +35,7 @@ from llama_worker.ray import (
     ReplicaLost,
     RequestUpdate,
 )
-from llama_worker.ray.replica import one_line
+from llama_worker.ray.replica import Replica, one_line
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types.request import RequestPhase, RequestStatus
@@ -74,6 +75,22 @@ def scripted_workers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedWorker]:
     made: list[ScriptedWorker] = []
     monkeypatch.setattr(ScriptedWorker, "made", made)
     return made
+
+
+def test_an_actor_that_cannot_be_created_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray checks some options, such as a runtime_env's folder, only when it creates the actor."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
+    async def start() -> None:
+        create = Mock(side_effect=ValueError("no such working_dir"))
+        replica = Replica("f", 0, create, retry_s=1e6, lease_s=30.0)
+        try:
+            with pytest.raises(ReplicaLost, match="no such working_dir"):
+                await asyncio.wait_for(replica.start(), 5.0)
+        finally:
+            await replica.close(1.0)
+
+    run_async(start())
 
 
 def ray_worker(**settings: Any) -> RayWorker:

@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from llama_worker.errors import WorkerStartError
+from llama_worker.errors import WorkerStartError, described_error
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStatus, RequestUpdate
 from llama_worker.ray.worker import RayWorker
@@ -167,6 +167,9 @@ class Replica:
         self._silent.clear()
         try:
             self._actor = actor = self._create()
+        except Exception as error:  # Ray checks some options only now
+            raise self._lost(f"Ray cannot create it: {described_error(error)}") from error
+        try:
             self._place = await actor.get_place.remote()
             _logger.info("replica placed %s node=%s", self._name, self._node)
             try:
