@@ -278,7 +278,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "who holds a lease never waits for the server",
-        "runtime.streams.leased_exchange:LeasedExchange.sends",
+        "runtime.streams.leased_exchange:LeasedExchange.started_waiting",
         returns(None),
         "request lost",
     ),
