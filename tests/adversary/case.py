@@ -308,12 +308,10 @@ class Case(Bench):
         longest = max(2, int(longest))
         holds_back = dice.chance(0.2) and request_id < FOREIGN
         steps = 1 + int(dice.log_between(1, 60))
-        # One step makes one token: a step of more of them, as here, is short. A server of half a
-        # minute a token shows that it works by its tokens, but not to who waits behind a stranger's
-        # request.
+        # One step makes one token: a step of more of them, as here, is short.
         # else who waits for headers sees nothing for too long
         slowest_s = 30.0 if build.cpu_shows else 8.0
-        slowest_s = 2.0 if holds_back else 4.5 if self.has_strangers else slowest_s
+        slowest_s = 2.0 if holds_back else slowest_s
         step_s = dice.log_between(0.05, slowest_s / build.slots)
         step_tokens = max(1, int(build.decode_tokens_per_s * step_s))
         reply = Reply(

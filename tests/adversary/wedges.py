@@ -46,9 +46,12 @@ def _strike(case: Case, hurt: Hurt, can: Callable[[Exchange], bool] = lambda eac
 
 
 def _promise_by_slots(case: Case, *, clear: bool = True) -> float:
-    """Where what the slots show is `clear`, and stays so: nobody new comes."""
-    found = case.slots_are_clear and clear
-    return (SUSPECT_S if found else LAST_RESORT_S) + SLACK_S
+    """Where what the slots show is `clear`, and stays so: nobody new comes. A slot whose tokens no
+    request receives is looked at for as long again."""
+    if not (case.slots_are_clear and clear):
+        return LAST_RESORT_S + SLACK_S
+    hidden = any(each.request_id >= FOREIGN or each.closed_by_client for each in case.server.busy)
+    return SUSPECT_S * (2 if hidden else 1) + SLACK_S
 
 
 def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:

@@ -172,7 +172,7 @@ class RequestWatch:
         ]
         if self.slots.complete:
             self.slots.end_round(now)
-        if any(self._is_suspect(progress, now) for progress in reports):
+        if any(self._is_suspect(each, now) or self._shows_only_in_slots(each) for each in reports):
             self.slots.start_looking(now)
         else:
             self.slots.stop_looking()
@@ -267,12 +267,14 @@ class RequestWatch:
     ) -> Verdict | None:
         """The verdict by looks. Movement that may be the request's is work as of `moved_at`."""
         signs = (self.data_at, self.slots.moved_at, self._reads_at)
+        unchanged_since = newest(self.slots.unchanged_since, self._reads_at)
         slots_round = SlotsRound(
             looks=looks,
             suspect=progress,
             others=[other for other in reports if other.request_id != progress.request_id],
             all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
-            unchanged_since=newest(self.slots.unchanged_since, self._reads_at),
+            all_stood_still=self._is_suspect_age(unchanged_since, now),
+            unchanged_since=unchanged_since,
             pace=Pace() if self._may_encode_media() else self.pace,
             is_cold=self._is_cold,
             liveness_at=self.liveness_at,
@@ -289,6 +291,12 @@ class RequestWatch:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at
         streams = progress.phase not in (RequestPhase.TOOL, RequestPhase.DONE)
         return streams and not progress.concluding and self._is_suspect_age(heard_at, now)
+
+    def _shows_only_in_slots(self, progress: Progress) -> bool:
+        """Whether it will be suspected anyway if it takes long, and only what `/slots` showed until
+        then tells a slow step from a hang: a reply in one piece."""
+        is_used = self._profile.suspect_after_s is not None and self.slots_are_reliable
+        return is_used and progress.in_one_piece
 
     def _is_suspect_age(self, at: float | None, now: float) -> bool:
         """Whether data or a slot's movement at `at` is so old that a request is suspected."""

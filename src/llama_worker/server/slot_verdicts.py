@@ -36,6 +36,8 @@ class SlotsRound:
     # For `suspect_after_s`, no request (ended ones included) received data, no slot was seen to
     # move, and nothing was read from disk.
     all_are_silent: bool
+    # The looks have covered `suspect_after_s`, in which nothing moved.
+    all_stood_still: bool
     # since when nothing moved, and nothing was read from disk; it may lie before this round
     unchanged_since: float
     pace: Pace  # the times of earlier batches
@@ -92,6 +94,9 @@ class SlotsRound:
         still_s = self.now - self.unchanged_since
         what = f"no slot of the server made progress for {still_s:.1f} s"
         if all(slot.decoded_tokens for slot in busy):
+            # Tokens that no request receives show only here, and one may take longer than a round.
+            if len(busy) > self._receiving_count and not self.all_stood_still:
+                return None
             return self._stalled(f"{what}, and none is in prefill")
         if self.suspect.only_repeats_since(self.unchanged_since):
             return self._stalled(f"{what}, and the server sends only repeated records")
@@ -139,6 +144,13 @@ class SlotsRound:
     @cached_property
     def _served(self) -> list[Progress]:
         return [other for other in self.others if self._has_been_served(other)]
+
+    @property
+    def _receiving_count(self) -> int:
+        """How many requests are known to have a slot whose tokens they receive; the slots of others
+        are another client's, or those of replies in one piece."""
+        requests = (self.suspect, *self.others)
+        return sum(each.is_served and each.data_at is not None for each in requests)
 
     @property
     def _other_candidates(self) -> list[Progress]:

@@ -68,6 +68,7 @@ def judge(
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
     times: Any = {"unchanged_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
     times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
+    times |= {"all_stood_still": still_s >= 60.0}
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
 
@@ -86,7 +87,7 @@ def judge(
         "lost beside a live one": ([IDLE, MOVES], IN_PREFILL, [SERVED], LOST, True),
         "queued although a slot is idle": ([IDLE, MOVES], WAITS, [SERVED], LOST, True),
         "livelock in decode": ([STUCK], WRITES, [], STALL, False),
-        "livelock, found by one who waits": ([STUCK, STUCK], WAITS, [QUIET], STALL, False),
+        "livelock, found by one who waits": ([STUCK], WAITS, [QUIET], STALL, False),
         "dead beside a live one": ([STUCK, MOVES], WRITES, [SERVED], STALL, True),
         "dead beside a silent prefill": ([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True),
         "beside who said less": ([stands(decoded=90), decodes(10)], TOLD_88, [QUIET], STALL, True),
@@ -150,6 +151,14 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         "queued behind the only slot, which is served": ([MOVES], WAITS, [SERVED], False),
         "another's, which has said less": ([decodes(1)], silent(GENERATING, tokens=99), [], False),
         "one long batch": ([IN_A_BATCH], IN_PREFILL, [], False),
+        "a stranger's slow step": ([STUCK], WAITS, [], False),
+        "the same, beside a neighbour's": ([STUCK, STUCK], WAITS, [QUIET], False),
+        "a slow step of a reply in one piece": (
+            [STUCK],
+            replace(WAITS, in_one_piece=True),
+            [],
+            False,
+        ),
         "a neighbour's long batch": ([STUCK, stands(prompt=0)], WRITES, [QUIET_IN_PREFILL], False),
         "no headers: tokenizing, or a model on demand": ([IDLE], WAITS, [], False),
         "no headers: its video is decoded": (
@@ -182,6 +191,12 @@ def test_a_working_server_is_not_given_up(
     tracks: list[Track], suspect: Progress, others: list[Progress], works: bool
 ) -> None:
     assert judge(looks(*tracks), suspect, *others) == (SlotMoves() if works else None)
+
+
+def test_a_slot_of_nobodys_stands_still_for_as_long_as_a_request() -> None:
+    found = judge(looks(STUCK), WAITS, still_s=60.0)
+    assert isinstance(found, Verdict)
+    assert found.reason is STALL
 
 
 def test_looks_with_different_slots_give_no_verdict() -> None:

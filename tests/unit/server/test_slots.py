@@ -168,6 +168,74 @@ def test_slots_refused_at_ready_are_not_asked_for_a_minute(answer: SlotsTimeout 
     assert again_at - at_ready >= NO_ANSWER_PAUSE_S
 
 
+def waits(now: float) -> Progress:
+    return silent(WAITING)
+
+
+def has_headers(now: float) -> Progress:
+    return silent(PREFILL)
+
+
+def waits_for_all(now: float) -> Progress:
+    return silent(WAITING, in_one_piece=True)
+
+
+@cases(
+    "request_at",
+    {
+        "it waits behind a stranger": waits,
+        "the same, of a build that sends headers at once": has_headers,
+        "its reply comes in one piece": waits_for_all,
+    },
+)
+@pytest.mark.parametrize("step_s", [7, 20, 50])
+def test_a_slow_step_that_nobody_hears_of_is_spared(request_at: RequestAt, step_s: int) -> None:
+    for began_at in range(0, step_s, 3):
+
+        def slots(now: float, began_at: int = began_at) -> tuple[Slot, ...]:
+            return (slot(decoded=1 + int((now + began_at) / step_s)),)
+
+        assert watched(slots, request_at).run(1100.0, Stalled) is None
+
+
+@cases(
+    "requests_at, within_s",
+    {
+        "of its own": ((lambda now: silent(GENERATING, last_data_at=0.0),), ANSWER_S),
+        "of one that says more than it waits": ((waits, lambda now: generating(0.0, 2)), ANSWER_S),
+        "of one that has reported its prompt": (
+            (lambda now: silent(PREFILL, prompt_progress_at=0.0),),
+            ANSWER_S,
+        ),
+        "of a reply in one piece": ((waits_for_all,), ANSWER_S),
+        "of a stranger": ((waits,), 2 * ANSWER_S),
+        "perhaps of a stranger": ((has_headers,), 2 * ANSWER_S),
+    },
+)
+@pytest.mark.parametrize("stuck_at", [0.0, 50.0, 130.0])
+def test_a_livelock_is_found_in_a_slot(
+    requests_at: tuple[RequestAt, ...], within_s: float, stuck_at: float
+) -> None:
+    def slots(now: float) -> tuple[Slot, ...]:
+        return (slot(decoded=10 + int(min(now, stuck_at))),)
+
+    found = watched(slots, *requests_at).run(1100.0, Stalled)
+    assert found is not None
+    assert found[1].verdict.reason is STALL
+    assert 0 < found[0] - stuck_at <= within_s + 15.0
+
+
+@pytest.mark.parametrize("is_suspected", [True, False])
+def test_a_reply_in_one_piece_is_looked_at_at_once(is_suspected: bool) -> None:
+    profile = PROFILE if is_suspected else replace(PROFILE, suspect_after_s=None)
+    watch = VirtualWatch.ready(profile, evidence=lambda now, fresh: not fresh, slots=writes_on)
+    watch.begin(waits_for_all)
+    assert watch.run(40.0, Stalled) is None
+    at_ready, *asked = watch.slots_asked_at
+    assert at_ready == 0.0
+    assert bool(asked) is is_suspected
+
+
 def reads_at(now: float, *, began_at: float, stuck_at: float) -> tuple[Progress, Slot]:
     """A request and its slot: batches of 2 s and 512 tokens, every 8 s, until one is stuck."""
     done = max(0, int((min(now, stuck_at) - began_at) // 8))
