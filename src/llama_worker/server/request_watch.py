@@ -212,6 +212,12 @@ class RequestWatch:
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
         others = (each for each in self.progress.values() if each.request_id != request_id)
+        may_encode = self._may_encode_media() or any(
+            each.may_encode for each in self.progress.values()
+        )
+        may_progress_unseen = slots.may_progress_unseen or (
+            slots.is_silent and not self.build_answers_during_batches
+        )
         return timeout_verdict(
             progress,
             liveness_at=self._worked_at(request_id),
@@ -224,8 +230,10 @@ class RequestWatch:
                 moved_at=self._moved_at.get(request_id),
                 any_moved_at=slots.moved_at,
                 answered_last_look=slots.answered_last_look,
-                may_progress_unseen=slots.may_progress_unseen
-                or (slots.is_silent and not self.build_answers_during_batches),
+                may_progress_unseen=may_progress_unseen,
+                shows_all=self.slots_are_reliable
+                and slots.complete
+                and not (may_progress_unseen or may_encode),
             ),
             profile=self._profile,
             now=now,

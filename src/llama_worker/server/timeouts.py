@@ -36,6 +36,8 @@ class SlotSigns(Struct, frozen=True, kw_only=True):
     may_progress_unseen: bool = (
         False  # it hides prompt progress, or answers only between two batches
     )
+    # a round of looks has just ended that leaves out nothing the server might do for a request
+    shows_all: bool = False
 
 
 NO_NEIGHBOURS, NO_SLOT_SIGNS = Neighbours(), SlotSigns()
@@ -144,6 +146,11 @@ def _limits_of_silence(
         else:
             what = f"{what} since an earlier request was aborted"
             yield _Limit("idle_stream_timeout_s", reason, what, leftover_since)
+    if waiting and progress.in_one_piece and slots.shows_all and not neighbours.any_is_served:
+        # What its slot shows takes the place of progress reports.
+        since = newest(max(working_at, any_progress_at), neighbours.leftover_since)
+        what = "no slot moved and there was no sign of work"
+        yield _Limit("idle_stream_timeout_s", stall, what, since)
     if prefill and not reporting:
         yield _Limit(
             "prefill_liveness_timeout_s",

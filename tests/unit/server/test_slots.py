@@ -335,6 +335,42 @@ def test_who_waits_behind_an_unseen_prefill_is_spared(slots: SlotsAt, build: int
     assert at >= (PROFILE.silent_work_timeout_s or 0.0)
 
 
+@cases(
+    "slots, changes, works_until, by",
+    {
+        "its prompt stands still": (lambda now: (slot(prompt=0),), {}, 30.0, 150.0 + 3 * PAUSE_S),
+        "no work was ever seen": (lambda now: (slot(prompt=0),), {}, 0.0, 120.0 + 3 * PAUSE_S),
+        "a batch of 100 s after the other": (
+            lambda now: (slot(prompt=512 * int(now / 100.0)),),
+            {},
+            0.0,
+            None,
+        ),
+        "the server works": (lambda now: (slot(prompt=0),), {}, 2000.0, None),
+        "an image is encoded, perhaps": (
+            lambda now: (slot(prompt=0),),
+            {"has_media": True},
+            30.0,
+            None,
+        ),
+        "a build that hides its reading": (lambda now: (UNSEEN_SLOT,), {}, 30.0, None),
+        "no /slots": (lambda now: None, {}, 30.0, None),
+    },
+)
+def test_a_dead_prefill_of_a_reply_in_one_piece_is_found(
+    slots: SlotsAt, changes: dict[str, Any], works_until: float, by: float | None
+) -> None:
+    watch = VirtualWatch.ready(
+        PROFILE, evidence=lambda now, fresh: not fresh and now < works_until, slots=slots
+    )
+    watch.begin(lambda now: silent(WAITING, in_one_piece=True, **changes))
+    found = watch.run(1100.0, Stalled)
+    assert (found is None) is (by is None)
+    if found is not None and by is not None:
+        idle_s = PROFILE.idle_stream_timeout_s or 0.0
+        assert works_until - PAUSE_S + idle_s <= found[0] <= by
+
+
 # ---------------------------------------------------------------- when it is silent
 
 
