@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.errors import RequestFailed
@@ -26,6 +25,7 @@ from tests.simulation.bench import IMAGE, Bench
 from tests.simulation.dice import Dice
 from tests.simulation.scheduler import Choices
 from tests.simulation.server import Build, Exchange, Headers, LlamaServer, Reply
+from tests.simulation.strangers import FOREIGN, Unheard
 from tests.simulation.trace import Trace
 
 PROFILE = TimeoutProfile.normal()
@@ -35,7 +35,6 @@ HORIZON_S = 3 * 3600.0
 SLACK_S = 25.0
 DEEPEST = 4.0  # how much longer a token at the end of the longest prompts takes than the first
 _MEDIA = 0x94D049BB133111EB
-FOREIGN = 1_000_000  # request ids of other clients of the same server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +250,8 @@ class Case(Bench):
                 server.stop_signal()
                 self.later(seconds, partial(self.machine.resume, server))
             case 2 if self.has_strangers:
-                server.accept(Mock(), (FOREIGN + dice.below(1000), 1), {})
+                connection: Any = Unheard()
+                server.accept(connection, (FOREIGN + dice.below(1000), 1), {})
             case 3:
                 self.was_halted = True
                 halted_s = dice.log_between(1.0, 2000.0)

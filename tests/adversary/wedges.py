@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from llama_worker.server.slots import LOOK_INTERVAL_S, SILENT_S
-from tests.adversary.case import FOREIGN, PROFILE, SLACK_S, Case
+from tests.adversary.case import PROFILE, SLACK_S, Case
 from tests.simulation.server import Exchange
+from tests.simulation.strangers import FOREIGN
 
 SUSPECT_S = PROFILE.suspect_after_s or 0.0
 IDLE_S = PROFILE.idle_stream_timeout_s or 0.0

@@ -26,6 +26,7 @@ class Stage(Enum):
     WAITING = "no headers sent, to nobody else either"
     SILENT = "headers sent, and nothing else"
     SPEAKING = "progress or answers sent"
+    IN_ONE_PIECE = "nothing is sent before the reply is complete"
 
 
 class Scope(Enum):
@@ -69,6 +70,7 @@ def _silence(profile: TimeoutProfile, stage: Stage) -> float | None:
         Stage.WAITING: waiting_s,
         Stage.SILENT: profile.prefill_liveness_timeout_s,
         Stage.SPEAKING: profile.idle_stream_timeout_s,
+        Stage.IN_ONE_PIECE: profile.silent_work_timeout_s,
         Stage.UNKNOWN: max(waiting_s, profile.prefill_liveness_timeout_s or math.inf),
     }[stage]
     return None if limit is None or limit == math.inf else limit + _looks(profile)

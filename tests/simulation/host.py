@@ -351,7 +351,12 @@ class Host:
             if self.is_leaving:
                 return
             number += 1
-            client = ProxiedClient(self._world, number, self._for_images.chance(0.1))
+            client = ProxiedClient(
+                self._world,
+                number,
+                self._for_images.chance(0.1),
+                in_one_piece=not self._world.setting.is_early and self._for_crowds.chance(0.3),
+            )
             answer = yield self._checked(
                 self.quick(client.ask(), "a lease"),
                 lambda answer: self._invariants.admission_answered(answer.get("error")),

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+IN_ONE_PIECE = "responses:in one piece "  # begins the job names of such requests
+
+
 class SimAbort:
     """Of a simulated connection, in place of the runtime's."""
 
@@ -39,24 +42,26 @@ class SimAbort:
 class ProxiedClient:
     """One response: `ask`, `open` once a slot was granted, `end` in any case."""
 
-    def __init__(self, world: World, number: int, has_image: bool) -> None:
+    def __init__(
+        self, world: World, number: int, has_image: bool, *, in_one_piece: bool = False
+    ) -> None:
         self.closed: WorkerFuture[StreamClosed] = WorkerFuture()
         self.abort = SimAbort()
         self.exchange = LeasedExchange(
             self.abort,  # type: ignore[arg-type]
-            new=partial(LeasedRequest, has_media=has_image),
+            new=partial(LeasedRequest, has_media=has_image, in_one_piece=in_one_piece),
         )
         self._content = IMAGE if has_image else "hello"
         self.has_finish = False  # what breaks behind it is no failure to the client
         self._world = world
-        self._number = number
+        self._name = f"{IN_ONE_PIECE if in_one_piece else 'responses:'}{number}"
+        self._in_one_piece = in_one_piece
         self._worker: Ref[WorkerMessage] = Ref(world.worker.actor_ref)
 
     def ask(self) -> WorkerFuture[SubmitResult]:
         """Admitted, or refused."""
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
-        name = f"responses:{self._number}"
-        self._worker.tell(Lease(job_name=name, exchange=self.exchange, reply=reply))
+        self._worker.tell(Lease(job_name=self._name, exchange=self.exchange, reply=reply))
         return reply
 
     def open(self) -> None:
@@ -66,6 +71,7 @@ class ProxiedClient:
             body={
                 "messages": [{"role": "user", "content": self._content}],
                 "return_progress": True,
+                "stream": not self._in_one_piece,
             },
             max_hold_s=0.0,  # the thread waits for each token
             reply_to=self,

@@ -68,6 +68,7 @@ class Nature:
             world.invariants,
         )
         self._dice, self._profile = dice, world.profile
+        self._is_in_one_piece = world.is_in_one_piece
         self._apart = Dice(setting.seed ^ _OWN_DICE)  # so that other draws stay as they are
         kinds = {KINDS[name]: weight for name, weight in setting.kinds.items()}
         kinds = kinds or {kind: kind.weight for kind in KINDS.values()}
@@ -562,6 +563,8 @@ class Nature:
         return bios
 
     def _stage(self, truth: Truth, epoch: int | None) -> Stage:
+        if self._is_in_one_piece(truth.request_id):
+            return Stage.IN_ONE_PIECE
         exchange = _exchange(truth)
         if exchange is None or truth.epoch != epoch:
             return Stage.UNKNOWN

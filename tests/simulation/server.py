@@ -128,6 +128,7 @@ class Exchange:
     reply: Reply
     request_id: int
     wants_progress: bool
+    in_one_piece: bool = False  # nothing is sent before it is complete
     slot: int | None = None
     is_begun: bool = False  # its slot had a turn in a batch
     processed: int = 0
@@ -385,6 +386,7 @@ class LlamaServer:
             processed=reply.cached_tokens,
             request_id=turn_id[0],
             has_image=_has_image(body),
+            in_one_piece=body.get("stream") is False,
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
             advanced_at=self._scheduler.host_time,
         )
@@ -598,6 +600,11 @@ class LlamaServer:
             self._finish(exchange)
 
     def _finish(self, exchange: Exchange) -> None:
+        if exchange.in_one_piece:
+            exchange.in_one_piece = False
+            self._send_headers(exchange)
+            self.hang_up(exchange, regular=True)
+            return
         reply = exchange.reply
         names = ["search"] * reply.calls_tool + ["report"] * reply.signals
         for index, name in enumerate(names):
@@ -620,13 +627,15 @@ class LlamaServer:
 
     def send(self, exchange: Exchange, data: bytes) -> None:
         """Bytes of a body, headers first."""
+        if exchange.in_one_piece:
+            return
         self._send_headers(exchange)
         if not exchange.over:
             exchange.spoke, exchange.sent_at = True, self._scheduler.now
             exchange.connection.receive(data)
 
     def send_words(self, exchange: Exchange, words: str, *, reasons: bool = False) -> None:
-        if not reasons:
+        if not reasons and not exchange.in_one_piece:
             exchange.said.append(words)
         self.send(
             exchange,
@@ -662,7 +671,7 @@ class LlamaServer:
             exchange.slot = None
 
     def _send_headers(self, exchange: Exchange) -> None:
-        if exchange.has_headers or exchange.over:
+        if exchange.has_headers or exchange.over or exchange.in_one_piece:
             return
         exchange.has_headers = True
         exchange.connection.headers(200)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.simulation.campaign import run_all, settings
 from tests.simulation.faults import KINDS
+from tests.simulation.leases import IN_ONE_PIECE
 from tests.simulation.world import Setting, World
 from tests.tables import cases
 
@@ -79,7 +80,7 @@ def test_a_run_that_once_broke_an_invariant(
             hours=hours,
             requests_per_hour=requests,
             faults_per_hour=faults,
-            has_signals=False,  # as it was played then
+            is_early=True,
         )
     ).run()
 
@@ -91,6 +92,15 @@ def test_a_run_leaves_nothing_behind() -> None:
     del world
     gc.collect()
     assert reference() is None
+
+
+def test_strangers_slow_steps_and_replies_in_one_piece_are_spared() -> None:
+    """Four looks alone would have given up one that waits behind a stranger's step."""
+    world = World(Setting(seed=2, hours=2.0, requests_per_hour=80.0, faults_per_hour=0))
+    world.run()
+    ended = [truth.record for truth in world.invariants.requests.values()]
+    assert world.strangers.count
+    assert any(each is not None and each.job_name.startswith(IN_ONE_PIECE) for each in ended)
 
 
 @pytest.mark.timeout(900)

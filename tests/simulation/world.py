@@ -22,6 +22,7 @@ from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
 from tests.simulation.host import Host, Plan
 from tests.simulation.invariants import QUICK_S, Invariants
+from tests.simulation.leases import IN_ONE_PIECE
 from tests.simulation.many_runs import Figures
 from tests.simulation.nature import HOUR_S, Nature
 from tests.simulation.promises import Promise
@@ -36,12 +37,14 @@ from tests.simulation.server import (
     Reply,
     Use,
 )
+from tests.simulation.strangers import FOREIGN, Strangers
 from tests.simulation.trace import Trace
 
 _PLANS = 0x9E3779B97F4A7C15
 _PROXY = 0xC2B2AE3D27D4EB4F
 _VARIETY = 0x165667B19E3779F9
 _SIGNALS = 0x27D4EB2F165667C5
+_STRANGERS = 0x85EBCA77C2B2AE63
 # what an idle server may show, and what a model that comes from disk shows
 _IDLE = (IDLE_USE, Use(cpu=2.5, read_bytes=3e5, major_faults=3.0))
 _READING = (
@@ -68,7 +71,9 @@ class Setting:
     requests_per_hour: float = 1.5  # a third of them by clients of a proxy
     faults_per_hour: float = 0.15
     kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty: all
-    has_signals: bool = True  # the model calls the exit tool now and then
+    # as runs were at first: the model calls no exit tool, nobody else uses the server, and every
+    # client of the proxy wants a stream
+    is_early: bool = False
 
 
 @dataclass(kw_only=True)
@@ -150,6 +155,8 @@ class World(Bench):
         self._for_proxy = Dice(setting.seed ^ _PROXY)
         self._for_signals = Dice(setting.seed ^ _SIGNALS)
         self.invariants: Invariants = Invariants(self)
+        self.strangers = Strangers(self, Dice(setting.seed ^ _STRANGERS))
+        self.strangers.is_over |= setting.is_early
         self.nature = Nature(self, dice.fork())
         self.host = Host(self, dice.fork())
         self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
@@ -163,6 +170,9 @@ class World(Bench):
         )
 
     def _reply(self, request_id: int, exchange: int) -> Reply:
+        if request_id >= FOREIGN:
+            return self.strangers.reply()
+        self.strangers.may_come(self.server)
         dice = self._dice
         longest = min(
             8000,
@@ -191,11 +201,13 @@ class World(Bench):
         )
         if self.build.drafts:
             reply.draft_s = self._variety.log_between(0.01, self._longest_step_s())
-        if self.setting.has_signals and not self._is_leased(request_id):
+        if not self.setting.is_early and not self._is_leased(request_id):
             reply.signals = 1 + self._for_signals.below(2) if self._for_signals.chance(0.1) else 0
         twist = self.nature.reply_kind(self._twist_chance) if exchange == 1 else None
         if twist is not None and self._is_leased(request_id) and KINDS[twist].most_records:
             twist = None  # what it says is its client's to judge
+        if self.is_in_one_piece(request_id):
+            twist = None  # it says nothing until it is complete
         if twist is not None:
             reply.twist_at = (
                 0
@@ -215,6 +227,11 @@ class World(Bench):
     def _is_leased(self, request_id: int) -> bool:
         admitted = self.actor._table.find(request_id)
         return admitted is not None and admitted.job_name.startswith("responses:")
+
+    def is_in_one_piece(self, request_id: int) -> bool:
+        """Whether it is a proxy's client's, and its reply is no stream."""
+        admitted = self.actor._table.find(request_id)
+        return admitted is not None and admitted.job_name.startswith(IN_ONE_PIECE)
 
     def run(self) -> Report:
         self.do(self._live, self.come_to_rest, self.leave)
@@ -258,6 +275,7 @@ class World(Bench):
         """Once nothing new goes wrong, the worker comes to rest, and a fresh request
         completes."""
         self.nature.calm()
+        self.strangers.is_over = True
         self.scheduler.run_until(lambda: not self.scheduler.host_is_halted, math.inf)
         self.host.is_leaving = True
         for server in self.machine.servers:
