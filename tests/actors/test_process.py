@@ -23,7 +23,7 @@ import pytest
 from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.config import server_program
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.process import server_process
+from llama_worker.runtime.process import guard_program, server_process
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
@@ -185,7 +185,7 @@ def test_a_package_that_is_replaced_or_removed_changes_no_running_host(
     guard = tmp_path / "guard.py"
     if on_disk is not None:
         guard.write_text(on_disk)
-    monkeypatch.setattr(server_process, "_GUARD", guard)
+    monkeypatch.setattr(guard_program, "_FILE", guard)
     rig = make_worker()
     assert rig.status()["state"] is WorkerState.READY
     rig.stop()

@@ -363,9 +363,8 @@ class Request:
     def _end(self, outcome: Outcome, now: float) -> Effects:
         """End, and keep all that the turn under way has brought."""
         if not isinstance(self.state, states.Ended):
-            self._totals.output.add_held_back(
-                *self._turn.finish()
-            )  # what was held back is output, too
+            # what was held back is output, too
+            self._totals.output.add_held_back(*self._turn.finish())
             if not self._turn.calls_taken:
                 self._tools.take_calls(self._turn, now)
         return self._finish(outcome, now)
@@ -390,15 +389,10 @@ class Request:
         conversation = self._prompts.since_prompt(
             text=text, reasoning=reasoning, has_answered=has_answered
         )
-        outcome = outcome.for_host(self._config.api_key)
+        outcome, progress = outcome.for_host(self._config.api_key), self.progress()
+        was_sent = not isinstance(self.state, states.Prompting)
         record = build_record(
-            self._totals,
-            self._turn,
-            self.progress(),
-            outcome,
-            conversation,
-            now,
-            was_sent=not isinstance(self.state, states.Prompting),
+            self._totals, self._turn, progress, outcome, conversation, now, was_sent=was_sent
         )
         self.state = states.Ended(record)
         return [*effects, messages.RequestEnded(record=record)]

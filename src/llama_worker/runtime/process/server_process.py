@@ -14,7 +14,6 @@ import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import psutil
 from msgspec import Struct
@@ -30,8 +29,8 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import never_block_this_thread
 from llama_worker.runtime.host.threads import start_thread
-from llama_worker.runtime.process import guard
 from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen
+from llama_worker.runtime.process.guard_program import guard_program
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
 from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, LaunchReport
@@ -39,19 +38,6 @@ from llama_worker.server.termination import Signal, SilentGuardWatch
 from llama_worker.start_advice import not_executed, oom_evidence
 from llama_worker.types.worker import StartFailReason
 
-_GUARD = Path(guard.__file__)
-
-
-def _guard_source() -> str | None:
-    """What the guard's file holds; None if it cannot be read, or is not source."""
-    try:
-        return _GUARD.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-# of the version that this program runs: an upgrade may replace or remove the file meanwhile
-_GUARD_SOURCE = _guard_source()
 _READ_BYTES = 65536
 _PAUSE_S = 0.1
 _KILL_INTERVAL_S = 1.0  # between looks for processes that are left
@@ -178,7 +164,7 @@ class GuardedServer:
         guard_process = subprocess.Popen(
             [
                 interpreter(),
-                *("-I", "-S", *_guard_program(), str(os.getpid())),
+                *("-I", "-S", *guard_program(), str(os.getpid())),
                 *(str(guard_end.fileno()), str(report_to.fileno())),
                 *command,
             ],
@@ -324,14 +310,6 @@ class GuardedServer:
         if self._oom is not None:
             self._oom.look(time.monotonic())
         return bool(data)
-
-
-def _guard_program() -> tuple[str, ...]:
-    """What Python runs: the guard's file, or its source if the file is another one by now. Lists of
-    processes show the file's name."""
-    if _GUARD_SOURCE is None or _guard_source() == _GUARD_SOURCE:
-        return (str(_GUARD),)
-    return ("-c", _GUARD_SOURCE)
 
 
 def _signal(guard_process: subprocess.Popen[bytes], number: int) -> None:
