@@ -15,7 +15,12 @@ from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
 from llama_worker.server import blame, lifecycle, lifecycle_endings, liveness, pace
 from llama_worker.server.blame import Verdict
-from llama_worker.server.timeouts import STALLED_ALONE_MULTIPLE, Neighbours, timeout_verdict
+from llama_worker.server.timeouts import (
+    STALLED_ALONE_MULTIPLE,
+    Neighbours,
+    SlotSigns,
+    timeout_verdict,
+)
 from tests.docs.pages import DOCS, names_in, table
 
 # Every state in which a request can be.
@@ -23,6 +28,7 @@ WAITING = Progress(request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, 
 PREFILL = replace(WAITING, phase=RequestPhase.PREFILL, headers_at=0.0)
 STATES = {
     "waiting": WAITING,
+    "waiting for one piece": replace(WAITING, in_one_piece=True),
     "silent prefill": PREFILL,
     "reporting prefill": replace(PREFILL, prompt_progress_at=0.0),
     "generating": replace(
@@ -52,13 +58,15 @@ def judge(
     neighbour_data_at: float | None = None,
     now: float = 10.0,
 ) -> Verdict | None:
-    """The verdict after 10 s, with that limit at 5 s and every other off, or far away."""
+    """The verdict after 10 s, with that limit at 5 s and every other off, or far away. `/slots`
+    shows that nothing moved."""
     off = dict.fromkeys(LIMITS)
     profile = replace(TimeoutProfile(), **{**off, "headers_timeout_s": 1e6, limit: 5.0})  # type: ignore[arg-type]
     return timeout_verdict(
         state,
         liveness_at=liveness_at,
         neighbours=Neighbours(data_at=neighbour_data_at),
+        slots=SlotSigns(shows_all=True),
         profile=profile,
         now=now,
     )
@@ -70,13 +78,15 @@ CONNECTING, *ROWS, DEAD_BESIDE = table(PAGE, "the request is")
 # What the first column of the table means.
 WHEN = {
     "waiting for response headers": {"waiting"},
+    "waiting for a reply in one piece": {"waiting for one piece"},
     "in prefill, nothing heard but headers or a role chunk": {"silent prefill"},
     "in prefill with progress reported": {"reporting prefill"},
     "generating": {"generating"},
     "in prefill, and gets the same again and again": {"repeating prefill"},
     "generating, and gets the same again and again": {"generating repeats"},
     "before its first token": {
-        *("waiting", "silent prefill", "reporting prefill", "repeating prefill")
+        *("waiting", "waiting for one piece", "silent prefill"),
+        *("reporting prefill", "repeating prefill"),
     },
     "anywhere but in a tool": set(STATES) - {"in a tool"},
     "anywhere": set(STATES),
