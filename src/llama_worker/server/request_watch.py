@@ -172,7 +172,7 @@ class RequestWatch:
         ]
         if self.slots.complete:
             self.slots.end_round(now)
-        if any(self._is_suspect(each, now) or self._shows_only_in_slots(each) for each in reports):
+        if any(self._is_suspect(progress, now) for progress in reports):
             self.slots.start_looking(now)
         else:
             self.slots.stop_looking()
@@ -299,12 +299,6 @@ class RequestWatch:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at
         streams = progress.phase not in (RequestPhase.TOOL, RequestPhase.DONE)
         return streams and not progress.concluding and self._is_suspect_age(heard_at, now)
-
-    def _shows_only_in_slots(self, progress: Progress) -> bool:
-        """Whether it will be suspected anyway if it takes long, and only what `/slots` showed until
-        then tells a slow step from a hang: a reply in one piece."""
-        is_used = self._profile.suspect_after_s is not None and self.slots_are_reliable
-        return is_used and progress.in_one_piece
 
     def _is_suspect_age(self, at: float | None, now: float) -> bool:
         """Whether data or a slot's movement at `at` is so old that a request is suspected."""

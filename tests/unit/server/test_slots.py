@@ -207,7 +207,7 @@ def test_a_slow_step_that_nobody_hears_of_is_spared(request_at: RequestAt, step_
             (lambda now: silent(PREFILL, prompt_progress_at=0.0),),
             ANSWER_S,
         ),
-        "of a reply in one piece": ((waits_for_all,), ANSWER_S),
+        "of a reply in one piece": ((waits_for_all,), 2 * ANSWER_S),
         "of a stranger": ((waits,), 2 * ANSWER_S),
         "perhaps of a stranger": ((has_headers,), 2 * ANSWER_S),
     },
@@ -223,17 +223,6 @@ def test_a_livelock_is_found_in_a_slot(
     assert found is not None
     assert found[1].verdict.reason is STALL
     assert 0 < found[0] - stuck_at <= within_s + 15.0
-
-
-@pytest.mark.parametrize("is_suspected", [True, False])
-def test_a_reply_in_one_piece_is_looked_at_at_once(is_suspected: bool) -> None:
-    profile = PROFILE if is_suspected else replace(PROFILE, suspect_after_s=None)
-    watch = VirtualWatch.ready(profile, evidence=lambda now, fresh: not fresh, slots=writes_on)
-    watch.begin(waits_for_all)
-    assert watch.run(40.0, Stalled) is None
-    at_ready, *asked = watch.slots_asked_at
-    assert at_ready == 0.0
-    assert bool(asked) is is_suspected
 
 
 def reads_at(now: float, *, began_at: float, stuck_at: float) -> tuple[Progress, Slot]:
