@@ -99,23 +99,15 @@ def _limits(
     """The limits of the request's phase; if two are exceeded at the same time, the first wins."""
     if progress.phase is RequestPhase.DONE:
         return
-    if not progress.concluding:
-        yield from _limits_of_silence(progress, liveness_at, neighbours, slots, profile)
-    yield _Limit(
+    absolute = _Limit(
         "absolute_timeout_s",
         RequestFailReason.ABSOLUTE_TIMEOUT,
         "not finished",
         progress.dispatched_at,
     )
-
-
-def _limits_of_silence(
-    progress: Progress,
-    liveness_at: float | None,
-    neighbours: Neighbours,
-    slots: SlotSigns,
-    profile: TimeoutProfile,
-) -> Iterator[_Limit]:
+    if progress.concluding:
+        yield absolute
+        return
     # Not before the turn's start: earlier signs say nothing about this turn.
     working_at = newest(
         progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at
@@ -188,6 +180,7 @@ def _limits_of_silence(
         # A reply in one piece brings no data until it is complete: slot movement counts instead.
         since = any_progress_at if waits or progress.in_one_piece else any_data_at
         yield _Limit("silent_work_timeout_s", stall, "no data for any request", since)
+    yield absolute
 
 
 def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
