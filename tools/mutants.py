@@ -243,8 +243,8 @@ class Hunter:
                     if ended.returncode == 0:
                         break
                     if not stage.may_be_noise(ended) or _passes_now(stage, copy):
-                        if told := WITHIN_H.search(ended.output):
-                            self.found_within_h[mutation] = float(told[1])
+                        if found := WITHIN_H.search(ended.output):
+                            self.found_within_h[mutation] = float(found[1])
                         return TIMED_OUT if ended.timed_out else stage.name
             return None
         finally:
