@@ -51,7 +51,7 @@ def probed(outcome: ProbeOutcome, epoch: int = 1, build: int | None = None) -> P
 
 
 def generating(data_at: float, request_id: int = 1) -> Progress:
-    """A request that was sent at 0.0, streams since then and got its latest data at `data_at`."""
+    """A request that was sent at 0.0, gets data twice a second, and got its latest at `data_at`."""
     return Progress(
         request_id=request_id,
         phase=RequestPhase.GENERATING,
@@ -60,6 +60,7 @@ def generating(data_at: float, request_id: int = 1) -> Progress:
         headers_at=0.0,
         first_token_at=0.0,
         last_data_at=data_at,
+        longest_gap_s=0.5,
     )
 
 
@@ -69,7 +70,9 @@ def silent(phase: RequestPhase, **changes: Any) -> Progress:
     if phase is not RequestPhase.WAITING:
         progress = replace(progress, headers_at=1.0)
     if phase is RequestPhase.GENERATING:
-        progress = replace(progress, first_token_at=30.0, last_data_at=40.0, tokens=10)
+        progress = replace(
+            progress, first_token_at=30.0, last_data_at=40.0, tokens=10, longest_gap_s=0.5
+        )
     return replace(progress, **changes)
 
 

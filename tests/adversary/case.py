@@ -20,6 +20,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.errors import RequestFailed
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.pace import Pace
+from llama_worker.server.slot_verdicts import STEP_MULTIPLE
 from llama_worker.types.request import RequestState
 from tests.simulation.bench import IMAGE, Bench
 from tests.simulation.dice import Dice
@@ -84,6 +85,7 @@ class Case(Bench):
         self.wedged_at: float | None = None
         self.promised_s: float | None = None
         self.by_pace = False  # a batch may be told from a hang by what was learnt of others
+        self.by_steps = False  # the same of a token, which is looked at for as long again at most
         self.machine.reply_to = self._reply
         self.machine.twist = self._hold_back
         self.to_come = 0
@@ -168,10 +170,14 @@ class Case(Bench):
 
     def _promised_s(self) -> float | None:
         """With what the watch had learnt by the end."""
-        if self.promised_s is None or not self.by_pace:
+        if self.promised_s is None or not (self.by_pace or self.by_steps):
             return self.promised_s
         actors = [each.actor for each in self.scheduler.actors]
         (watch,) = [actor._watch for actor in actors if actor.role == "watchdog"]
+        if self.by_steps:
+            gaps = [each.longest_gap_s for each in watch._requests.progress.values()]
+            longest_s = max((gap or math.inf for gap in gaps), default=0.0)
+            return self.promised_s + min(STEP_MULTIPLE * longest_s, PROFILE.suspect_after_s or 0.0)
         reading = [each for each in self.server.busy if not each.decoded]
         tokens = sum(each.in_batch or 1 for each in self.server.busy)
         depth = max(each.processed + each.in_batch for each in reading)
@@ -311,7 +317,6 @@ class Case(Bench):
         # One step makes one token: a step of more of them, as here, is short.
         # else who waits for headers sees nothing for too long
         slowest_s = 30.0 if build.cpu_shows else 8.0
-        slowest_s = 2.0 if holds_back else slowest_s
         step_s = dice.log_between(0.05, slowest_s / build.slots)
         step_tokens = max(1, int(build.decode_tokens_per_s * step_s))
         reply = Reply(

@@ -55,6 +55,13 @@ def _promise_by_slots(case: Case, *, clear: bool = True) -> float:
     return SUSPECT_S * (2 if hidden else 1) + SLACK_S
 
 
+def _promise_by_steps(case: Case, *, clear: bool = True) -> float:
+    """Where all slots generate: one of their tokens may take long."""
+    promised_s = _promise_by_slots(case, clear=clear)
+    case.by_steps = promised_s == SUSPECT_S + SLACK_S
+    return promised_s
+
+
 def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     """HTTP alive, nothing moves."""
     server = case.server
@@ -63,7 +70,7 @@ def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
         case.promised_s = LAST_RESORT_S + SLACK_S
         case.by_pace = case.slots_are_clear and not case.was_halted and not case.has_images
     else:
-        case.promised_s = _promise_by_slots(case)
+        case.promised_s = _promise_by_steps(case)
 
 
 def sidecar(case: Case, targets: list[Exchange]) -> None:
@@ -78,7 +85,8 @@ def stuck_queue(case: Case, targets: list[Exchange]) -> None:
     server = case.server
     silent_after_s = case.dice.log_between(0.1, 200.0)
     case.later(silent_after_s, partial(setattr, server, "slots_silent", True))
-    case.promised_s, case.by_pace = LAST_RESORT_S + SLACK_S, False
+    case.promised_s = LAST_RESORT_S + SLACK_S
+    case.by_pace = case.by_steps = False
     if case.slots_are_clear and case.build.number == 11434 and not case.has_images:
         case.promised_s = max(SUSPECT_S, silent_after_s) + SILENT_S + SLACK_S
 
@@ -113,7 +121,7 @@ def dead_stream(case: Case, targets: list[Exchange]) -> None:
     step_s = sum(each.reply.step_tokens for each in others) / case.build.decode_tokens_per_s
     calm = all(each.decoded and not each.reply.twist for each in others) and not case.server.queue
     calm = calm and step_s < LOOK_INTERVAL_S  # so that the others move between any two looks
-    case.promised_s = _promise_by_slots(case, clear=calm)
+    case.promised_s = _promise_by_steps(case, clear=calm)  # the others may have ended
 
 
 def frozen_progress(case: Case, targets: list[Exchange]) -> None:
@@ -133,7 +141,7 @@ def empty_frames(case: Case, targets: list[Exchange]) -> None:
     data = case.dice.choice((_ROLE, _EMPTY, _NOTHING))
     case.server.repeat(targets[0], 1.0, partial(case.server.send, targets[0], data))
     generating = all(each.decoded for each in case.server.busy)
-    case.promised_s = _promise_by_slots(case) if generating else LAST_RESORT_S + SLACK_S
+    case.promised_s = _promise_by_steps(case) if generating else LAST_RESORT_S + SLACK_S
 
 
 def _reports_progress(each: Exchange) -> bool:

@@ -48,6 +48,8 @@ class Progress:
     has_media: bool = False  # images or sounds are no tokens until they are encoded
     needs_specific_slots: bool = False  # it may wait for its own slot while another is idle
     tokens: int = 0  # generated, as far as reported
+    # between two pieces of generated content; None: fewer than two came
+    longest_gap_s: float | None = None
     repeated_at: tuple[float, ...] = ()  # the latest repeats since the last new data
     # finished or broken off: what may still follow has its own short deadline
     concluding: bool = False
@@ -153,6 +155,7 @@ class TurnProgress:
         self.headers_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
+        self.longest_gap_s: float | None = None  # between two deltas with generated content
         self.last_data_at: float | None = None
         self.last_stream_byte_at: float | None = None
         self.prompt_progress: events.PromptReport | None = None
@@ -225,9 +228,11 @@ class TurnProgress:
     def _count(self, tokens: int, at: float) -> None:
         """Count deltas with generated content."""
         self.deltas += tokens
-        self.last_token_at = at
-        if self.first_token_at is None:
+        if self.last_token_at is None:
             self.first_token_at = at
+        else:
+            self.longest_gap_s = max(at - self.last_token_at, self.longest_gap_s or 0.0)
+        self.last_token_at = at
 
     def _prompt_measured(self, timings: events.TimingsReport) -> None:
         """If no progress was reported, the whole prompt counts as one batch."""

@@ -99,6 +99,7 @@ def build_progress(
         has_media=totals.has_media,
         needs_specific_slots=totals.needs_specific_slots,
         tokens=turn.tokens,
+        longest_gap_s=turn.longest_gap_s,
         repeated_at=turn.repeated_at,
         concluding=concluding,
         in_one_piece=totals.in_one_piece,

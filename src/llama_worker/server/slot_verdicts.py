@@ -7,6 +7,7 @@ about `/slots` are of b11434.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,10 @@ from llama_worker.server.pace import Pace
 from llama_worker.server.slots import Slot, SlotsLook, moved, moved_every_time
 from llama_worker.server.timeouts import describe
 from llama_worker.types.request import RequestFailReason, RequestPhase
+
+# A standstill is a hang only beyond this many times the longest time between two tokens. Not more:
+# text that comes fast is delivered in portions, which must not prolong a round of looks.
+STEP_MULTIPLE = 6.0
 
 _PREFILL, _GENERATING = RequestPhase.PREFILL, RequestPhase.GENERATING
 
@@ -95,7 +100,7 @@ class SlotsRound:
         what = f"no slot of the server made progress for {still_s:.1f} s"
         if all(slot.decoded_tokens for slot in busy):
             # Tokens that no request receives show only here, and one may take longer than a round.
-            if len(busy) > self._receiving_count and not self.all_stood_still:
+            if not self.all_stood_still and still_s < self._longest_step_s(len(busy)):
                 return None
             return self._stalled(f"{what}, and none is in prefill")
         if self.suspect.only_repeats_since(self.unchanged_since):
@@ -105,6 +110,13 @@ class SlotsRound:
             return None
         why = f"many times longer than earlier batches predict (limit: {limit_s:.1f} s)"
         return self._stalled(f"{what}, {why}")
+
+    def _longest_step_s(self, busy_count: int) -> float:
+        """The limit for the next token of so many slots, from the times between earlier ones;
+        infinite if one of them is another client's, or of a request that has not received two."""
+        requests = (self.suspect, *self.others)
+        gaps = [each.longest_gap_s for each in requests if each.is_served and each.longest_gap_s]
+        return STEP_MULTIPLE * max(gaps) if len(gaps) >= busy_count else math.inf
 
     def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:
         """The limit for the batch in progress, from earlier ones; None if they do not compare."""
@@ -144,13 +156,6 @@ class SlotsRound:
     @cached_property
     def _served(self) -> list[Progress]:
         return [other for other in self.others if self._has_been_served(other)]
-
-    @property
-    def _receiving_count(self) -> int:
-        """How many requests are known to have a slot whose tokens they receive; the slots of others
-        are another client's, or those of replies in one piece."""
-        requests = (self.suspect, *self.others)
-        return sum(each.is_served and each.data_at is not None for each in requests)
 
     @property
     def _other_candidates(self) -> list[Progress]:

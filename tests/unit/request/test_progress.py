@@ -100,6 +100,14 @@ def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     assert it.tokens_per_second() == 40.0
 
 
+def test_the_longest_gap_is_known_from_the_second_token_on() -> None:
+    it, gaps = TurnProgress(0.0), []
+    for at in (5.0, 6.0, 9.0, 9.5):
+        record(it, events.TextDelta("a"), at=at)
+        gaps.append(it.longest_gap_s)
+    assert gaps == [None, 1.0, 3.0, 3.0]
+
+
 def test_a_single_token_has_no_speed() -> None:
     it = TurnProgress(0.0)
     record(it, events.TextDelta("a"), events.TimingsReport(0, 39, 1, 0.0), at=1.0)

@@ -19,6 +19,7 @@ from llama_worker.server.messages import (
     Unwatch,
 )
 from llama_worker.server.pace import PACE_MIN_S
+from llama_worker.server.slot_verdicts import STEP_MULTIPLE
 from llama_worker.server.slots import (
     LOOK_INTERVAL_S,
     LOOKS_COUNT,
@@ -29,6 +30,7 @@ from llama_worker.server.slots import (
     SlotsTimeout,
     parse_slots,
 )
+from llama_worker.stream.lazy_reading import MAX_HOLD_S
 from llama_worker.types.request import RequestFailReason, RequestPhase
 from tests.tables import cases
 from tests.virtual_watch import RequestAt, SlotsAt, VirtualWatch, generating, silent, slot
@@ -198,14 +200,37 @@ def test_a_slow_step_that_nobody_hears_of_is_spared(request_at: RequestAt, step_
         assert watched(slots, request_at).run(1100.0, Stalled) is None
 
 
+@pytest.mark.parametrize("step_s", [7, 20, 50])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_slow_step_of_text_that_is_held_back_is_spared(step_s: int, is_known: bool) -> None:
+    gap_s = float(step_s) if is_known else None
+    for began_at in range(0, step_s, 3):
+
+        def slots(now: float, began_at: int = began_at) -> tuple[Slot, ...]:
+            return (slot(decoded=1 + int((now + began_at) / step_s)),)
+
+        def holds_back(now: float) -> Progress:
+            return replace(generating(min(now, 100.0)), longest_gap_s=gap_s)
+
+        assert watched(slots, holds_back).run(1100.0, Stalled) is None
+
+
 @cases(
     "requests_at, within_s",
     {
         "of its own": ((lambda now: silent(GENERATING, last_data_at=0.0),), ANSWER_S),
         "of one that says more than it waits": ((waits, lambda now: generating(0.0, 2)), ANSWER_S),
-        "of one that has reported its prompt": (
+        "of one that wrote slowly": (
+            (lambda now: replace(generating(0.0), longest_gap_s=4.0),),
+            ANSWER_S + STEP_MULTIPLE * 4.0,
+        ),
+        "of one that wrote a single token": (
+            (lambda now: replace(generating(0.0), longest_gap_s=None),),
+            2 * ANSWER_S,
+        ),
+        "of one whose text is held back from the first": (
             (lambda now: silent(PREFILL, prompt_progress_at=0.0),),
-            ANSWER_S,
+            2 * ANSWER_S,
         ),
         "of a reply in one piece": ((waits_for_all,), 2 * ANSWER_S),
         "of a stranger": ((waits,), 2 * ANSWER_S),
@@ -223,6 +248,10 @@ def test_a_livelock_is_found_in_a_slot(
     assert found is not None
     assert found[1].verdict.reason is STALL
     assert 0 < found[0] - stuck_at <= within_s + 15.0
+
+
+def test_portions_of_fast_text_prolong_no_round() -> None:
+    assert STEP_MULTIPLE * MAX_HOLD_S <= LOOK_INTERVAL_S * (LOOKS_COUNT - 1)
 
 
 def reads_at(now: float, *, began_at: float, stuck_at: float) -> tuple[Progress, Slot]:
