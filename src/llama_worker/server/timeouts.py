@@ -1,6 +1,6 @@
 """Decides when a request has been silent for too long. Pure.
 
-`_limits` lists every limit; the seconds come from `config.profiles.TimeoutProfile`. A tool's
+`_Limits` lists them; the seconds come from `config.profiles.TimeoutProfile`. A tool's
 deadline is in `request.request.Request`. Instants (`*_at`, `now`) are monotonic seconds.
 """
 
@@ -70,7 +70,7 @@ def timeout_verdict(
     same as a punctual one, and a verdict, once due, stays the same until something new is heard.
     """
     over = []
-    for limit in _limits(progress, liveness_at, neighbours, slots, profile):
+    for limit in _Limits(progress, liveness_at, neighbours, slots, profile):
         limit_s = getattr(profile, limit.setting)
         if limit_s is not None:
             due_at = limit.since + limit.multiple * limit_s
@@ -89,98 +89,120 @@ def timeout_verdict(
     )
 
 
-def _limits(
-    progress: Progress,
-    liveness_at: float | None,
-    neighbours: Neighbours,
-    slots: SlotSigns,
-    profile: TimeoutProfile,
-) -> Iterator[_Limit]:
-    """The limits of the request's phase; if two are exceeded at the same time, the first wins."""
-    if progress.phase is RequestPhase.DONE:
-        return
-    absolute = _Limit(
-        "absolute_timeout_s",
-        RequestFailReason.ABSOLUTE_TIMEOUT,
-        "not finished",
-        progress.dispatched_at,
-    )
-    if progress.concluding:
-        yield absolute
-        return
-    # Not before the turn's start: earlier signs say nothing about this turn.
-    working_at = newest(
-        progress.turn_started_at, progress.headers_at, progress.data_at, liveness_at
-    )
-    data_at = newest(progress.turn_started_at, progress.data_at)
-    any_data_at = newest(data_at, neighbours.data_at)
-    # Batches are filled in slot order: while another prompt is read first, a request gets nothing,
-    # or its old report again after each of that prompt's batches (b10453 to b11434).
-    any_progress_at = newest(any_data_at, slots.any_moved_at)
-    waiting = progress.phase is RequestPhase.WAITING
-    prefill = progress.phase is RequestPhase.PREFILL
-    generating = progress.phase is RequestPhase.GENERATING
-    reporting = prefill and progress.prompt_progress_at is not None
-    stall = RequestFailReason.STALL_TIMEOUT
+class _Limits:
+    """The limits of one request in its phase; of two that are exceeded at the same time, the first
+    wins."""
 
-    # A reply in one piece has its headers when it is complete.
-    if waiting and not neighbours.any_is_served and not progress.in_one_piece:
-        # Connecting has a timeout of its own. Builds of October 2025 to May 2026 hold the headers
-        # back for the whole prefill: only the lack of any sign of work counts. Every build holds
-        # them back during another request's batch: the limits of that request apply then.
-        reason, since = RequestFailReason.HEADERS_TIMEOUT, max(working_at, any_progress_at)
-        leftover_since, idle_s = neighbours.leftover_since, profile.idle_stream_timeout_s
+    def __init__(
+        self,
+        progress: Progress,
+        liveness_at: float | None,
+        neighbours: Neighbours,
+        slots: SlotSigns,
+        profile: TimeoutProfile,
+    ) -> None:
+        self._progress, self._neighbours, self._slots = progress, neighbours, slots
+        self._profile = profile
+        # Not before the turn's start: earlier signs say nothing about this turn.
+        self._data_at = newest(progress.turn_started_at, progress.data_at)
+        self._working_at = newest(self._data_at, progress.headers_at, liveness_at)
+        self._any_data_at = newest(self._data_at, neighbours.data_at)
+        # Batches are filled in slot order: while another prompt is read first, a request gets
+        # nothing, or its old report again after each of that prompt's batches (b10453 to b11434).
+        self._any_progress_at = newest(self._any_data_at, slots.any_moved_at)
+        self._any_sign_at = max(self._working_at, self._any_progress_at)
+
+    def __iter__(self) -> Iterator[_Limit]:
+        progress = self._progress
+        match progress.phase:
+            case RequestPhase.DONE:
+                return
+            case _ if progress.concluding:
+                pass
+            case RequestPhase.WAITING:
+                yield from self._waiting()
+            case RequestPhase.PREFILL:
+                yield from self._prefill()
+            case RequestPhase.GENERATING:
+                yield from self._generating()
+            case RequestPhase.TOOL:
+                pass
+        reason = RequestFailReason.ABSOLUTE_TIMEOUT
+        yield _Limit("absolute_timeout_s", reason, "not finished", progress.dispatched_at)
+
+    def _waiting(self) -> Iterator[_Limit]:
+        if not self._neighbours.any_is_served:  # else the limits of those apply
+            if not self._progress.in_one_piece:
+                yield self._no_headers()
+            elif self._slots.shows_all:  # what its slot shows takes the place of progress reports
+                since = newest(self._any_sign_at, self._neighbours.leftover_since)
+                yield self._idle("no slot moved and there was no sign of work", since)
+        yield self._no_token()
+        yield self._no_data(waits=False)
+
+    def _prefill(self) -> Iterator[_Limit]:
+        if self._progress.prompt_progress_at is not None:
+            yield self._idle("no data and no sign of work", self._any_sign_at)
+        else:
+            what = "no data and no sign of work in prefill"
+            yield self._stalled("prefill_liveness_timeout_s", what, self._any_sign_at)
+        if not self._slots.may_progress_unseen:  # else it may wait behind another client
+            yield from self._only_repeats(self._any_progress_at)
+        yield self._no_token()
+        yield self._no_data(waits=self._progress.only_repeats_since(self._progress.turn_started_at))
+
+    def _generating(self) -> Iterator[_Limit]:
+        yield self._idle("no data and no sign of work", self._working_at)
+        since = newest(self._data_at, self._slots.moved_at)
+        yield from self._only_repeats(since)
+        yield from self._no_data_beside_others(since)
+        yield self._no_data(waits=False)
+
+    def _no_headers(self) -> _Limit:
+        """Connecting has a timeout of its own. Builds of October 2025 to May 2026 hold the headers
+        back for the whole prefill, every build during another request's batch: only the lack of any
+        sign of work counts."""
+        reason, since = RequestFailReason.HEADERS_TIMEOUT, self._any_sign_at
+        leftover_since = self._neighbours.leftover_since
+        idle_s, headers_s = self._profile.idle_stream_timeout_s, self._profile.headers_timeout_s
         what = "no response headers and no sign of work"
         if leftover_since is None or (
-            idle_s is not None and leftover_since + idle_s <= since + profile.headers_timeout_s
+            idle_s is not None and leftover_since + idle_s <= since + headers_s
         ):
-            yield _Limit("headers_timeout_s", reason, what, since)
-        else:
-            what = f"{what} since an earlier request was aborted"
-            yield _Limit("idle_stream_timeout_s", reason, what, leftover_since)
-    if waiting and progress.in_one_piece and slots.shows_all and not neighbours.any_is_served:
-        # What its slot shows takes the place of progress reports.
-        since = newest(max(working_at, any_progress_at), neighbours.leftover_since)
-        what = "no slot moved and there was no sign of work"
-        yield _Limit("idle_stream_timeout_s", stall, what, since)
-    if prefill and not reporting:
-        yield _Limit(
-            "prefill_liveness_timeout_s",
-            stall,
-            "no data and no sign of work in prefill",
-            max(working_at, any_progress_at),
-        )
-    if reporting or generating:
-        since = max(working_at, any_progress_at) if prefill else working_at
-        yield _Limit("idle_stream_timeout_s", stall, "no data and no sign of work", since)
-    if prefill or generating:
-        since = any_progress_at if prefill else newest(data_at, slots.moved_at)
-        waits_unseen = prefill and slots.may_progress_unseen  # perhaps behind another client
-        if progress.only_repeats_since(since) and not waits_unseen:
-            what = "only repeated records"
-            yield _Limit("idle_stream_timeout_s", stall, what, since)
-    idle_s, since = profile.idle_stream_timeout_s, newest(data_at, slots.moved_at)
-    if (
-        generating
-        and not slots.answered_last_look
-        and idle_s is not None
-        and any_data_at - since >= idle_s
-    ):
-        # A generating request gets a token with every batch, however long another's prompt is.
-        what = "no data while other requests receive data,"
-        yield _Limit(
-            "idle_stream_timeout_s", stall, what, since, multiple=STALLED_ALONE_MULTIPLE, alone=True
-        )
-    if waiting or prefill:
-        yield _Limit(
-            "ttft_timeout_s", RequestFailReason.TTFT_TIMEOUT, "no token", progress.turn_started_at
-        )
-    if waiting or prefill or generating:  # a server that spins gives evidence of work for ever
-        waits = prefill and progress.only_repeats_since(progress.turn_started_at)
-        # A reply in one piece brings no data until it is complete: slot movement counts instead.
-        since = any_progress_at if waits or progress.in_one_piece else any_data_at
-        yield _Limit("silent_work_timeout_s", stall, "no data for any request", since)
-    yield absolute
+            return _Limit("headers_timeout_s", reason, what, since)
+        what = f"{what} since an earlier request was aborted"
+        return _Limit("idle_stream_timeout_s", reason, what, leftover_since)
+
+    def _only_repeats(self, since: float) -> Iterator[_Limit]:
+        if self._progress.only_repeats_since(since):
+            yield self._idle("only repeated records", since)
+
+    def _no_data_beside_others(self, since: float) -> Iterator[_Limit]:
+        """A generating request gets a token with every batch, however long another's prompt is."""
+        idle_s = self._profile.idle_stream_timeout_s
+        if self._slots.answered_last_look or idle_s is None or self._any_data_at - since < idle_s:
+            return
+        setting, reason = "idle_stream_timeout_s", RequestFailReason.STALL_TIMEOUT
+        what, multiple = "no data while other requests receive data,", STALLED_ALONE_MULTIPLE
+        yield _Limit(setting, reason, what, since, multiple=multiple, alone=True)
+
+    def _no_token(self) -> _Limit:
+        reason, since = RequestFailReason.TTFT_TIMEOUT, self._progress.turn_started_at
+        return _Limit("ttft_timeout_s", reason, "no token", since)
+
+    def _no_data(self, *, waits: bool) -> _Limit:
+        """A server that spins gives evidence of work for ever. Slot movement counts for a request
+        that `waits` for another's prompt, and for a reply in one piece, which brings no data until
+        it is complete."""
+        counts_slots = waits or self._progress.in_one_piece
+        since = self._any_progress_at if counts_slots else self._any_data_at
+        return self._stalled("silent_work_timeout_s", "no data for any request", since)
+
+    def _idle(self, what: str, since: float) -> _Limit:
+        return self._stalled("idle_stream_timeout_s", what, since)
+
+    def _stalled(self, setting: str, what: str, since: float) -> _Limit:
+        return _Limit(setting, RequestFailReason.STALL_TIMEOUT, what, since)
 
 
 def describe(progress: Progress, *, liveness_at: float | None, now: float) -> str:
