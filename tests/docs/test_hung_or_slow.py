@@ -13,7 +13,7 @@ from llama_worker import RequestFailReason, RequestPhase, StartFailReason, Timeo
 from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
-from llama_worker.server import blame, lifecycle, lifecycle_endings, liveness, pace
+from llama_worker.server import blame, lifecycle, lifecycle_endings, liveness, pace, slot_verdicts
 from llama_worker.server.blame import Verdict
 from llama_worker.server.timeouts import (
     STALLED_ALONE_MULTIPLE,
@@ -106,6 +106,8 @@ def test_the_margin_of_what_was_learnt_is_said_in_the_numbers_of_the_code() -> N
     assert pace.PACE_MULTIPLE == 10
     assert "for ten times what such a batch takes by all that prompts of this" in PAGE
     assert f"and for {pace.PACE_MIN_S:g} s at least" in PAGE
+    assert slot_verdicts.STEP_MULTIPLE == 6
+    assert "only if the looks cover six times the longest time that passed" in PAGE
 
 
 def test_the_table_of_verdicts_gives_each_limit_in_the_phases_in_which_it_counts() -> None:

@@ -563,18 +563,19 @@ class Nature:
         return bios
 
     def _stage(self, truth: Truth, epoch: int | None) -> Stage:
-        if self._is_in_one_piece(truth.request_id):
-            return Stage.IN_ONE_PIECE
-        exchange = _exchange(truth)
-        if exchange is None or truth.epoch != epoch:
-            return Stage.UNKNOWN
-        if exchange.has_headers:
+        exchange = _exchange(truth) if truth.epoch == epoch else None
+        if exchange is not None and exchange.has_headers:
             return Stage.SPEAKING if exchange.spoke else Stage.SILENT
-        for request_id in self._invariants.active:
-            other = _exchange(self._invariants.requests[request_id])
-            if other is not None and other.has_headers:
-                return Stage.UNKNOWN
+        # It may wait behind such a reply, of which nothing is heard.
+        if any(map(self._is_in_one_piece, (truth.request_id, *self._invariants.active))):
+            return Stage.IN_ONE_PIECE
+        if exchange is None or any(map(self._has_headers, self._invariants.active)):
+            return Stage.UNKNOWN
         return Stage.WAITING
+
+    def _has_headers(self, request_id: int) -> bool:
+        exchange = _exchange(self._invariants.requests[request_id])
+        return exchange is not None and exchange.has_headers
 
     def _tool_call(self, request_id: int) -> tuple[float | None, bool]:
         kind = self._tool_kinds.get(request_id)

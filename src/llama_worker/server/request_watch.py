@@ -211,7 +211,7 @@ class RequestWatch:
 
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
-        others = (each for each in self.progress.values() if each.request_id != request_id)
+        others = [each for each in self.progress.values() if each.request_id != request_id]
         may_encode = self._may_encode_media() or any(
             each.may_encode for each in self.progress.values()
         )
@@ -224,6 +224,10 @@ class RequestWatch:
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
                 any_is_served=any(other.is_served for other in others),
+                any_in_one_piece=any(
+                    other.in_one_piece and other.turn_started_at <= progress.turn_started_at
+                    for other in others
+                ),
                 leftover_since=self._leftover_batch_since(),
             ),
             slots=SlotSigns(

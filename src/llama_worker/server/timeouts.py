@@ -23,6 +23,8 @@ class Neighbours(Struct, frozen=True, kw_only=True):
 
     data_at: float | None = None  # the latest data of any of them
     any_is_served: bool = False  # one of them has its headers, and limits of its own
+    # a reply in one piece is awaited: the headers of this request may come after it
+    any_in_one_piece: bool = False
     # when one was broken off (canceled, or given up) whose batch may still be computed
     leftover_since: float | None = None
 
@@ -131,14 +133,15 @@ class _Limits:
         yield _Limit("absolute_timeout_s", reason, "not finished", progress.dispatched_at)
 
     def _waiting(self) -> Iterator[_Limit]:
+        in_one_piece = self._progress.in_one_piece or self._neighbours.any_in_one_piece
         if not self._neighbours.any_is_served:  # else the limits of those apply
-            if not self._progress.in_one_piece:
+            if not in_one_piece:
                 yield self._no_headers()
-            elif self._slots.shows_all:  # what its slot shows takes the place of progress reports
+            elif self._slots.shows_all:  # what a slot shows takes the place of progress reports
                 since = newest(self._any_sign_at, self._neighbours.leftover_since)
                 yield self._idle("no slot moved and there was no sign of work", since)
         yield self._no_token()
-        yield self._no_data(waits=False)
+        yield self._no_data(waits=in_one_piece)
 
     def _prefill(self) -> Iterator[_Limit]:
         if self._progress.prompt_progress_at is not None:
@@ -192,8 +195,8 @@ class _Limits:
 
     def _no_data(self, *, waits: bool) -> _Limit:
         """A server that spins gives evidence of work for ever. Slot movement counts for a request
-        that `waits` for another's prompt, and for a reply in one piece, which brings no data until
-        it is complete."""
+        that `waits` behind another, and for a reply in one piece, which brings no data until it is
+        complete."""
         counts_slots = waits or self._progress.in_one_piece
         since = self._any_progress_at if counts_slots else self._any_data_at
         return self._stalled("silent_work_timeout_s", "no data for any request", since)

@@ -42,14 +42,18 @@ def heard(
     neighbour: float | None = None,
     slots: SlotSigns = NO_SLOT_SIGNS,
     beside: bool = False,
+    behind: bool = False,
     left: float | None = None,
     **limits: Any,
 ) -> dict[str, Any]:
     """When a sign of work and a neighbour's data came last, what the slots showed, whether it is
-    `beside` one that is served, or when that one `left`; judged by these limits."""
+    `beside` one that is served, `behind` a reply in one piece, or when one `left`; judged by these
+    limits."""
     return {
         "liveness_at": work,
-        "neighbours": Neighbours(data_at=neighbour, any_is_served=beside, leftover_since=left),
+        "neighbours": Neighbours(
+            data_at=neighbour, any_is_served=beside, any_in_one_piece=behind, leftover_since=left
+        ),
         "slots": slots,
         "profile": replace(PROFILE, **limits),
     }
@@ -96,6 +100,18 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             HEADERS,
         ),
         "beside one that has limits of its own": (QUEUED, heard(beside=True), 2200.0, STALL),
+        "behind a reply in one piece": (
+            QUEUED,
+            heard(behind=True, slots=SlotSigns(any_moved_at=1150.0)),
+            2350.0,
+            STALL,
+        ),
+        "the same, and its slot stands still": (
+            QUEUED,
+            heard(behind=True, slots=SlotSigns(any_moved_at=1150.0, shows_all=True)),
+            1270.0,
+            STALL,
+        ),
         "a reply in one piece, by its slots": (
             replace(QUEUED, in_one_piece=True),
             heard(work=2345.0, slots=SlotSigns(any_moved_at=1150.0)),
@@ -278,7 +294,13 @@ profiles = st.builds(
     absolute_timeout_s=st.none() | some,
     silent_work_timeout_s=st.none() | some,
 )
-neighbours = st.builds(Neighbours, data_at=maybe, any_is_served=st.booleans(), leftover_since=maybe)
+neighbours = st.builds(
+    Neighbours,
+    data_at=maybe,
+    any_is_served=st.booleans(),
+    any_in_one_piece=st.booleans(),
+    leftover_since=maybe,
+)
 what_is_heard = st.fixed_dictionaries(
     {"liveness_at": maybe, "neighbours": neighbours, "profile": profiles}
 )
