@@ -175,4 +175,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends company, too
     sys.exit(main(sys.argv[1:]))
