@@ -41,7 +41,7 @@ def test_a_slot_is_held_until_the_end(slots: int, steps: list[tuple[str, int]]) 
             if running.pop(request_id, None) is not None:
                 kept[request_id] = record(request_id)
         else:
-            table.release(request_id)
+            assert table.release(request_id) is (request_id in kept)
             kept.pop(request_id, None)
         assert (table.active, table.newest_id) == (tuple(running.values()), newest_id)
         assert all(table.find(request_id) == running.get(request_id) for request_id in IDS)
