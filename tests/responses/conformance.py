@@ -1,45 +1,23 @@
 """The tests of Open Responses' compliance suite, by its names: what each asks of a server, in our
-own words and held to our own schemas.
-
-    python -m tests.responses.conformance [--publish]
-
-prints the table of docs/responses.md, for the proxy in front of a scripted server that answers as a
-model with tools and eyes would; `--publish` writes it there. `make test` runs the same.
-"""
+own words and held to our own schemas."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
-from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
-from llama_worker.testing.scripts import (
-    JournalReader,
-    Script,
-    ScriptedReply,
-    Text,
-    ToolCall,
-    plain_reply,
-)
-from tests.ports import held_ports
-from tests.responses.conftest import scripted_server
+from llama_worker.testing.scripts import Script, ScriptedReply, Text, ToolCall, plain_reply
 from tests.responses.open_responses import SOCKET_ERROR, check_event, check_reply
 from tests.responses.oracle import TERMINAL, check_events, check_response, read_sse
-from tools.pages import DOCS, write_part
 
 Json = dict[str, Any]
-_HOST = "127.0.0.1"
 _WAIT_S = 300.0
 _PNG = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAE"
@@ -63,7 +41,7 @@ CAPABLE = Script(
         ScriptedReply(plain_reply(Text("Hel"), Text("lo")), times=None),
     ]
 )
-"""For the scripted server."""
+"""For a scripted server that answers as a model with tools and eyes would."""
 
 
 class Api:
@@ -285,8 +263,6 @@ def _is_unknown(socket: Socket, response_id: str) -> None:
     assert error["code"] == "previous_response_not_found", error
 
 
-# --- the table ------------------------------------------------------------------------------------
-
 TESTS: dict[str, Callable[[Api], None]] = {
     test.__name__.replace("_", "-"): test
     for test in (
@@ -309,49 +285,3 @@ TESTS: dict[str, Callable[[Api], None]] = {
         websocket_compact_new_chain,
     )
 }
-
-
-def outcome(test: Callable[[Api], None], api: Api) -> str:
-    """ "holds", or why not."""
-    try:
-        test(api)
-    except WebSocketException as error:
-        return f"no: {error}"
-    except Exception as error:
-        return f"no: {str(error).splitlines()[0][:100]}"
-    return "holds"
-
-
-def table(outcomes: dict[str, str]) -> str:
-    lines = ["| test | |", "| --- | --- |"]
-    lines += [f"| `{name}` | {said} |" for name, said in outcomes.items()]
-    held = sum(said == "holds" for said in outcomes.values())
-    return "\n".join([*lines, f"| hold | {held} of {len(outcomes)} |"])
-
-
-@contextlib.contextmanager
-def _proxy() -> Iterator[Api]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        held_ports() as take_port,
-        scripted_server(
-            CAPABLE, JournalReader(Path(folder) / "journal"), port=take_port(), slots=4
-        ) as upstream,
-        ResponsesProxy(ResponsesProxyConfig(upstream=upstream, port=0)) as proxy,
-    ):
-        yield Api(proxy.base_url)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.responses.conformance")
-    parser.add_argument("--publish", action="store_true", help="write the table into the docs")
-    options = parser.parse_args()
-    with _proxy() as api:
-        text = table({name: outcome(test, api) for name, test in TESTS.items()})
-    print(text)
-    if options.publish:
-        write_part(DOCS / "responses.md", "open responses", text)
-
-
-if __name__ == "__main__":
-    main()
