@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 from typing import Any
 
 import psutil
@@ -15,7 +12,6 @@ from ray.exceptions import ActorDiedError
 from llama_worker import (
     RequestFailed,
     RequestRefused,
-    RestartPolicy,
     StartFailReason,
     WorkerClosed,
     WorkerConfig,
@@ -142,16 +138,6 @@ def an_actor_asks_counts_drains_and_restarts(stage: Stage) -> None:
     ray.kill(worker)
 
 
-def wait_failed_returns_by_an_event(stage: Stage) -> None:
-    worker = actor(stage.config_for(restart=RestartPolicy.never()))
-    failed = worker.wait_failed.remote()
-    pid = get(worker.start.remote())["pid"]
-    assert ray.wait([failed], timeout=0)[0] == []
-    os.kill(pid, signal.SIGKILL)
-    assert get(failed)["state"] is WorkerState.FAILED
-    ray.kill(worker)
-
-
 def a_lease_that_is_over_ends_the_server(stage: Stage) -> None:
     worker = actor(stage.config_for())
     seen = tree_of(get(worker.start.remote())["pid"])
@@ -175,20 +161,3 @@ def errors_reach_the_caller_with_their_fields(stage: Stage) -> None:
     without_config = actor(lambda port: WorkerConfig("w", HOST, port, ["x"], max_tokens=0))
     with pytest.raises(ActorDiedError, match="ConfigError: max_tokens must be 1 or more"):
         get(without_config.start.remote())
-
-
-def a_port_that_is_taken_is_replaced(stage: Stage) -> None:
-    # in the actor's process: the first port, just after it was chosen
-    taken: list[socket.socket] = []
-    config_for = stage.config_for()
-
-    def taking(port: int) -> WorkerConfig:
-        if not taken:
-            taken.append(socket.create_server((HOST, port)))
-        return config_for(port)
-
-    worker = actor(taking)
-    statuses = get([worker.start.remote(), worker.start.remote()])
-    assert [status["state"] for status in statuses] == [WorkerState.READY] * 2
-    assert statuses[0]["pid"] == statuses[1]["pid"]
-    ray.kill(worker)

@@ -157,24 +157,6 @@ def a_replica_is_replaced_after_its_requests(stage: Stage) -> None:
     assert after["place"]["pid"] != before["place"]["pid"]
 
 
-def a_silent_replica_gets_no_request(stage: Stage) -> None:
-    fleet = stage.fleet
-    one, other = ready_replicas(fleet).values()
-    os.kill(one["place"]["pid"], signal.SIGSTOP)
-    try:
-        asked = submitted(fleet, *fs.plain_reply(fs.Text("here")))
-        eventually(lambda: list(ready_replicas(fleet)) == [other["replica"]], "SILENT", WAIT_S)
-        assert ended(fleet, asked)["text"] == "here"
-        for _ in range(3):
-            assert (
-                ended(fleet, submitted(fleet, *fs.plain_reply(fs.Text("again"))))["text"] == "again"
-            )
-    finally:
-        os.kill(one["place"]["pid"], signal.SIGCONT)
-    eventually(lambda: len(ready_replicas(fleet)) == 2, "READY", WAIT_S)
-    assert ready_replicas(fleet)[one["replica"]]["launches"] == one["launches"]
-
-
 def talking(fleet: Fleet) -> tuple[int, dict[str, Any]]:
     """A request that has put out much, and where it runs."""
     request_id = submitted(fleet, *TALKING)
