@@ -155,48 +155,6 @@ def test_a_cancelled_answer_is_raised(rig: Rig) -> None:
     assert (caught.value.result["fail_reason"], caught.value.result["text"]) == ("canceled", "half")
 
 
-# ---------------------------------------------------------------- a follow-up
-
-
-def test_a_follow_up_repeats_the_conversation_byte_for_byte(make_worker: MakeWorker) -> None:
-    runner = SimpleNamespace(run_tool=lambda **call: {"found": call["arguments"]["q"]})
-    rig = make_worker(normal_tools=[SEARCH], tool_runner=runner)
-    turns = fs.Turns(
-        [
-            fs.plain_reply(
-                fs.Text("Let me see. "), fs.ToolCall("search", {"q": "Graz"}), reason="tool_calls"
-            ),
-            fs.plain_reply(fs.Reasoning("So it is."), fs.Text("Graz it is.")),
-        ]
-    )
-    earlier: list[ChatMessage] = [
-        {"role": "user", "content": "Before."},
-        {"role": "assistant", "content": "Yes."},
-    ]
-    first = rig.worker.ask(
-        "Where?",
-        system_prompt="Be terse.",
-        messages=earlier,
-        params={"scripted_reply": fs.steps_json(turns)},
-    ).get(timeout=WAIT_S)
-    assert [message["role"] for message in first["conversation"]] == [
-        *("user", "assistant", "tool", "assistant")
-    ]
-    assert first["conversation"][-1] == {
-        "role": "assistant",
-        "content": "Graz it is.",
-        "reasoning_content": "So it is.",
-    }
-    rig.worker.ask(
-        "And then?", system_prompt="Be terse.", messages=[*earlier, *first["conversation"]]
-    ).get(timeout=WAIT_S)
-    *_, last_turn, follow_up = [
-        fact["body"]["messages"] for fact in rig.journal.facts("request", method="POST")
-    ]
-    assert follow_up[:-1] == [*last_turn, first["conversation"][-1]]
-    assert follow_up[-1]["content"].startswith("And then?")
-
-
 # ---------------------------------------------------------------- does it fit
 
 

@@ -556,6 +556,23 @@ def test_a_follow_up_gives_new_call_ids() -> None:
         assert ids == [message["tool_call_id"] for message in earlier if message["role"] == "tool"]
 
 
+def test_a_follow_up_repeats_the_conversation() -> None:
+    earlier: list[Any] = [{"role": "user", "content": "Before."}]
+    play = asked(WITH_TOOLS, messages=earlier)
+    assert play >> (TextDelta("Let me add."), call("add"), CALLS) >> Done() << CLOSE << CallTool
+    assert play >> returned("3") << PostChat
+    sent = play.body["messages"]
+    assert play >> (ReasoningDelta("So it is."), TextDelta("It is 3."), STOP)
+    assert play >> Done() << CLOSE_SECOND << Ends("stop")
+    assert play.record is not None
+    conversation = play.record.result["conversation"]
+    roles = [message["role"] for message in conversation]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    answer = {"role": "assistant", "content": "It is 3.", "reasoning_content": "So it is."}
+    follow_up = asked(WITH_TOOLS, messages=[*earlier, *conversation]).body["messages"]
+    assert json.dumps(follow_up[:-1]) == json.dumps([*sent, answer])
+
+
 def test_output_is_that_of_every_turn() -> None:
     play = in_tools()
     assert play >> returned("3") << PostChat
