@@ -223,12 +223,22 @@ def test_the_guard_ignores_what_everybody_is_sent_and_standing_still_does_not_ho
     eventually(lambda: not running(rig.tree()), "end of the server")
 
 
+# ------------------------------------------------------------ small host programs
+
+
+def program(source: str, port: int, *first: str) -> subprocess.CompletedProcess[str]:
+    """It gets the `first` words, a port and the command of a scripted server, and is waited for."""
+    command = fs.scripted_server_cmd(fs.Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
+    words = [sys.executable, "-c", source, *first, str(port), *command]
+    return subprocess.run(words, timeout=60, capture_output=True, text=True)
+
+
 _WITHOUT_STREAMS = """
 import os, sys
 os.closerange(0, 3)
 from pathlib import Path
 from llama_worker import LlamaWorker, WorkerConfig
-port, said, *command = sys.argv[1:]
+said, port, *command = sys.argv[1:]
 with LlamaWorker(WorkerConfig("closed", "127.0.0.1", int(port), command)) as worker:
     Path(said).write_text(worker.ask("x").get(timeout=30)["text"])
 """
@@ -237,56 +247,33 @@ with LlamaWorker(WorkerConfig("closed", "127.0.0.1", int(port), command)) as wor
 def test_a_host_whose_standard_streams_are_closed_runs_a_server(
     free_port: Callable[[], int], tmp_path: Path
 ) -> None:
-    port, said = free_port(), tmp_path / "said"
-    command = fs.scripted_server_cmd(fs.Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
-    subprocess.run(
-        [sys.executable, "-c", _WITHOUT_STREAMS, str(port), str(said), *command], timeout=60
-    )
-    assert said.read_text() == "Hello"
+    program(_WITHOUT_STREAMS, free_port(), str(tmp_path / "said"))
+    assert (tmp_path / "said").read_text() == "Hello"
 
 
-_LOGS = """
+_SLOWLY_TOLD = """
 import logging, sys, time
 class Slow(logging.StreamHandler):
     def emit(self, record):
         time.sleep(0.02)
         super().emit(record)
-logging.basicConfig(level=logging.INFO, handlers=[Slow()])
-from llama_worker import LlamaWorker, WorkerConfig
-port, *command = sys.argv[1:]
-worker = LlamaWorker(WorkerConfig("logged", "127.0.0.1", int(port), command))
-worker.start().get(timeout=30)
-"""
-
-
-def test_the_last_lines_of_the_log_are_written_before_the_exit(
-    free_port: Callable[[], int],
-) -> None:
-    port = free_port()
-    command = fs.scripted_server_cmd(fs.Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
-    host = [sys.executable, "-c", _LOGS, str(port), *command]
-    log = subprocess.run(host, timeout=60, capture_output=True, text=True).stderr
-    assert "state='stopped'" in log.splitlines()[-1]
-
-
-_EVENTS = """
-import sys, time
-from llama_worker import LlamaWorker, WorkerConfig
 def slow(event):
     time.sleep(0.02)
     print(event.get("state"), flush=True)
+logging.basicConfig(level=logging.INFO, handlers=[Slow()])
+from llama_worker import LlamaWorker, WorkerConfig
 port, *command = sys.argv[1:]
 worker = LlamaWorker(WorkerConfig("told", "127.0.0.1", int(port), command, on_event=slow))
 worker.start().get(timeout=30)
 """
 
 
-def test_the_last_events_are_told_before_the_exit(free_port: Callable[[], int]) -> None:
-    port = free_port()
-    command = fs.scripted_server_cmd(fs.Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
-    host = [sys.executable, "-c", _EVENTS, str(port), *command]
-    told = subprocess.run(host, timeout=60, capture_output=True, text=True).stdout
-    assert told.splitlines()[-1] == "stopped"
+def test_the_last_events_and_lines_of_the_log_are_told_before_the_exit(
+    free_port: Callable[[], int],
+) -> None:
+    done = program(_SLOWLY_TOLD, free_port())
+    assert done.stdout.splitlines()[-1] == "stopped"
+    assert "state='stopped'" in done.stderr.splitlines()[-1]
 
 
 _LATE = """

@@ -29,6 +29,7 @@ from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, eventually, fast_timeouts, living
 from tests.conftest import Leftovers, shell_program
+from tests.tables import cases
 
 TREE = (fs.ChildProcess("group"), fs.ChildProcess("session"), fs.ChildProcess("daemon"))
 
@@ -42,29 +43,43 @@ def _failure(starting: WorkerFuture[WorkerStatus]) -> WorkerStartError:
 # ------------------------------------------------------------ start
 
 
-@pytest.mark.parametrize("by", ["LLAMA_SERVER", "PATH", "nothing"])
-def test_the_bare_word_is_looked_for_where_the_server_is_started(
+@cases(
+    "variable, value",
+    {
+        "LLAMA_SERVER": ("LLAMA_SERVER", "FOLDER/llama-server"),
+        "PATH": ("PATH", f"FOLDER:{os.defpath}"),
+        "a relative LLAMA_SERVER": ("LLAMA_SERVER", "./llama-server"),
+        "a relative PATH": ("PATH", f".:{os.defpath}"),
+    },
+)
+def test_the_bare_word_is_looked_for_where_the_worker_was_made(
     make_worker: MakeWorker,
     free_port: Callable[[], int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    by: str,
+    variable: str,
+    value: str,
 ) -> None:
     port = free_port()
     words = fs.scripted_server_cmd(fs.Script(), host=HOST, port=port, slots=1)
-    program = shell_program(tmp_path / "llama-server", f"exec {shlex.join(words)}")
+    shell_program(tmp_path / "llama-server", f"exec {shlex.join(words)}")
     monkeypatch.delenv("LLAMA_SERVER", raising=False)
     monkeypatch.setenv("PATH", os.defpath)
-    found = {"LLAMA_SERVER": program, "PATH": f"{tmp_path}:{os.defpath}"}
-    if by in found:
-        monkeypatch.setenv(by, found[by])
-        assert make_worker(server_cmd=("llama-server",), port=port).status()["state"] == "ready"
-    else:
-        monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "none"))
-        rig = make_worker(server_cmd=("llama-server",), port=port, start=False)
-        error = _failure(rig.worker.start())
-        assert error.reason is StartFailReason.SPAWN_FAILED
-        assert "LLAMA_SERVER: " in str(error)
+    monkeypatch.setenv(variable, value.replace("FOLDER", str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    rig = make_worker(server_cmd=("llama-server",), port=port, start=False)
+    monkeypatch.chdir("/")
+    assert rig.start()["state"] is WorkerState.READY
+
+
+def test_a_bare_word_that_is_nowhere_is_spawn_failed(
+    make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "none"))
+    error = _failure(make_worker(server_cmd=("llama-server",), start=False).worker.start())
+    assert error.reason is StartFailReason.SPAWN_FAILED
+    assert "LLAMA_SERVER: " in str(error)
 
 
 def test_a_relative_path_counts_from_the_folder_in_which_the_worker_was_made(
@@ -77,28 +92,6 @@ def test_a_relative_path_counts_from_the_folder_in_which_the_worker_was_made(
     rig = make_worker(server_cmd=relative, port=port)
     monkeypatch.chdir("/")
     rig.worker.restart().get(timeout=WAIT_S)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"), [("LLAMA_SERVER", "./llama-server"), ("PATH", f".:{os.defpath}")]
-)
-def test_so_does_one_in_the_environment(
-    make_worker: MakeWorker,
-    free_port: Callable[[], int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    value: str,
-) -> None:
-    port = free_port()
-    words = fs.scripted_server_cmd(fs.Script(), host=HOST, port=port, slots=1)
-    shell_program(tmp_path / "llama-server", f"exec {shlex.join(words)}")
-    monkeypatch.delenv("LLAMA_SERVER", raising=False)
-    monkeypatch.setenv(variable, value)
-    monkeypatch.chdir(tmp_path)
-    rig = make_worker(server_cmd=("llama-server",), port=port, start=False)
-    monkeypatch.chdir("/")
-    rig.start()
 
 
 @pytest.mark.parametrize("gone", ["before", "after"])

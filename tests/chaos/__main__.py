@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
-import subprocess
-import sys
 import time
 
 from llama_worker import free_port
 from tests.chaos.campaign import run_campaign
+from tests.reality.campaign import burner
 
 
 def main() -> None:
@@ -25,13 +25,10 @@ def main() -> None:
     print(f"seed {options.seed}", flush=True)
     faulthandler.enable()
     began_at = time.monotonic()
-    burns = [sys.executable, "-S", "-c", "while True: pass"]
-    burners = [subprocess.Popen(burns) for _ in range(options.burners)]
-    try:
+    with contextlib.ExitStack() as burning:
+        for _ in range(options.burners):
+            burning.enter_context(burner())
         happened = run_campaign(options.seed, options.steps, free_port)
-    finally:
-        for burner in burners:
-            burner.kill()
     for (title, text), count in sorted(happened.items()):
         print(f"{title:10}{text:32}{count:6}")
     print(f"held, in {time.monotonic() - began_at:.0f} s")
