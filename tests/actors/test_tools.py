@@ -23,7 +23,6 @@ from llama_worker.testing import scripts as fs
 from llama_worker.types.chat import ToolDef
 from llama_worker.types.request import ExitSignal
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually
-from tests.conftest import Speechless
 
 
 def tool(name: str) -> ToolDef:
@@ -114,55 +113,6 @@ def test_tools_of_different_requests_run_side_by_side_with_arguments_of_their_ow
     assert all("tool" in thread_name for *_, thread_name in meeting.callers)
     (sent,) = bodies(rig)[-1]["messages"][-2]["tool_calls"]
     assert json.loads(sent["function"]["arguments"]) == {"list": [1]}
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
-
-
-def test_a_tool_that_raises_anything_fails_its_request_only(make_worker: MakeWorker) -> None:
-    errors: list[BaseException] = [
-        RuntimeError("wrong lever"),
-        SystemExit(3),
-        KeyboardInterrupt(),
-        Speechless(),
-    ]
-    raising = Tools(bad=lambda arguments: _raise(errors[arguments["n"]]), odd=lambda _: object())
-    rig = make_worker(normal_tools=raising.definitions, tool_runner=raising)
-    failing = [(call("bad", n=n), type(error).__name__) for n, error in enumerate(errors)]
-    for bad, named in (
-        *failing,
-        (call("odd"), "'odd' returned a value that JSON cannot represent: a object ("),
-    ):
-        result = rig.run(*calling(bad, call("odd", 1)))
-        assert result["fail_reason"] == "tool_execution_error"
-        assert named in result["fail_detail"]
-        _, behind = result["tool_trace"]
-        assert behind["error"] == "not run: tool_execution_error"
-    assert rig.run()["text"] == "Hello"
-    assert rig.status()["restart_count"] == 0
-
-
-def test_a_runner_that_is_lost_fails_its_request_only(
-    make_worker: MakeWorker, tools: Tools
-) -> None:
-    class Remote:
-        """A stand-in for a runner elsewhere: each look at it may fail."""
-
-        is_lost = False
-
-        @property
-        def run_tool(self) -> Any:
-            if self.is_lost:
-                raise ConnectionError("it is gone")
-            return tools.run_tool
-
-    remote = Remote()
-    rig = make_worker(normal_tools=tools.definitions, tool_runner=remote)
-    remote.is_lost = True
-    assert "ConnectionError: it is gone" in rig.run(*calling(call("add")))["fail_detail"]
-    assert rig.run()["text"] == "Hello"
-    assert rig.status()["restart_count"] == 0
 
 
 def test_once_the_server_has_refused_tools_they_are_not_offered_again(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,8 @@ from llama_worker.server.messages import Look
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.types.chat import ToolDef
 from llama_worker.types.hooks import LivenessEvidence, RunningCall
+from tests.conftest import Speechless
+from tests.tables import cases
 
 TOOL: ToolDef = {
     "type": "function",
@@ -124,36 +127,65 @@ class Awaited(SimpleQueue[Any]):
         return True
 
 
-def run_tool(runner: Any, reply_to: Any) -> ToolCallThread:
-    """Its only tool is called."""
+def run_tool(
+    runner: Any, reply_to: Any, happens: Callable[[], object] = lambda: None
+) -> ToolCallThread:
+    """Its only tool is called; something may happen to a runner that was well when it was named."""
     config = WorkerConfig(
         "w", "127.0.0.1", 8080, ("llama-server",), normal_tools=(TOOL,), tool_runner=runner
     )
+    happens()
     call = ParsedCall("c00000001", "search", {}, "{}")
     order = RunTool(turn_id=(1, 1), job_name="job", call=call, reply_to=reply_to)
     return ToolCallThread(order, config, "test")
 
 
-def test_a_generator_is_no_result() -> None:
-    class Runner:
-        def run_tool(self, **about: Any) -> Any:
-            yield "a part"
+def raises(error: BaseException) -> Mock:
+    return Mock(**{"run_tool.side_effect": error})
 
+
+def gives(value: object) -> Mock:
+    return Mock(**{"run_tool.return_value": value})
+
+
+def parts() -> Iterator[str]:
+    yield "a part"
+
+
+@cases(
+    "runner, says",
+    {
+        "an error": (raises(RuntimeError("no lever")), "RuntimeError: no lever"),
+        "an exit": (raises(SystemExit(3)), "SystemExit"),
+        "Ctrl-C": (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
+        "an error without words": (raises(Speechless()), "Speechless"),
+        "an object": (gives(object()), "returned a value that JSON cannot represent: a object"),
+        "a generator": (gives(parts()), "cannot represent: a generator"),
+    },
+)
+def test_a_tool_that_raises_or_returns_anything_has_failed(runner: Mock, says: str) -> None:
     asker = Awaited()
-    run_tool(Runner(), asker)
+    run_tool(runner, asker)
     ended = asker.get(timeout=60.0)
-    assert not ended.ok
-    assert "returned a value that JSON cannot represent: a generator" in ended.text
+    assert (ended.ok, says in ended.text) == (False, True), ended.text
+
+
+def test_a_runner_that_is_lost_has_failed() -> None:
+    """As one elsewhere: each look at it may fail."""
+    asker, remote = Awaited(), gives("well")
+    run_tool(remote, asker, lambda: delattr(remote, "run_tool"))
+    ended = asker.get(timeout=60.0)
+    assert (ended.ok, "AttributeError: run_tool" in ended.text) == (False, True), ended.text
 
 
 def test_a_tool_that_obeys_cancellation_has_not_failed() -> None:
-    class Runner:
+    class Obedient:
         def run_tool(self, *, call: RunningCall, **about: Any) -> str:
             assert call.cancelled.wait(60.0)
             raise ValueError("nobody waits")
 
     asker, parent = Told(), Awaited()
-    run_tool(Runner(), asker).give_up(parent)
+    run_tool(Obedient(), asker).give_up(parent)
     told = [parent.get(timeout=60.0) for _ in range(2)]
     assert told == [ToolThreadStuck(turn_id=(1, 1)), ToolThreadReturned(turn_id=(1, 1))]
     assert asker == []

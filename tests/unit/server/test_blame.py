@@ -102,6 +102,7 @@ def found(
 
 
 LOOP = RequestFailReason.REPEATED_LINE_LOOP
+TOOL_FAILED = RequestFailReason.TOOL_EXECUTION_ERROR
 DONE, BROKEN = ended(text="x"), ended(RequestFailReason.STREAM_DISCONNECTED)
 REFUSED, WITHOUT_A_CODE = (
     ended(RequestFailReason.HTTP_ERROR),
@@ -140,6 +141,7 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or w
         "499 is no 5xx": ([*refused("abcd"), *refused("e", 499)], None),
         "nor is 600": ([*refused("abcd"), *refused("e", 600)], None),
         "an error without a code": ([*refused("abcd"), WITHOUT_A_CODE], None),
+        "tools that failed": ([ended(TOOL_FAILED, job) for job in "abcdef"], None),
         "others end no row": ([*refused("ab"), *refused("x", 400), *refused("cde")], JOBS_REFUSED),
         "a loop, and nothing": ([ended(LOOP, "a"), ended(job="b", text=" \n")], JOBS_WITH_NOTHING),
         "one job that tries again": ([ended(LOOP, "a"), ended(LOOP, "a")], None),
