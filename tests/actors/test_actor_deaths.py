@@ -9,19 +9,15 @@ import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pykka
 import pytest
 
 from llama_worker import LlamaWorkerError, WorkerClosed
 from llama_worker.actors.request import RequestActor
-from llama_worker.actors.tool_loop import ToolLoopActor
-from llama_worker.actors.transport import TransportActor
-from llama_worker.actors.watchdog import WatchdogActor
 from llama_worker.actors.worker import WorkerActor
-from llama_worker.request.messages import Begin, OpenStream, RequestEnded, RunTool, StreamEvents
-from llama_worker.server.messages import BecameReady, Exited, Start, Watch
+from llama_worker.request.messages import RequestEnded, StreamEvents
+from llama_worker.server.messages import BecameReady, Exited, Start
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.conftest import Leftovers, Speechless
@@ -50,25 +46,13 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Arm:
     return arm
 
 
-@pytest.mark.parametrize(
-    ("actor", "kind", "error"),
-    [
-        (RequestActor, Begin, RuntimeError),  # it has no record to hand over
-        (TransportActor, OpenStream, RuntimeError),
-        (ToolLoopActor, RunTool, RuntimeError),
-        (WatchdogActor, Watch, RuntimeError),
-        (RequestActor, StreamEvents, SystemExit),
-        (RequestActor, StreamEvents, Speechless),
-    ],
-)
-def test_a_server_exit_fails_the_request_and_restarts(
-    make_worker: MakeWorker, arm: Arm, actor: Any, kind: Any, error: Any
+@pytest.mark.parametrize("error", [SystemExit, Speechless])
+def test_an_exit_or_an_error_without_words_fails_the_request_and_restarts(
+    make_worker: MakeWorker, arm: Arm, error: type[BaseException]
 ) -> None:
-    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    rig = make_worker(normal_tools=[tool], tool_runner=Mock(**{"run_tool.return_value": "seen"}))
-    happened = arm(actor, kind, error)
-    with_call = fs.plain_reply(fs.ToolCall("look"), reason="tool_calls")
-    request = rig.submit(fs.Turns([with_call, [fs.Headers(), fs.Text("a"), fs.WaitClose()]]))
+    rig = make_worker()
+    happened = arm(RequestActor, StreamEvents, error)
+    request = rig.submit(fs.Headers(), fs.Text("a"), fs.WaitClose())
     questions: list[Any] = [
         call(request) for call in (rig.worker.get_status, rig.worker.read_output)
     ]
@@ -76,11 +60,9 @@ def test_a_server_exit_fails_the_request_and_restarts(
     assert rig.ended(request)["state"] == "failed"
     assert happened.is_set()
     rig.wait_restarted()
-    assert rig.run(fs.Turns([with_call, fs.plain_reply(fs.Text("fine"))]))["text"] == "fine"
-    assert any(
-        event["event"] == "actor_died"
-        for event in rig.worker.get_debug_info().get()["recent_events"]
-    )
+    assert rig.run(*fs.plain_reply(fs.Text("fine")))["text"] == "fine"
+    events = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
+    assert "actor_died" in {event["event"] for event in events}
 
 
 class Bystander(pykka.ThreadingActor):
