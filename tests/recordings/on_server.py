@@ -28,7 +28,6 @@ HOST = "127.0.0.1"
 WAIT_S = 20.0  # no situation takes so long, unless the server never ends
 _INTO_THE_BATCH_S = 3e-5  # per token of a batch: a quarter of what a batch takes
 _ARGS = ("--threads", "1", "--no-warmup", "--ubatch-size", "128")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _WORKS_TICKS_PER_S = 5.0
 # What the log says when a slot begins a task and when it is done with it.
 _LOG = {
