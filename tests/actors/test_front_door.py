@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker import (
-    ChatMessage,
     ConfigError,
     LlamaWorker,
     LlamaWorkerError,
@@ -158,31 +157,6 @@ def test_a_cancelled_answer_is_raised(rig: Rig) -> None:
 # ---------------------------------------------------------------- does it fit
 
 
-def test_a_prompt_is_counted_as_it_would_be_sent_and_takes_no_slot(make_worker: MakeWorker) -> None:
-    runner = SimpleNamespace(run_tool=lambda **call: None)
-    rig = make_worker(normal_tools=[SEARCH], tool_runner=runner)
-    busy = rig.submit(fs.Headers(), fs.WaitClose())
-    history: list[ChatMessage] = [{"role": "user", "content": "Before."}]
-    count = rig.worker.count_tokens("Be terse.", "Where?", messages=history).get(timeout=WAIT_S)
-    template, tokenize = (
-        rig.journal.facts("request", path=path)[-1]["body"]
-        for path in ("/apply-template", "/tokenize")
-    )
-    sent = [(message["role"], message["content"]) for message in template["messages"]]
-    assert [role for role, _ in sent] == ["system", "user", "user"]
-    assert "Be terse." in sent[0][1]
-    assert sent[2][1].startswith("Where?")
-    assert template["tools"] == [SEARCH]
-    assert (tokenize["add_special"], tokenize["parse_special"]) == (True, True)
-    assert count == {
-        "ok": True,
-        "n_prompt_tokens": len(tokenize["content"].split()),
-        "n_ctx": 4096,
-        "n_left": 4096 - len(tokenize["content"].split()),
-    }
-    assert rig.status()["active_request_ids"] == [busy]
-
-
 def test_refused_tools_are_counted_in_the_prompt(make_worker: MakeWorker) -> None:
     refusal = {"error": {"message": "tools param requires --jinja flag"}}  # b11434 with --no-jinja
     runner = SimpleNamespace(run_tool=lambda **call: None)
@@ -191,9 +165,13 @@ def test_refused_tools_are_counted_in_the_prompt(make_worker: MakeWorker) -> Non
     )
     rig = make_worker(script, normal_tools=[SEARCH], tool_runner=runner)
     assert rig.worker.count_tokens("", "Where?").get(timeout=WAIT_S)["ok"]
-    template = rig.journal.facts("request", path="/apply-template")[-1]["body"]
+    template, tokenize = (
+        rig.journal.facts("request", path=path)[-1]["body"]
+        for path in ("/apply-template", "/tokenize")
+    )
     assert "tools" not in template
     assert "<tool_call>" in template["messages"][0]["content"]
+    assert (tokenize["add_special"], tokenize["parse_special"]) == (True, True)
 
 
 def test_a_prompt_far_too_large_is_counted(rig: Rig) -> None:
