@@ -26,6 +26,14 @@ class Submit(Struct, frozen=True, kw_only=True):
     reply: Reply[SubmitResult]
 
 
+class Ask(Struct, frozen=True, kw_only=True):
+    """Admit the submission, or refuse it, as `Submit`. Answered with the result, which is then
+    forgotten; fails with RequestRefused or RequestFailed."""
+
+    submission: Submission
+    reply: Reply[RequestResult]
+
+
 class GetResult(Struct, frozen=True, kw_only=True):
     """Return a terminal request's result and release it."""
 
@@ -113,6 +121,7 @@ HostMessage = (
     | server.Drain
     | server.Restart
     | Submit
+    | Ask
     | Lease
     | EndLease
     | WaitSlot

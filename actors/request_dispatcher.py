@@ -8,6 +8,7 @@ from typing import assert_never
 
 from llama_worker.actors.children import Children
 from llama_worker.actors.messages import AwaitResult, BeginLease, EndLease, GetResult, ReleaseResult
+from llama_worker.errors import RequestFailed
 from llama_worker.mailbox import Reply
 from llama_worker.request.messages import (
     Abandon,
@@ -43,9 +44,15 @@ _SWEEP_FROM = 16
 class _InFlight:
     """A request that runs, and the replies that are waited for."""
 
-    def __init__(self, admitted: Admitted, lease: LeasedExchange | None = None) -> None:
+    def __init__(
+        self,
+        admitted: Admitted,
+        lease: LeasedExchange | None = None,
+        asked_by: Reply[RequestResult] | None = None,
+    ) -> None:
         self.slot = admitted.slot
         self.lease = lease
+        self.asked_by = asked_by  # it gets the result, and nobody else after it
         # Held weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after
         # the other.
         self.results: WeakList[Reply[RequestResult | NotFound]] = WeakList()
@@ -159,7 +166,13 @@ class RequestDispatcher:
         self._children.requests[running.slot].tell(order)
 
     def begin(
-        self, admitted: Admitted, submission: Submission, *, prompted: bool, opens_thinking: bool
+        self,
+        admitted: Admitted,
+        submission: Submission,
+        *,
+        prompted: bool,
+        opens_thinking: bool,
+        asked_by: Reply[RequestResult] | None,
     ) -> None:
         """Have the slot's actor run the request, and the watchdog watch it."""
         order = Begin(
@@ -168,7 +181,7 @@ class RequestDispatcher:
             prompted=prompted,
             opens_thinking=opens_thinking,
         )
-        self._begin(admitted, _InFlight(admitted), order)
+        self._begin(admitted, _InFlight(admitted, asked_by=asked_by), order)
 
     def begin_lease(self, admitted: Admitted, exchange: LeasedExchange) -> None:
         """Have the slot's actor answer questions about the exchange, and the watchdog watch it."""
@@ -210,3 +223,9 @@ class RequestDispatcher:
             waiter.answer(record.copy_of_result())
         for question in running.unanswered():
             self._question(question)
+        if running.asked_by is not None:
+            self._table.release(record.request_id)
+            if record.result["state"] is RequestState.COMPLETED:
+                running.asked_by.answer(record.copy_of_result())
+            else:
+                running.asked_by.fail(RequestFailed(record.copy_of_result()))

@@ -38,7 +38,7 @@ from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.messages import Observed
 from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, Member, RollCall
 from llama_worker.server.traits import unsupported
-from llama_worker.types.request import SubmitResult
+from llama_worker.types.request import SubmitErrorCode
 from llama_worker.types.worker import WorkerDebugInfo, WorkerState
 
 
@@ -86,7 +86,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._dispatcher.handle(message)
             return
         match message:
-            case messages.Submit():
+            case messages.Submit() | messages.Ask():
                 self._submit(message, now)
             case messages.Lease():
                 self._lease(message, now)
@@ -147,17 +147,17 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
 
     # ------------------------------------------------------------ requests
 
-    def _submit(self, order: messages.Submit, now: float) -> None:
+    def _submit(self, order: messages.Submit | messages.Ask, now: float) -> None:
         error = self._server.lifecycle.refusal
         if error is not None:
-            order.reply.answer({"ok": False, "error": error})
+            _refuse(order, error)
             return
         if refusal := unsupported(order.submission.part_kinds, self._server.traits):
             order.reply.fail(ConfigError(refusal))
             return
         admitted = self._table.admit(order.submission.job_name, now)
         if admitted is None:
-            order.reply.answer({"ok": False, "error": "NO_SLOT_AVAILABLE"})
+            _refuse(order, "NO_SLOT_AVAILABLE")
             return
         for owned in OWNED_PARAMS:
             if owned in order.submission.params or owned in self._config.default_params:
@@ -169,8 +169,11 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             order.submission,
             prompted=self._is_prompted,
             opens_thinking=self._server.traits.opens_thinking,
+            asked_by=order.reply if isinstance(order, messages.Ask) else None,
         )
-        self._report_admitted(admitted, order.reply, now)
+        if isinstance(order, messages.Submit):
+            order.reply.answer({"ok": True, "request_id": admitted.request_id})
+        self._note_admitted(admitted, now)
 
     def _lease(self, order: messages.Lease, now: float) -> None:
         error = self._server.lifecycle.refusal
@@ -180,12 +183,12 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             return
         offset = self._runtime.unix_offset()
         order.exchange.begin(admitted, api_key=self._config.api_key, unix_offset=offset)
-        self._report_admitted(admitted, order.reply, now)  # first: a client waits for it
+        order.reply.answer({"ok": True, "request_id": admitted.request_id})  # first: a client waits
+        self._note_admitted(admitted, now)
         self._dispatcher.begin_lease(admitted, order.exchange)
 
-    def _report_admitted(self, admitted: Admitted, reply: Reply[SubmitResult], now: float) -> None:
+    def _note_admitted(self, admitted: Admitted, now: float) -> None:
         request_id, job_name = admitted.request_id, admitted.job_name
-        reply.answer({"ok": True, "request_id": request_id})
         self._journal.note("admitted", now, request_id=request_id, job_name=job_name)
 
     def _end_lease(self, order: messages.EndLease, now: float) -> None:
@@ -343,3 +346,10 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         shown = masked_server_cmd(self._config.server_cmd, self._config.api_key)
         logs, now = self._runtime.log.lines(), self._runtime.now()
         return self._journal.debug_info(shown, logs, self._table.active, now)
+
+
+def _refuse(order: messages.Submit | messages.Ask, error: SubmitErrorCode) -> None:
+    if isinstance(order, messages.Submit):
+        order.reply.answer({"ok": False, "error": error})
+    else:
+        order.reply.fail(RequestRefused(error))

@@ -7,28 +7,24 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import pykka
 
 from llama_worker.actors.base import LiveSet, Ref
-from llama_worker.actors.messages import AwaitResult, HostMessage, ReleaseResult
+from llama_worker.actors.messages import HostMessage
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.errors import RequestFailed, RequestRefused, WorkerClosed, WorkerStopError
-from llama_worker.mailbox import Reply
+from llama_worker.errors import WorkerClosed, WorkerStopError
 from llama_worker.ports import Runtime
 from llama_worker.runtime.host.futures import WorkerFuture, flush_callbacks_and_log
 from llama_worker.runtime.host.open_futures import OpenFutures
 from llama_worker.server.messages import Stop
-from llama_worker.types.request import NotFound, RequestResult, RequestState, SubmitResult
 
 _logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # at the host's exit: from a server's SIGTERM to its SIGKILL
 _LEAVE_S = 5.0  # how long close() waits for the actors to end after the stop
 _FLUSH_S = 1.0  # for the host's callbacks, and for the last log lines, if one of them is slow
-T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
 
 
@@ -43,8 +39,6 @@ class Backend:
         self._live = LiveSet()
         self._futures = OpenFutures()
         self._closing = threading.RLock()  # a signal handler may interrupt close() and call it
-        # Only the WorkerActor's thread changes it.
-        self._handovers: set[_Forward[RequestResult | NotFound]] = set()
         self._stopping: WorkerFuture[None] | None = None  # set once close() was called
         self.actor_ref: pykka.ActorRef[Any] = WorkerActor.start(
             self._live, runtime, config, self._futures
@@ -72,32 +66,6 @@ class Backend:
     def tell(self, message: HostMessage) -> None:
         """Send; if the actor is dead, every future has been failed already."""
         self._worker.tell(message)
-
-    def reply_to_ask(self, future: WorkerFuture[RequestResult]) -> Reply[SubmitResult]:
-        """Receives the admission; `future` gets the result, which the worker then forgets."""
-        return _Forward(future, lambda admission: self._await_asked(future, admission))
-
-    def _await_asked(self, future: WorkerFuture[RequestResult], admission: SubmitResult) -> None:
-        if not admission["ok"]:
-            future.fail(RequestRefused(admission["error"]))
-            return
-
-        def hand_over(result: RequestResult | NotFound) -> None:
-            self._handovers.discard(handover)
-            if result["ok"]:
-                # Before the future resolves, so that its caller finds the request released.
-                self.tell(ReleaseResult(request_id=result["request_id"]))
-                if result["state"] is RequestState.COMPLETED:
-                    future.answer(result)
-                else:
-                    future.fail(RequestFailed(result))
-            else:
-                future.fail(LookupError("the result was taken by another call"))
-
-        handover = _Forward(future, hand_over)
-        # The worker holds replies weakly, and nothing else refers to this one.
-        self._handovers.add(handover)
-        self.tell(AwaitResult(request_id=admission["request_id"], reply=handover))
 
     def close(self) -> None:
         """Stop the server and end the actors; returns when both are done."""
@@ -139,25 +107,6 @@ class Backend:
         if os.getpid() == self._pid:
             self._worker.stop()
         open_backends.discard(self)
-
-
-class _Forward(Generic[T]):
-    """A Reply that hands the answer to a function, on the actor's thread; a failure goes to the
-    future."""
-
-    def __init__(self, future: WorkerFuture[Any], on_answer: Callable[[T], object]) -> None:
-        self._future = future
-        self._on_answer = on_answer
-
-    def answer(self, value: T) -> None:
-        self._on_answer(value)
-
-    def done(self) -> bool:
-        """Whether the future is resolved, which others may do, too."""
-        return self._future.done()
-
-    def fail(self, error: BaseException) -> None:
-        self._future.fail(error)
 
 
 open_backends: set[Backend] = set()

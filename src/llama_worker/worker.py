@@ -11,6 +11,7 @@ import pykka
 from msgspec.structs import replace
 
 from llama_worker.actors.messages import (
+    Ask,
     AwaitResult,
     GetDebugInfo,
     GetResult,
@@ -234,14 +235,13 @@ class LlamaWorker(Startable):
             RequestRefused: the request was not admitted.
             RequestFailed: it ended in another state than `completed`; the error's `result` has all
                 output received.
-            LookupError: another call took the result.
         """
 
-        def order(future: WorkerFuture[RequestResult]) -> Submit:
+        def order(reply: WorkerFuture[RequestResult]) -> Ask:
             prompt = validate_submit(job_name, system_prompt, user_prompt, params, messages)
             if job_name == "ask":  # the caller did not name the job
                 prompt = replace(prompt, question=f"ask {hash(repr(prompt.user_prompt)):x}")
-            return Submit(submission=prompt, reply=self._backend.reply_to_ask(future))
+            return Ask(submission=prompt, reply=reply)
 
         return self._ask(order)
 
