@@ -15,6 +15,7 @@ from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial, tria
 from llama_worker.cli.gguf import ContextNeeds, Model
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, ServersHistory, plain_table
+from llama_worker.server.slots import parse_slots
 from tests.conftest import shell_program
 
 GIB = 1 << 30
@@ -336,9 +337,8 @@ def test_tokens_per_second_of_slots() -> None:
         (4.0, [slot(0, 1, 20, busy=False), {"id": 1, "is_processing": False}], 0.0),
     ]
     for at, slots, speed in rounds:
-        (row,) = history.rows(
-            [Answers(worker="w", slots_configured=2, health=200, slots=slots)], at
-        )
+        answer = Answers(worker="w", slots_configured=2, health=200, slots=parse_slots(slots))
+        (row,) = history.rows([answer], at)
         assert (row.state, row.tokens_per_s) == ("ready", speed)
     assert (row.slots_used, row.slots_total) == (0, 2)
 
@@ -352,9 +352,8 @@ def test_a_server_that_is_not_ready(health: int, state: str, reason: str) -> Non
 
 
 def test_a_server_whose_slots_differ_from_the_file() -> None:
-    answer = Answers(
-        worker="w", slots_configured=1, health=200, slots=[slot(0, 1, 0), slot(1, 2, 0)]
-    )
+    slots = parse_slots([slot(0, 1, 0), slot(1, 2, 0)])
+    answer = Answers(worker="w", slots_configured=1, health=200, slots=slots)
     (row,) = ServersHistory().rows([answer], 0.0)
     assert (row.slots_used, row.slots_total, row.last_reason) == (2, 2, "configured slots: 1")
 
@@ -370,7 +369,7 @@ def test_a_server_whose_slots_differ_from_the_file() -> None:
 def test_an_odd_answer_ends_no_table(odd: dict[str, Any]) -> None:
     history = ServersHistory()
     for at in (0.0, 2.0):
-        answer = Answers(worker="w", slots_configured=1, health=200, slots=[odd])
+        answer = Answers(worker="w", slots_configured=1, health=200, slots=parse_slots([odd]))
         (row,) = history.rows([answer], at)
         assert row.state == "ready"
 

@@ -39,6 +39,7 @@ from llama_worker.config.file import read_fleet
 from llama_worker.config.settings import Endpoint
 from llama_worker.config.validation import json_of
 from llama_worker.runtime.http.session import ask
+from llama_worker.server.slots import parse_slots
 
 _STATE_STYLES = {
     "ready": "green",
@@ -220,15 +221,10 @@ def _ask(config: WorkerConfig) -> Answers:
         health: int | str = ask(endpoint, "GET", "/health", timeout_s=_ANSWER_S)[0]
         if health == 200:
             status, body = ask(endpoint, "GET", "/slots", timeout_s=_ANSWER_S)
-            slots = json_of(body) if status == 200 else None
+            slots = parse_slots(json_of(body)) if status == 200 else None
     except (OSError, ValueError) as error:
         health = _why(error)
-    return Answers(
-        worker=config.name,
-        slots_configured=config.slots,
-        health=health,
-        slots=slots if isinstance(slots, list) else None,
-    )
+    return Answers(worker=config.name, slots_configured=config.slots, health=health, slots=slots)
 
 
 def _why(error: Exception) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from msgspec import Struct, field
 
 from llama_worker.cli.text import one_line, printable
-from llama_worker.config.validation import as_count
+from llama_worker.server.slots import Slot
 
 # a worker counts a request's tokens when it ends: in a shorter window the rate would flicker
 _RATE_WINDOW_S = 60.0
@@ -179,19 +178,23 @@ def _new_reason(now: _Scrape, before: _Scrape | None) -> str:
 
 
 class Answers(Struct, frozen=True, kw_only=True):
-    """What a server answered. `health`: the HTTP status of /health, or why there was none."""
+    """What a server answered. `health`: the HTTP status of /health, or why there was none; `slots`:
+    None if it does not tell."""
 
     worker: str
     slots_configured: int
     health: int | str
-    slots: list[Any] | None = None
+    slots: tuple[Slot, ...] | None = None
+
+
+_Tokens = Mapping[tuple[int, int | None], int]  # generated, by slot and task
 
 
 class ServersHistory:
     """Makes rows from the answers of the same servers, and keeps those of the round before."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[float, dict[tuple[str, str], float]]] = {}
+        self._before: dict[str, tuple[float, _Tokens]] = {}
 
     def rows(self, answers: Iterable[Answers], at: float) -> list[Row]:
         """The workers after this round; `at` is monotonic seconds."""
@@ -200,13 +203,10 @@ class ServersHistory:
     def _row(self, answer: Answers, at: float) -> Row:
         state, reason = _health(answer.health)
         used, total = None, answer.slots_configured
-        tokens: dict[tuple[str, str], float] = {}
+        tokens: _Tokens = {}
         if answer.slots is not None:
-            slots = [slot for slot in answer.slots if isinstance(slot, dict)]
-            used, total = sum(bool(slot.get("is_processing")) for slot in slots), len(slots)
-            tokens = {
-                (str(slot.get("id")), str(slot.get("id_task"))): _decoded(slot) for slot in slots
-            }
+            used, total = sum(slot.is_processing for slot in answer.slots), len(answer.slots)
+            tokens = {(slot.slot_id, slot.task): slot.decoded_tokens for slot in answer.slots}
             if total != answer.slots_configured:
                 reason = f"configured slots: {answer.slots_configured}"
         return Row(
@@ -218,12 +218,12 @@ class ServersHistory:
             last_reason=reason,
         )
 
-    def _rate(self, worker: str, tokens: dict[tuple[str, str], float], at: float) -> float | None:
+    def _rate(self, worker: str, tokens: _Tokens, at: float) -> float | None:
         before = self._before.get(worker)
         self._before[worker] = (at, tokens)
         if before is None or not tokens or at <= before[0]:
             return None
-        grown = sum(max(0.0, count - before[1].get(key, 0.0)) for key, count in tokens.items())
+        grown = sum(max(0, count - before[1].get(key, 0)) for key, count in tokens.items())
         return grown / (at - before[0])
 
 
@@ -238,12 +238,3 @@ def _health(health: int | str) -> tuple[str, str]:
             return "unhealthy", f"/health: {health}"
         case _:
             return "down", health
-
-
-def _decoded(slot: Mapping[str, Any]) -> float:
-    """Tokens that the slot's task has generated; `next_token` is a list in b11434, an object in
-    older builds."""
-    token = slot.get("next_token")
-    if isinstance(token, list):
-        token = token[0] if token else None
-    return float((as_count(token.get("n_decoded")) if isinstance(token, dict) else None) or 0)
