@@ -1,22 +1,18 @@
 """Builds what a turn sends: the BIOS, the messages and the request body. Pure; mutates no input.
 
-The server's prompt cache is a prefix cache, so a `Conversation` only grows: what one turn sends,
-every later turn repeats byte for byte, and what changes from turn to turn (clock, budget) goes to
-the end.
+The server's prompt cache is a prefix cache, so the messages of a request only grow: what one turn
+sends, every later turn repeats byte for byte, and what changes from turn to turn (clock, budget)
+goes to the end.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
-
-from msgspec import Struct
-from msgspec.structs import replace
 
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, PromptError, run_bios, tagged_call
 from llama_worker.config.settings import WorkerConfig
@@ -33,105 +29,103 @@ from llama_worker.types.hooks import BiosContext, BiosText, SystemPromptMode
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 
 
-class Conversation(Struct, frozen=True, kw_only=True):
-    """All messages of a request. Immutable: each turn makes a new one."""
+class Prompts:
+    """The prompts of one request's turns: each continues the one before. Not thread-safe.
 
-    head: tuple[ChatMessage, ...]  # system messages: BIOS, then the caller's
-    body: tuple[ChatMessage, ...]
-    prompt_at: int  # where the user prompt is in the body, or would be; the caller's come before
-    system_prompt: str
-    system_prompt_mode: SystemPromptMode
-    prompted: bool  # tools by text: the server is sent none
+    `prompted`: tools by text, the server is sent none.
+    """
 
-    @classmethod
-    def begin(
-        cls, bios: BiosText | str, submission: Submission, config: WorkerConfig, *, prompted: bool
-    ) -> Conversation:
-        """The conversation of the first turn.
+    def __init__(self, config: WorkerConfig, submission: Submission, *, prompted: bool) -> None:
+        self.prompted = prompted
+        self._config = config
+        self._submission = submission
+        self._head: list[ChatMessage] = []  # system messages: BIOS, then the caller's
+        self._body: list[ChatMessage] = []  # empty before a BIOS was written
+        # where the user prompt is in the body, or would be; the caller's messages come before
+        self._prompt_at = 0
 
-        An empty user prompt is left out if the submission's messages end in something to answer:
-        two user messages in a row fail on templates that require the roles to alternate.
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The parameters that the host sets."""
+        return {**self._config.default_params, **self._submission.params}
+
+    @property
+    def keep_template_end(self) -> bool:
+        """Whether no parameter changes how the template ends the prompt."""
+        return _TEMPLATE_PARAMS.isdisjoint(self.params)
+
+    @property
+    def max_hold_s(self) -> float:
+        """How long text may be held back: less in prompted mode, as it may hold a signal."""
+        return WAKE_INTERVAL_S if self.prompted and self._config.exit_tools else MAX_HOLD_S
+
+    def next_body(
+        self, bios: BiosText | str, turn: Turn | None = None, batch: ToolBatch | None = None
+    ) -> dict[str, Any]:
+        """The body of the turn that begins now; it continues `turn` with the results of `batch`.
+
+        After the first turn the stable part of a BiosText is ignored: the head stays. A str is the
+        new head.
         """
-        system_prompt, mode = submission.system_prompt, config.system_prompt_mode
-        body, user_prompt = copy.deepcopy(list(submission.messages)), submission.user_prompt
-        if prompted:
-            body = _as_prompted(body)
-        prompt_at = len(body)
-        if user_prompt or not body or body[-1].get("role") not in ("user", "tool"):
-            body.append({"role": "user", "content": user_prompt})
-        return cls(
-            head=_system_messages(_stable(bios), system_prompt, mode),
-            body=_with_volatile(body, _volatile(bios)),
-            prompt_at=prompt_at,
-            system_prompt=system_prompt,
-            system_prompt_mode=mode,
-            prompted=prompted,
-        )
+        if turn is None or batch is None or isinstance(bios, str):
+            mode = self._config.system_prompt_mode
+            self._head = _system_messages(bios, self._submission, mode)
+        if turn is None or batch is None:
+            self._body, added = [], self._first_messages()
+        else:
+            of_turn = _prompted_turn if self.prompted else _native_turn
+            added = of_turn(turn.text, turn.reasoning, batch.calls, batch.results)
+        self._body = [*self._body, *_with_volatile(added, bios)]
+        messages = [*self._head, *self._body]
+        return request_body(self._config, self._submission.params, messages, prompted=self.prompted)
 
-    def after_tools(
-        self,
-        bios: BiosText | str,
-        *,
-        text: str,
-        reasoning: str,
-        calls: Sequence[ParsedCall],
-        results: Sequence[str],
-    ) -> Conversation:
-        """The conversation of the next turn: adds what the model said, its normal calls and their
-        results, one for each call.
+    def _first_messages(self) -> list[ChatMessage]:
+        """The caller's messages and the user prompt.
 
-        The stable part of a BiosText is ignored: the head stays. A str is the new head.
+        An empty prompt is left out if the messages end in something to answer: two user messages in
+        a row fail on templates that require the roles to alternate.
         """
-        if not calls or len(results) != len(calls):
-            raise ValueError(f"one result per call is needed, not {len(results)} for {len(calls)}")
-        added = (_prompted_turn if self.prompted else _native_turn)(text, reasoning, calls, results)
-        head = self.head
-        if isinstance(bios, str):
-            head = _system_messages(bios, self.system_prompt, self.system_prompt_mode)
-        return replace(self, head=head, body=(*self.body, *_with_volatile(added, _volatile(bios))))
+        messages, user_prompt = list(self._submission.messages), self._submission.user_prompt
+        if self.prompted:
+            messages = _as_prompted(messages)
+        self._prompt_at = len(messages)
+        if user_prompt or not messages or messages[-1].get("role") not in ("user", "tool"):
+            messages.append({"role": "user", "content": user_prompt})
+        return messages
 
     def since_prompt(self, *, text: str, reasoning: str, has_answered: bool) -> list[ChatMessage]:
-        """The messages from the user prompt on, with the model's last answer, for a follow-up.
+        """The messages from the user prompt on, with what the model said in the last turn, for a
+        follow-up.
 
         The answer may be empty, for instance if the model called only exit tools.
         """
         answer = [_assistant(text, reasoning)] if has_answered or text or reasoning else []
-        return [*self.body[self.prompt_at :], *answer]
-
-    def messages(self) -> list[ChatMessage]:
-        """All messages, for the request's body; shared with this conversation, not copied."""
-        return [*self.head, *self.body]
-
-
-def _stable(bios: BiosText | str) -> str:
-    return bios if isinstance(bios, str) else bios.stable
-
-
-def _volatile(bios: BiosText | str) -> str:
-    return "" if isinstance(bios, str) else bios.volatile
+        return [*self._body[self._prompt_at :], *answer]
 
 
 def _system_messages(
-    stable: str, system_prompt: str, mode: SystemPromptMode
-) -> tuple[ChatMessage, ...]:
-    texts = [text for text in (stable, system_prompt) if text]
+    bios: BiosText | str, submission: Submission, mode: SystemPromptMode
+) -> list[ChatMessage]:
+    stable = bios if isinstance(bios, str) else bios.stable
+    texts = [text for text in (stable, submission.system_prompt) if text]
     if mode == "merged":
         texts = [SYSTEM_PROMPT_DELIMITER.join(texts)] if texts else []
-    return tuple({"role": "system", "content": text} for text in texts)
+    return [{"role": "system", "content": text} for text in texts]
 
 
-def _with_volatile(messages: list[ChatMessage], volatile: str) -> tuple[ChatMessage, ...]:
-    """The messages with `volatile`, delimited, at the end of a copy of the last one."""
-    if not volatile:
-        return tuple(messages)
-    status = f"{STATUS_OPEN}\n{volatile}\n{STATUS_CLOSE}"
+def _with_volatile(messages: list[ChatMessage], bios: BiosText | str) -> list[ChatMessage]:
+    """The messages with the volatile part of the BIOS, delimited, at the end of a copy of the last
+    one."""
+    if isinstance(bios, str) or not bios.volatile:
+        return messages
+    status = f"{STATUS_OPEN}\n{bios.volatile}\n{STATUS_CLOSE}"
     last = messages[-1].copy()
     content = last.get("content")
     if isinstance(content, list):
         last["content"] = [*content, {"type": "text", "text": f"\n\n{status}"}]
     else:
         last["content"] = f"{content}\n\n{status}" if content else status
-    return (*messages[:-1], last)
+    return [*messages[:-1], last]
 
 
 def _native_turn(
@@ -255,7 +249,11 @@ _MORE_TOKENS = 64
 
 
 def request_body(
-    config: WorkerConfig, params: Mapping[str, Any], conversation: Conversation
+    config: WorkerConfig,
+    params: Mapping[str, Any],
+    messages: list[ChatMessage],
+    *,
+    prompted: bool,
 ) -> dict[str, Any]:
     """The body of the chat request. The caller's parameters override the worker's defaults, but not
     `OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools."""
@@ -273,9 +271,9 @@ def request_body(
         body.update(given)
     for owned in OWNED_PARAMS:
         body.pop(owned, None)
-    body["messages"] = conversation.messages()
+    body["messages"] = messages
     tools = [*config.normal_tools, *config.exit_tools]
-    if tools and not conversation.prompted:
+    if tools and not prompted:
         body["tools"] = tools
     body["stream"] = True
     return body
@@ -313,57 +311,6 @@ def needs_specific_slots(body: Mapping[str, Any]) -> bool:
 def _count(value: object) -> int | None:
     """A count as the server reads it: it may be written as 2.0 (b11434)."""
     return as_count(int(value) if isinstance(value, float) and value.is_integer() else value)
-
-
-class Prompts:
-    """The prompts of one request's turns: each continues the one before. Not thread-safe."""
-
-    def __init__(self, config: WorkerConfig, submission: Submission, *, prompted: bool) -> None:
-        self.prompted = prompted
-        self._config = config
-        self._submission = submission
-        self._conversation: Conversation | None = None  # once a BIOS was written
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        """The parameters that the host sets."""
-        return {**self._config.default_params, **self._submission.params}
-
-    @property
-    def keep_template_end(self) -> bool:
-        """Whether no parameter changes how the template ends the prompt."""
-        return _TEMPLATE_PARAMS.isdisjoint(self.params)
-
-    @property
-    def max_hold_s(self) -> float:
-        """How long text may be held back: less in prompted mode, as it may hold a signal."""
-        return WAKE_INTERVAL_S if self.prompted and self._config.exit_tools else MAX_HOLD_S
-
-    def next_body(
-        self, bios: BiosText | str, turn: Turn | None = None, batch: ToolBatch | None = None
-    ) -> dict[str, Any]:
-        """The body of the turn that begins now; it continues `turn` with the results of `batch`."""
-        if turn is None or batch is None or self._conversation is None:
-            self._conversation = Conversation.begin(
-                bios, self._submission, self._config, prompted=self.prompted
-            )
-        else:
-            self._conversation = self._conversation.after_tools(
-                bios,
-                text=turn.text,
-                reasoning=turn.reasoning,
-                calls=batch.calls,
-                results=batch.results,
-            )
-        return request_body(self._config, self._submission.params, self._conversation)
-
-    def since_prompt(self, *, text: str, reasoning: str, has_answered: bool) -> list[ChatMessage]:
-        """The conversation from the user prompt on, with what the model said in the last turn."""
-        if self._conversation is None:
-            return []
-        return self._conversation.since_prompt(
-            text=text, reasoning=reasoning, has_answered=has_answered
-        )
 
 
 # ---------------------------------------------------------------- the BIOS

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, tagged_call
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.request.prompt import (
     SYSTEM_PROMPT_DELIMITER,
-    Conversation,
     Prompts,
     needs_specific_slots,
 )
@@ -31,6 +31,23 @@ CALLS = (
 BIOS = BiosText("BIOS", "T1")
 
 
+class Conversation:
+    """The prompts of one request, and the messages that its latest turn sent."""
+
+    def __init__(self, bios: BiosText | str, mode: SystemPromptMode, **asked: Any) -> None:
+        prompted = asked.pop("prompted")
+        submission = Submission(job_name="j", params={}, **asked)
+        self.prompts = Prompts(config(system_prompt_mode=mode), submission, prompted=prompted)
+        self.messages: list[Any] = self.prompts.next_body(bios)["messages"]
+
+    def go_on(self, bios: BiosText | str, **said: Any) -> list[Any]:
+        """The messages of the next turn, after tools."""
+        said = {"text": "Look:", "reasoning": "hm", "calls": CALLS, "results": ("2", "[]")} | said
+        turn: Any = SimpleNamespace(**said)
+        self.messages = self.prompts.next_body(bios, turn, turn)["messages"]
+        return self.messages
+
+
 def begin(
     bios: BiosText | str = BIOS,
     *,
@@ -40,19 +57,14 @@ def begin(
     mode: SystemPromptMode = "merged",
     prompted: bool = False,
 ) -> Conversation:
-    prompts: Any = {
-        "system_prompt": system_prompt,
-        "user_prompt": user_prompt,
-        "messages": tuple(messages),
-    }
-    submission = Submission(job_name="j", params={}, **prompts)
-    of = config(system_prompt_mode=mode)
-    return Conversation.begin(bios, submission, of, prompted=prompted)
-
-
-def after_tools(conversation: Conversation, bios: BiosText | str, **said: Any) -> Conversation:
-    said = {"text": "Look:", "reasoning": "hm", "calls": CALLS, "results": ["2", "[]"]} | said
-    return conversation.after_tools(bios, **said)
+    return Conversation(
+        bios,
+        mode,
+        system_prompt=system_prompt,
+        user_prompt=user_prompt,
+        messages=tuple(messages),
+        prompted=prompted,
+    )
 
 
 def status(text: str) -> str:
@@ -77,7 +89,7 @@ def test_system_prompts_are_merged_or_separate(
 ) -> None:
     modes: list[tuple[SystemPromptMode, list[str]]] = [("merged", merged), ("separate", separate)]
     for mode, contents in modes:
-        messages = begin(bios, system_prompt=system_prompt, mode=mode).messages()
+        messages = begin(bios, system_prompt=system_prompt, mode=mode).messages
         assert messages[:-1] == [{"role": "system", "content": content} for content in contents]
         assert messages[-1] == {"role": "user", "content": "Hi"}
 
@@ -89,9 +101,9 @@ def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
     ]
     for user_prompt in ("Hi", ""):  # after an assistant's message an empty one is a message, too
         it = begin("BIOS", messages=prior, mode="separate", user_prompt=user_prompt)
-        assert [m["content"] for m in it.messages()] == ["BIOS", "SYS", "q", "a", user_prompt]
-    assert begin("BIOS", user_prompt="").messages()[-1] == {"role": "user", "content": ""}
-    assert begin().messages()[-1] == {"role": "user", "content": "Hi" + status("T1")}
+        assert [m["content"] for m in it.messages] == ["BIOS", "SYS", "q", "a", user_prompt]
+    assert begin("BIOS", user_prompt="").messages[-1] == {"role": "user", "content": ""}
+    assert begin().messages[-1] == {"role": "user", "content": "Hi" + status("T1")}
 
 
 PART = {"type": "text", "text": "q"}
@@ -109,11 +121,11 @@ PART = {"type": "text", "text": "q"}
 def test_a_needless_empty_prompt_is_left_out(last: Any, content: Any) -> None:
     before = copy.deepcopy(last)
     it = begin(messages=[last], user_prompt="")
-    assert len(it.messages()) == 2
-    assert it.messages()[-1] == {**before, "content": content}
+    assert len(it.messages) == 2
+    assert it.messages[-1] == {**before, "content": content}
     assert last == before
     answer = {"role": "assistant", "content": "a"}
-    assert it.since_prompt(text="a", reasoning="", has_answered=True) == [answer]
+    assert it.prompts.since_prompt(text="a", reasoning="", has_answered=True) == [answer]
 
 
 # ---------------------------------------------------------------- continuation after tools
@@ -126,7 +138,7 @@ def test_a_continuation_has_a_message_per_call() -> None:
         for number, function in enumerate(functions, 1)
     ]
     results = [("c00000001", "add", "2"), ("c00000002", "find", "[]" + status("T2"))]
-    assert after_tools(begin(), BiosText("BIOS", "T2")).messages()[2:] == [
+    assert begin().go_on(BiosText("BIOS", "T2"))[2:] == [
         {"role": "assistant", "content": "Look:", "reasoning_content": "hm", "tool_calls": calls},
         *(
             {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
@@ -136,7 +148,7 @@ def test_a_continuation_has_a_message_per_call() -> None:
 
 
 def test_content_is_never_null() -> None:
-    assistant = after_tools(begin(), BIOS, text="", reasoning="").messages()[2]
+    assistant = begin().go_on(BIOS, text="", reasoning="")[2]
     assert assistant["content"] == ""
     assert "reasoning_content" not in assistant
 
@@ -144,15 +156,13 @@ def test_content_is_never_null() -> None:
 def test_prompted_calls_go_back_as_written() -> None:
     written = '<tool_call>\n{"name":"add", "arguments":{"a" : 1}}\n</tool_call>'
     calls = [ParsedCall("c00000001", "add", {"a": 1}, '{"a": 1}', written), CALLS[1]]
-    conversation = after_tools(
-        begin(prompted=True), BiosText("BIOS", "T2"), text="So:\n", calls=calls
-    )
+    sent = begin(prompted=True).go_on(BiosText("BIOS", "T2"), text="So:\n", calls=calls)
     said = f"So:\n{written}\n{tagged_call('find', '{}')}"
     results = (
         '<tool_response id="c00000001" name="add">\n2\n</tool_response>\n'
         '<tool_response id="c00000002" name="find">\n[]\n</tool_response>'
     )
-    assert conversation.messages()[2:] == [
+    assert sent[2:] == [
         {"role": "assistant", "content": said, "reasoning_content": "hm"},
         {"role": "user", "content": results + status("T2")},
     ]
@@ -160,17 +170,19 @@ def test_prompted_calls_go_back_as_written() -> None:
 
 def test_native_tool_turns_are_rewritten_for_prompted_mode() -> None:
     bios = BiosText("BIOS")
-    native, prompted = (after_tools(begin(bios, prompted=mode), bios) for mode in (False, True))
-    earlier = native.since_prompt(text="Two.", reasoning="", has_answered=True)
+    native, prompted = (begin(bios, prompted=mode) for mode in (False, True))
+    for each in (native, prompted):
+        each.go_on(bios)
+    earlier = native.prompts.since_prompt(text="Two.", reasoning="", has_answered=True)
     before = copy.deepcopy(earlier)
     follow_up = begin(bios, messages=earlier, user_prompt="So?", prompted=True)
-    assert follow_up.messages() == [
-        *prompted.messages(),
+    assert follow_up.messages == [
+        *prompted.messages,
         {"role": "assistant", "content": "Two."},
         {"role": "user", "content": "So?"},
     ]
     assert earlier == before
-    assert begin(bios, messages=earlier).messages()[1:-1] == earlier
+    assert begin(bios, messages=earlier).messages[1:-1] == earlier
 
 
 def test_a_result_has_the_name_of_its_own_call() -> None:
@@ -182,7 +194,7 @@ def test_a_result_has_the_name_of_its_own_call() -> None:
             {"role": "tool", "tool_call_id": "call_0", "content": "r"},
         )
     ]
-    _, _, first, _, second, _ = begin(messages=earlier, prompted=True).messages()
+    _, _, first, _, second, _ = begin(messages=earlier, prompted=True).messages
     assert [first["content"], second["content"]] == [
         f'<tool_response id="call_0" name="{name}">\nr\n</tool_response>'
         for name in ("find", "add")
@@ -200,7 +212,7 @@ def test_odd_messages_are_no_matter_in_prompted_mode(calls: Any) -> None:
         {"role": "tool", "content": [image]},
         {"role": "tool", "content": [{"type": "text", "text": "r"}]},
     ]
-    *_, assistant, seen, told, _ = begin(messages=odd, prompted=True).messages()
+    *_, assistant, seen, told, _ = begin(messages=odd, prompted=True).messages
     assert seen == odd[1]
     answer = '<tool_response id="" name="">\nr\n</tool_response>'
     assert told == {"role": "user", "content": answer}
@@ -211,14 +223,6 @@ def test_odd_messages_are_no_matter_in_prompted_mode(calls: Any) -> None:
         assert assistant == odd[0]
 
 
-@pytest.mark.parametrize(("calls", "results"), [((), []), (CALLS, ["2"]), (CALLS[:1], ["2", "3"])])
-def test_a_result_for_each_call_is_required(
-    calls: tuple[ParsedCall, ...], results: list[str]
-) -> None:
-    with pytest.raises(ValueError, match="one result per call"):
-        after_tools(begin(), BIOS, calls=calls, results=results)
-
-
 @pytest.mark.parametrize("prompted", [False, True])
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.text(), st.text(), st.text()), min_size=1, max_size=4))
@@ -227,21 +231,20 @@ def test_earlier_messages_stay_the_same_byte_by_byte(
 ) -> None:
     conversation = begin(prompted=prompted)
     for text, reasoning, volatile in turns:
-        before = json.dumps(conversation.messages())
-        following = after_tools(
-            conversation, BiosText("other", volatile), text=text, reasoning=reasoning
-        )
-        assert json.dumps(following.messages()).startswith(before.removesuffix("]"))
-        assert json.dumps(conversation.messages()) == before
-        conversation = following
+        sent = conversation.messages
+        before = json.dumps(sent)
+        following = conversation.go_on(BiosText("other", volatile), text=text, reasoning=reasoning)
+        assert json.dumps(following).startswith(before.removesuffix("]"))
+        assert json.dumps(sent) == before
 
 
 def test_a_plain_bios_is_put_first_anew() -> None:
     conversation = begin("BIOS at 1")
-    following = after_tools(conversation, "BIOS at 2")
-    assert following.messages()[0]["content"] == f"BIOS at 2{SYSTEM_PROMPT_DELIMITER}SYS"
-    assert following.messages()[1:2] == conversation.messages()[1:]
-    assert STATUS_OPEN not in str(following.messages())
+    _, *earlier = conversation.messages
+    head, *following = conversation.go_on("BIOS at 2")
+    assert head["content"] == f"BIOS at 2{SYSTEM_PROMPT_DELIMITER}SYS"
+    assert following[:1] == earlier
+    assert STATUS_OPEN not in str(following)
 
 
 # ---------------------------------------------------------------- the body
