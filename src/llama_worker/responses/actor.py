@@ -1,10 +1,10 @@
 """ResponsesProxyActor: runs the listener for clients of the Responses API, and keeps the store of
 responses.
 
-Receives orders from its handle (StartListening, StopListening), facts from the listener's thread
-(Listening, ListenerEnded), and from the threads that serve clients facts (ResponseBegun,
-ResponseEnded) and questions (Recall, Fetch, Forget). It sends only answers. Owns the listener, the
-store of responses, and the ids of the running responses that will be stored.
+Receives orders from its handle (StartListening, StopListening), ListenerEnded from the listener's
+thread, and from the threads that serve clients facts (ResponseBegun, ResponseEnded) and questions
+(Recall, Fetch, Forget). It sends only answers. Owns the listener, the store of responses, and the
+ids of the running responses that will be stored.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
         match message:
             case messages.StartListening(reply=reply):
                 self._begin(reply)
-            case messages.Listening(listener=listener):
-                self._listening(listener)
             case messages.StopListening(reply=reply):
                 self._stopping.append(reply)
                 self._end_all()
@@ -85,39 +83,29 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
             return
         self._port = reply
         try:
-            start_thread("llama_worker-responses", partial(self._listen, self.me()))
+            start_thread("llama_worker-responses", partial(self._listen, self.me(), reply))
         except RuntimeError as error:  # the system has no thread left
             reply.fail(error)
         else:
             self._alive = True
 
-    def _listen(self, me: Ref[messages.ProxyMessage]) -> None:
+    def _listen(self, me: Ref[messages.ProxyMessage], port: Reply[int]) -> None:
         """Runs on the listener's thread; the threads that it starts are daemons like itself."""
         try:
             app = ResponsesApp(self._config, me, self._upstream)
             listener = SocketListener(self._config, app.serve)  # which binds the port
-            # before the message, which an actor that is about to end loses
-            self._listener = listener
-            me.tell(messages.Listening(listener=listener))
+            self._listener = listener  # first: whoever stops the actor from now on stops it, too
             if self._stopped:
                 listener.stop()
+            else:
+                port.answer(listener.port)
+                where = f"{self._config.host}:{listener.port} for {self._config.base_url}"
+                self._runner.write_log(logging.INFO, f"responses proxy on {where}")
             listener.serve()
         except BaseException as error:
             me.tell(messages.ListenerEnded(error=error))
         else:
             me.tell(messages.ListenerEnded(error=None))
-
-    def _listening(self, listener: SocketListener) -> None:
-        if self._stopped:
-            return
-        _logger.info(
-            "responses proxy on %s:%d for %s",
-            self._config.host,
-            listener.port,
-            self._config.base_url,
-        )
-        if self._port is not None:
-            self._port.answer(listener.port)
 
     def _answer_questions(self) -> None:
         """Answer those that do not wait for a running response."""

@@ -6,7 +6,6 @@ from msgspec import Struct
 
 from llama_worker.mailbox import Reply
 from llama_worker.responses.api.store import RecalledResponses, References, StoredResponse
-from llama_worker.responses.http.listener import SocketListener
 
 
 class StartListening(Struct, frozen=True, kw_only=True):
@@ -20,12 +19,6 @@ class StopListening(Struct, frozen=True, kw_only=True):
     """Cut every exchange and end the listener; answered when its threads have ended."""
 
     reply: Reply[None]
-
-
-class Listening(Struct, frozen=True, kw_only=True):
-    """From the listener's thread: the port is bound and connections are accepted."""
-
-    listener: SocketListener
 
 
 class ListenerEnded(Struct, frozen=True, kw_only=True):
@@ -83,11 +76,5 @@ class Forget(Struct, frozen=True, kw_only=True):
 
 Question = Recall | Fetch | Forget
 ProxyMessage = (
-    StartListening
-    | StopListening
-    | Listening
-    | ListenerEnded
-    | ResponseBegun
-    | ResponseEnded
-    | Question
+    StartListening | StopListening | ListenerEnded | ResponseBegun | ResponseEnded | Question
 )
