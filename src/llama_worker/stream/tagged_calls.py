@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from llama_worker.bios import CALL_CLOSE, CALL_OPEN
 from llama_worker.config.profiles import LoopDetector
-from llama_worker.stream.calls import MAX_JSON_DEPTH, MalformedCall, RawCall, parse_arguments
+from llama_worker.stream.calls import MalformedCall, RawCall, parse_arguments
 from llama_worker.stream.loops import LoopWatch
 
 MAX_TAGGED_CALL_CHARS = 1 << 20
@@ -218,19 +218,10 @@ class _CallScan(Enum):
     MALFORMED = auto()
 
 
-class _Part(Enum):
-    BEFORE = auto()  # before the object
-    OUTSIDE = auto()  # in the object, outside a string
-    STRING = auto()
-    ESCAPE = auto()
-    AFTER = auto()  # after the object
-    CLOSING = auto()  # inside the closing tag
-
-
 _SPACE = re.compile(r"[ \t\n\r]*")
-# every character that JSON allows there, except brackets
-_OUTSIDE = re.compile(r"[ \t\n\r0-9:,.+\-Eaeflnrstu]*")
-_STRING = re.compile(r'[^"\\\x00-\x1f]*')
+# every character that JSON allows there
+_OUTSIDE_STRING = re.compile(r"[ \t\n\r0-9:,.+\-Eaeflnrstu{}\[\]]*")
+_STRING = re.compile(r'(?:[^"\\\x00-\x1f]++|\\.)*+', re.DOTALL)
 
 
 class _CallScanner:
@@ -242,67 +233,45 @@ class _CallScanner:
 
     def __init__(self) -> None:
         self.state = _CallScan.OPEN
-        self._part = _Part.BEFORE
-        self._depth = 0
-        self._closing_chars = 0
+        self._has_begun = False
+        self._in_string = False
+        self._unread = ""  # half an escape, or a part of the closing tag
         self._chars_left = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
 
     def scan(self, text: str, start: int) -> int:
-        """Scan from `start`; returns where it stopped: before the end only if it is decided."""
-        at, end = start, min(len(text), start + self._chars_left)
-        while at < end and self.state is _CallScan.OPEN:
-            at = self._step(text, at, end)
-        self._chars_left -= at - start
-        if self.state is _CallScan.OPEN and self._chars_left == 0:
-            self.state = _CallScan.MALFORMED
+        """Scan from `start`; returns the call's end once it is complete."""
+        known = len(self._unread)  # 0 unless `text` begins a new piece
+        text, end = self._unread + text, start + known + self._chars_left
+        end = min(len(text), end)
+        self._chars_left -= end - start - known
+        at = self._scan(text, start, end)
+        if self.state is _CallScan.OPEN:
+            self._unread = text[at:end]
+            if self._chars_left == 0:
+                self.state = _CallScan.MALFORMED
+        return at - known
+
+    def _scan(self, text: str, at: int, end: int) -> int:
+        """Returns up to where the text is read."""
+        if not self._has_begun:
+            at = _skip(_SPACE, text, at, end)
+            if at == end:
+                return at
+            self._has_begun = text[at] == "{"
+            if not self._has_begun:
+                self.state = _CallScan.MALFORMED
+        while self.state is _CallScan.OPEN:
+            at = _skip(_STRING if self._in_string else _OUTSIDE_STRING, text, at, end)
+            rest = text[at : min(end, at + len(CALL_CLOSE))]
+            if rest.startswith('"'):
+                self._in_string, at = not self._in_string, at + 1
+            elif rest == CALL_CLOSE and not self._in_string:
+                self.state, at = _CallScan.COMPLETE, at + len(CALL_CLOSE)
+            elif rest in ("", "\\") if self._in_string else CALL_CLOSE.startswith(rest):
+                break  # the rest is to come
+            else:
+                self.state = _CallScan.MALFORMED
         return at
-
-    def _step(self, text: str, at: int, end: int) -> int:
-        match self._part:
-            case _Part.BEFORE | _Part.AFTER:
-                at = _skip(_SPACE, text, at, end)
-                if at < end:
-                    expected = "{" if self._part is _Part.BEFORE else "<"
-                    self._expect(text[at] == expected)
-                    self._part = _Part.OUTSIDE if self._part is _Part.BEFORE else _Part.CLOSING
-            case _Part.OUTSIDE:
-                at = _skip(_OUTSIDE, text, at, end)
-                if at < end:
-                    self._structure(text[at])
-                    at += 1
-            case _Part.STRING:
-                at = _skip(_STRING, text, at, end)
-                if at < end:
-                    self._expect(text[at] in '"\\')
-                    self._part = _Part.OUTSIDE if text[at] == '"' else _Part.ESCAPE
-                    at += 1
-            case _Part.ESCAPE:
-                self._part = _Part.STRING
-                at += 1
-            case _Part.CLOSING:
-                self._expect(text[at] == CALL_CLOSE[self._closing_chars])
-                self._closing_chars += 1
-                at += 1
-                if self._closing_chars == len(CALL_CLOSE) and self.state is _CallScan.OPEN:
-                    self.state = _CallScan.COMPLETE
-        return at
-
-    def _structure(self, char: str) -> None:
-        if char == '"':
-            self._part = _Part.STRING
-        elif char in "{[":
-            self._depth += 1
-            self._expect(self._depth <= MAX_JSON_DEPTH)
-        elif char in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self._part = _Part.AFTER
-        else:
-            self._expect(False)
-
-    def _expect(self, holds: bool) -> None:
-        if not holds:
-            self.state = _CallScan.MALFORMED
 
 
 def _skip(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:

@@ -119,7 +119,7 @@ def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
             for held_back in ("<", "<tool", "<tool_call>", '<tool_call>{"na')
         ),
         ("a <tool_call>x", "a <tool_call>x"),
-        ('a <tool_call>{"name": <', 'a <tool_call>{"name": '),
+        ('a <tool_call>{"name": <t', 'a <tool_call>{"name": '),
     ],
 )
 def test_only_what_may_be_a_call_is_held_back(piece: str, shown: str) -> None:
