@@ -12,23 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from llama_worker.mailbox import Mailbox
-from llama_worker.request.messages import (
-    BiosWritten,
-    CountTokens,
-    OpenStream,
-    RunTool,
-    StreamClosed,
-    ToolThreadReport,
-    WriteBios,
-)
-from llama_worker.server.messages import (
-    EvidenceSeen,
-    GpuFaulted,
-    LaunchReport,
-    Look,
-    Probed,
-    SlotsSeen,
-)
+from llama_worker.request import messages as request
+from llama_worker.server import messages as server
 from llama_worker.server.termination import Signal
 
 
@@ -117,7 +102,7 @@ class ToolThread(Protocol):
     def is_alive(self) -> bool:
         """Whether it still runs."""
 
-    def give_up(self, reply_to: Mailbox[ToolThreadReport]) -> None:
+    def give_up(self, reply_to: Mailbox[request.ToolThreadReport]) -> None:
         """Tell the call, unless it has returned, that its result is no longer awaited. Quick.
 
         `reply_to` gets ToolThreadStuck and, once the call returns, ToolThreadReturned.
@@ -137,10 +122,10 @@ class Waitable(Protocol):
 class UpstreamRuntime(Host, Protocol):
     """The runtime for a server that this program did not start."""
 
-    def probe(self, epoch: int, reply_to: Mailbox[Probed]) -> Abortable:
+    def probe(self, epoch: int, reply_to: Mailbox[server.Probed]) -> Abortable:
         """Ask whether the server answers; `reply_to` gets one Probed, READY for any answer."""
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> Abortable:
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[server.SlotsSeen]) -> Abortable:
         """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
 
@@ -158,7 +143,7 @@ class Runtime(Host, Protocol):
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         """Block the calling thread, one of the host's, until `what` is done; False: not in time."""
 
-    def start_server(self, epoch: int, reply_to: Mailbox[LaunchReport]) -> ServerProcess:
+    def start_server(self, epoch: int, reply_to: Mailbox[server.LaunchReport]) -> ServerProcess:
         """Launch the configured server.
 
         `reply_to` gets Launched or LaunchFailed; after Launched, Died (unless the guard was killed)
@@ -173,7 +158,9 @@ class Runtime(Host, Protocol):
         """The anonymous memory of the process tree, swapped out or not; None if it cannot be
         read. Quick."""
 
-    def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> Stream:
+    def open_stream(
+        self, order: request.OpenStream, on_closed: Mailbox[request.StreamClosed]
+    ) -> Stream:
         """POST the order's body.
 
         Its `reply_to` gets StreamOpened, StreamEvents and, last, StreamClosed, which `on_closed`
@@ -182,7 +169,7 @@ class Runtime(Host, Protocol):
         """
 
     def probe_readiness(
-        self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]
+        self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[server.Probed]
     ) -> Abortable:
         """Ask the server whether it is ready; the `first` probe of a launch also asks whether it is
         ours, and what it can do.
@@ -190,26 +177,28 @@ class Runtime(Host, Protocol):
         `reply_to` gets one Probed.
         """
 
-    def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+    def look(
+        self, look: server.Look, root_pid: int, reply_to: Mailbox[server.EvidenceSeen]
+    ) -> None:
         """Ask liveness probe number `look.probe`; if `look.fresh`, it first forgets what it saw.
 
         `reply_to` gets one EvidenceSeen.
         """
 
-    def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
+    def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[server.GpuFaulted]) -> None:
         """Wait for errors of the GPUs that the process tree uses, for as long as it lives.
 
         `reply_to` gets one GpuFaulted for each kind of error.
         """
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> Abortable:
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[server.SlotsSeen]) -> Abortable:
         """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
-    def write_bios(self, order: WriteBios, reply_to: Mailbox[BiosWritten]) -> None:
+    def write_bios(self, order: request.WriteBios, reply_to: Mailbox[request.BiosWritten]) -> None:
         """Ask the BIOS provider; `reply_to` gets BiosWritten, before this returns or later."""
 
-    def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
+    def count_tokens(self, order: request.CountTokens, *, prompted: bool, n_ctx: int) -> None:
         """Count the order's prompt; its reply has the count of tokens or an error within 10 s."""
 
-    def run_tool(self, order: RunTool) -> ToolThread:
+    def run_tool(self, order: request.RunTool) -> ToolThread:
         """Run the call; the order's `reply_to` gets CallEnded."""

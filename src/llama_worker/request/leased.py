@@ -27,23 +27,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from llama_worker.mailbox import Tick
-from llama_worker.request.ending import (
-    CANCELED,
-    COMPLETED,
-    SERVER_GONE,
-    TOKEN_LIMIT,
-    Outcome,
-    failed,
-    failed_by,
-)
-from llama_worker.request.messages import (
-    Abandon,
-    AskIfServerDied,
-    CancelRequest,
-    RequestEnded,
-    RequestInput,
-    ServerChecked,
-)
+from llama_worker.request import ending, messages
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress, TurnProgress
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
@@ -54,7 +38,7 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import Finished, TurnEnd, TurnEndEvent, TurnOutcome
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
-LeaseEffects = list[RequestEnded | AskIfServerDied]
+LeaseEffects = list[messages.RequestEnded | messages.AskIfServerDied]
 _DISCONNECTS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED)
 
 
@@ -73,7 +57,7 @@ class _ReadingRest(Struct, frozen=True):
 class _Over(Struct, frozen=True):
     """The stream ended; the sender has not said yet that it is done."""
 
-    outcome: Outcome
+    outcome: ending.Outcome
     until: float | None
 
 
@@ -81,7 +65,7 @@ class _Disconnected(Struct, frozen=True):
     """The connection broke, perhaps because the server died: that may still be reported, has been
     asked for, or is known."""
 
-    outcome: Outcome  # as far as known
+    outcome: ending.Outcome  # as far as known
     until: float | None = None  # None: the sender has not said yet that it is done
     is_asked: bool = False
 
@@ -114,7 +98,7 @@ class LeasedRequest:
         question: str = "",
     ) -> None:
         self.request_id = admitted.request_id
-        self.given_up: Outcome | None = None  # why the worker gave it up; None: it did not
+        self.given_up: ending.Outcome | None = None  # why the worker gave it up; None: it did not
         self._api_key = api_key
         self._answers_left = answers
         self._offers_tools = offers_tools
@@ -200,29 +184,29 @@ class LeasedRequest:
         if self.has_ended or self.is_broken:
             return None
         self._conclude_finished()
-        outcome = self._state.outcome if isinstance(self._state, _Over) else CANCELED
+        outcome = self._state.outcome if isinstance(self._state, _Over) else ending.CANCELED
         if self.given_up is not None and outcome.fail_reason is not None:
             outcome = self.given_up
         return self._record(outcome, now)
 
     # ------------------------------------------------------------ called by the slot's actor
 
-    def step(self, message: RequestInput, now: float) -> LeaseEffects:
+    def step(self, message: messages.RequestInput, now: float) -> LeaseEffects:
         match message:
-            case CancelRequest(request_id=self.request_id):
-                return self._give_up(CANCELED, now)
-            case Abandon(request_id=None | self.request_id):
-                outcome = failed(message.reason, message.detail)
+            case messages.CancelRequest(request_id=self.request_id):
+                return self._give_up(ending.CANCELED, now)
+            case messages.Abandon(request_id=None | self.request_id):
+                outcome = ending.failed(message.reason, message.detail)
                 if message.reason is RequestFailReason.SERVER_DIED and self._is_streaming:
                     self.given_up, self._state = outcome, _ReadingRest(now + READ_REST_S)
                     return []
                 return self._give_up(outcome if self.is_broken else self.given_up or outcome, now)
-            case ServerChecked(request_id=self.request_id, is_gone=is_gone) if isinstance(
+            case messages.ServerChecked(request_id=self.request_id, is_gone=is_gone) if isinstance(
                 self._state, _Disconnected
             ):
                 if not is_gone:
                     return self._end(self._state.outcome, now)
-                self.given_up = gone = failed_by(SERVER_GONE)
+                self.given_up = gone = ending.failed_by(ending.SERVER_GONE)
                 self._state = _Disconnected(gone, now + LATE_EXIT_REPORT_WAIT_S, is_asked=True)
             case Tick() if self.deadline is not None and now >= self.deadline:
                 return self._deadline_passed(now)
@@ -232,7 +216,7 @@ class LeasedRequest:
         match self._state:
             case _Disconnected(outcome=outcome, is_asked=False):
                 self._state = _Disconnected(outcome, now + LATE_EXIT_REPORT_WAIT_S, is_asked=True)
-                return [AskIfServerDied(request_id=self.request_id)]
+                return [messages.AskIfServerDied(request_id=self.request_id)]
             case _Disconnected(outcome=outcome):
                 return self._end(outcome, now)
             case _:
@@ -246,13 +230,13 @@ class LeasedRequest:
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> LeaseEffects:
         """End the request, whatever its state."""
-        return self._give_up(failed(reason, detail), now)
+        return self._give_up(ending.failed(reason, detail), now)
 
     @property
     def has_finished(self) -> bool:
         """Whether the model finished regularly."""
         match self._state:
-            case _Over(outcome=Outcome(fail_reason=None)):
+            case _Over(outcome=ending.Outcome(fail_reason=None)):
                 return True
         return self._turn_end.finish_reason is not None
 
@@ -307,13 +291,15 @@ class LeasedRequest:
             return
         match ended:
             case Finished(reason=reason):
-                outcome = TOKEN_LIMIT if reason == "length" else COMPLETED
+                outcome = ending.TOKEN_LIMIT if reason == "length" else ending.COMPLETED
                 self._state = _Over(outcome, self._state.until)
             case StreamFailure(reason=reason) if reason in _DISCONNECTS:
                 until, known = self._state.until, self.given_up
-                self._state = _Disconnected(known or failed_by(ended), until, known is not None)
+                self._state = _Disconnected(
+                    known or ending.failed_by(ended), until, known is not None
+                )
             case ServerError() | StreamFailure():
-                outcome = failed_by(ended, offers_tools=self._offers_tools)
+                outcome = ending.failed_by(ended, offers_tools=self._offers_tools)
                 self._state = _Over(outcome, self._state.until)
 
     def _conclude_finished(self) -> None:
@@ -321,7 +307,7 @@ class LeasedRequest:
         if self._turn_end.finish_reason is not None:
             self._conclude(self._turn_end.closed(None))
 
-    def _give_up(self, outcome: Outcome, now: float) -> LeaseEffects:
+    def _give_up(self, outcome: ending.Outcome, now: float) -> LeaseEffects:
         """End with `outcome`, unless the stream ended before: the client may have seen that end."""
         if self.has_ended:
             return []
@@ -332,10 +318,10 @@ class LeasedRequest:
         self.given_up = outcome
         return self._end(outcome, now)
 
-    def _end(self, outcome: Outcome, now: float) -> LeaseEffects:
-        return [RequestEnded(record=self._record(outcome, now))]
+    def _end(self, outcome: ending.Outcome, now: float) -> LeaseEffects:
+        return [messages.RequestEnded(record=self._record(outcome, now))]
 
-    def _record(self, outcome: Outcome, now: float) -> RequestRecord:
+    def _record(self, outcome: ending.Outcome, now: float) -> RequestRecord:
         progress, self._state = self.progress(), _Ended()
         outcome = outcome.for_host(self._api_key)
         self._totals.add_turn(self._turn)

@@ -20,18 +20,7 @@ from __future__ import annotations
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import masked
 from llama_worker.mailbox import Tick
-from llama_worker.request import messages, states
-from llama_worker.request.ending import (
-    CANCELED,
-    MAX_DETAIL_CHARS,
-    SERVER_GONE,
-    TOKEN_LIMIT,
-    Outcome,
-    after_loop,
-    after_turn,
-    failed,
-    failed_by,
-)
+from llama_worker.request import ending, messages, states
 from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress
 from llama_worker.request.prompt import Prompts, needs_specific_slots, runaway_tokens
@@ -113,7 +102,7 @@ class Request:
             case states.Streaming() | states.Settling(), messages.Abandon(
                 request_id=None | self.request_id, reason=RequestFailReason.SERVER_DIED
             ):
-                outcome = failed(message.reason, message.detail)
+                outcome = ending.failed(message.reason, message.detail)
                 self.state = states.ReadingRest(since=now, outcome=outcome)
             case states.Prompting(batch=batch), messages.BiosWritten(turn_id=self._next_turn_id):
                 return self._bios_written(message, batch, now)
@@ -125,16 +114,16 @@ class Request:
                 request_id=self.request_id
             ):
                 if not message.is_gone:
-                    return self._end(failed_by(failure), now)
-                self.state = states.Disconnected.asked(SERVER_GONE, now)
+                    return self._end(ending.failed_by(failure), now)
+                self.state = states.Disconnected.asked(ending.SERVER_GONE, now)
             case states.ReadingRest(outcome=outcome), messages.Abandon(
                 request_id=None | self.request_id
             ):
                 return self._give_up(outcome, now)
             case _, messages.Abandon(request_id=None | self.request_id):
-                return self._give_up(failed(message.reason, message.detail), now)
+                return self._give_up(ending.failed(message.reason, message.detail), now)
             case _, messages.CancelRequest(request_id=self.request_id):
-                return self._end(CANCELED, now)
+                return self._end(ending.CANCELED, now)
             case _, Tick():
                 return self._tick(now)
         return []
@@ -146,14 +135,14 @@ class Request:
         match self.state:
             case states.Prompting(limit_s=limit_s):
                 detail = f"the BIOS provider did not return within bios_timeout_s {limit_s:g} s"
-                return self._end(failed(RequestFailReason.PROMPT_ERROR, detail), now)
+                return self._end(ending.failed(RequestFailReason.PROMPT_ERROR, detail), now)
             case states.Settling():
                 return self._turn_finished(now)
             case states.Disconnected(failure=failure, is_asked=False):
                 self.state = states.Disconnected.asked(failure, now)
                 return [messages.AskIfServerDied(request_id=self.request_id)]
             case states.Disconnected(failure=failure):
-                return self._end(failed_by(failure), now)
+                return self._end(ending.failed_by(failure), now)
             case states.ReadingRest(outcome=outcome):
                 return self._give_up(outcome, now)
             case states.RunningTools(batch=batch, limit_s=limit_s):
@@ -170,7 +159,7 @@ class Request:
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
         """End although `step` raised or is stuck: keep what was shown, lose what was held back."""
-        ended = self._finish(failed(reason, detail), now)
+        ended = self._finish(ending.failed(reason, detail), now)
         return [*self._tools.take_new_signals(), *ended]
 
     def saw_liveness(self, at: float | None) -> None:
@@ -231,7 +220,7 @@ class Request:
         self, written: messages.BiosWritten, batch: ToolBatch | None, now: float
     ) -> Effects:
         if written.error is not None:
-            return self._end(failed(RequestFailReason.PROMPT_ERROR, written.error), now)
+            return self._end(ending.failed(RequestFailReason.PROMPT_ERROR, written.error), now)
         body = self._prompts.next_body(written.bios, self._turn, batch)
         self._turns_count += 1
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
@@ -270,9 +259,9 @@ class Request:
                 self._tools.record_exits(turn, at)
             loop = output.loop or turn.hidden_loop
             if loop is not None:
-                return self._end(after_loop(loop), at)
+                return self._end(ending.after_loop(loop), at)
             if turn.is_runaway:
-                return self._end(TOKEN_LIMIT, at)
+                return self._end(ending.TOKEN_LIMIT, at)
         return []
 
     def _turn_ended(self, ended: TurnOutcome, at: float) -> Effects:
@@ -290,7 +279,7 @@ class Request:
                 detail = masked(ended.detail, self._config.api_key)
                 return [messages.ToolsRefused(detail=detail), *self._write_bios(None, at)]
             case _:
-                return self._end(failed_by(ended, offers_tools=self._tools.offered), at)
+                return self._end(ending.failed_by(ended, offers_tools=self._tools.offered), at)
 
     @property
     def _may_ask_without_tools(self) -> bool:
@@ -298,29 +287,29 @@ class Request:
         is_first = self._turns_count == 1 and not self._prompts.prompted
         return is_first and self._config.tool_call_mode == "auto" and self._tools.offered
 
-    def _give_up(self, outcome: Outcome, now: float) -> Effects:
+    def _give_up(self, outcome: ending.Outcome, now: float) -> Effects:
         """End with `outcome`, unless the model has finished a turn without calls to run."""
         if self._turn.is_over or self._turn.end.finish_reason is None:
             return self._end(outcome, now)
         return self._turn_finished(now, otherwise=outcome)
 
-    def _turn_finished(self, now: float, otherwise: Outcome | None = None) -> Effects:
+    def _turn_finished(self, now: float, otherwise: ending.Outcome | None = None) -> Effects:
         """End the request or run the turn's calls; `otherwise`: the outcome in place of calls."""
         following = self._turn_result(now)
-        if isinstance(following, Outcome):
+        if isinstance(following, ending.Outcome):
             return self._end(following, now)
         if otherwise is not None:
             return self._end(otherwise, now)
         return [self._close_turn(), *self._run_call(self._tools.begin(following, now))]
 
-    def _turn_result(self, now: float) -> Outcome | tuple[ParsedCall, ...]:
+    def _turn_result(self, now: float) -> ending.Outcome | tuple[ParsedCall, ...]:
         """What follows a turn that the model finished: the request's outcome, or calls to run."""
         turn, output, reason = self._turn, self._totals.output, self._turn.end.finish_reason
         output.add(*turn.finish(cut_off=reason == "length"))
         if output.loop is not None:
-            return after_loop(output.loop)
+            return ending.after_loop(output.loop)
         calls = self._tools.take_calls(turn, now)
-        return after_turn(reason, calls, self._totals.iterations_left) or calls.normal
+        return ending.after_turn(reason, calls, self._totals.iterations_left) or calls.normal
 
     def _close_turn(self) -> messages.CloseStream:
         """Close the turn's stream, and add the turn to the totals."""
@@ -347,9 +336,9 @@ class Request:
         self, batch: ToolBatch, error: str, at: float, *, drop: bool = False
     ) -> Effects:
         """Fail the request, or tell the model, as `tool_errors` says."""
-        error = encodable(masked(error, self._config.api_key))[:MAX_DETAIL_CHARS]
+        error = encodable(masked(error, self._config.api_key))[: ending.MAX_DETAIL_CHARS]
         if self._config.tool_errors == "fail":
-            return self._end(failed(RequestFailReason.TOOL_EXECUTION_ERROR, error), at)
+            return self._end(ending.failed(RequestFailReason.TOOL_EXECUTION_ERROR, error), at)
         following = self._continue_batch(
             self._tools.record_result(batch, error, at, error=error), at
         )
@@ -360,7 +349,7 @@ class Request:
 
     # ------------------------------------------------------------ the end
 
-    def _end(self, outcome: Outcome, now: float) -> Effects:
+    def _end(self, outcome: ending.Outcome, now: float) -> Effects:
         """End, and keep all that the turn under way has brought."""
         if not isinstance(self.state, states.Ended):
             # what was held back is output, too
@@ -369,7 +358,7 @@ class Request:
                 self._tools.take_calls(self._turn, now)
         return self._finish(outcome, now)
 
-    def _finish(self, outcome: Outcome, now: float) -> Effects:
+    def _finish(self, outcome: ending.Outcome, now: float) -> Effects:
         """End as recorded so far. If it has ended, hand the record over again: it may be unsent."""
         effects: Effects = []
         match self.state:

@@ -14,14 +14,7 @@ from llama_worker.config.server_program import (
 from llama_worker.config.settings import Endpoint, WorkerConfig
 from llama_worker.mailbox import Mailbox
 from llama_worker.ports import Waitable
-from llama_worker.request.messages import (
-    BiosWritten,
-    CountTokens,
-    OpenStream,
-    RunTool,
-    StreamClosed,
-    WriteBios,
-)
+from llama_worker.request import messages as request
 from llama_worker.request.prompt import write_bios
 from llama_worker.runtime.host.futures import call_host, write_log
 from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread
@@ -34,14 +27,7 @@ from llama_worker.runtime.probes.readiness import AnswerProbe, ReadinessProbe, S
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_process import GuardedServer
 from llama_worker.runtime.streams.stream_reader import StreamReader
-from llama_worker.server.messages import (
-    EvidenceSeen,
-    GpuFaulted,
-    LaunchReport,
-    Look,
-    Probed,
-    SlotsSeen,
-)
+from llama_worker.server import messages as server
 
 _logger = logging.getLogger("llama_worker")
 _SUSPENDED_S = 1.0  # a smaller difference is the time between the reads of two clocks
@@ -82,10 +68,10 @@ class UpstreamQuestions(RealHost):
         super().__init__()
         self._endpoint = endpoint
 
-    def probe(self, epoch: int, reply_to: Mailbox[Probed]) -> AnswerProbe:
+    def probe(self, epoch: int, reply_to: Mailbox[server.Probed]) -> AnswerProbe:
         return AnswerProbe(self._endpoint, epoch=epoch, reply_to=reply_to)
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SlotsQuestion:
+    def look_at_slots(self, epoch: int, reply_to: Mailbox[server.SlotsSeen]) -> SlotsQuestion:
         return SlotsQuestion(self._endpoint, epoch=epoch, reply_to=reply_to)
 
 
@@ -109,28 +95,32 @@ class RealRuntime(UpstreamQuestions):
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
         return what.wait(timeout_s)
 
-    def start_server(self, epoch: int, reply_to: Mailbox[LaunchReport]) -> GuardedServer:
+    def start_server(self, epoch: int, reply_to: Mailbox[server.LaunchReport]) -> GuardedServer:
         return GuardedServer(
             epoch=epoch, config=self._config, folder=self._folder, log=self.log, reply_to=reply_to
         )
 
-    def open_stream(self, order: OpenStream, on_closed: Mailbox[StreamClosed]) -> StreamReader:
+    def open_stream(
+        self, order: request.OpenStream, on_closed: Mailbox[request.StreamClosed]
+    ) -> StreamReader:
         return StreamReader(order, self._endpoint, on_closed=on_closed, name=self._name)
 
     def probe_readiness(
-        self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]
+        self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[server.Probed]
     ) -> ReadinessProbe:
         return ReadinessProbe(
             self._config, epoch=epoch, root_pid=root_pid, first=first, reply_to=reply_to
         )
 
-    def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
+    def look(
+        self, look: server.Look, root_pid: int, reply_to: Mailbox[server.EvidenceSeen]
+    ) -> None:
         self._probes[look.probe].look(look, root_pid, reply_to)
 
-    def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[GpuFaulted]) -> None:
+    def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[server.GpuFaulted]) -> None:
         start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
 
-    def write_bios(self, order: WriteBios, reply_to: Mailbox[BiosWritten]) -> None:
+    def write_bios(self, order: request.WriteBios, reply_to: Mailbox[request.BiosWritten]) -> None:
         def tell_bios() -> None:
             reply_to.tell(write_bios(order, self._config, self.unix_now()))
 
@@ -139,11 +129,11 @@ class RealRuntime(UpstreamQuestions):
         else:
             start_thread(f"{self._name}-bios", tell_bios)
 
-    def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
+    def count_tokens(self, order: request.CountTokens, *, prompted: bool, n_ctx: int) -> None:
         unix_now = self.unix_now()
         count_tokens(order, self._config, prompted=prompted, n_ctx=n_ctx, unix_now=unix_now)
 
-    def run_tool(self, order: RunTool) -> ToolCallThread:
+    def run_tool(self, order: request.RunTool) -> ToolCallThread:
         request_id, turn = order.turn_id
         return ToolCallThread(order, self._config, f"{self._name}-tool-{request_id}.{turn}")
 
