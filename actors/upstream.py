@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.ports import Abortable, Host, UpstreamRuntime
+from llama_worker.ports import Abortable, UpstreamRuntime
 from llama_worker.request.messages import Abandon, ProgressReported, ServerChecked
-from llama_worker.request.table import Admitted
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server import messages
 from llama_worker.server.watch import ServerWatch
@@ -125,24 +124,6 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         for probe in self._probes.values():
             probe.abort()
         self._probes.clear()
-
-
-class UpstreamLeases:
-    """Grants the leases of one UpstreamActor, on the calling threads. Thread-safe."""
-
-    def __init__(self, clock: Host, api_key: str | None) -> None:
-        self._clock = clock
-        self._api_key = api_key
-        self._request_ids = itertools.count(1)
-
-    def grant(self, exchange: LeasedExchange, job_name: str) -> None:
-        """Begin the lease. The actor must be told of it only if the server is waited for."""
-        request_id, now = next(self._request_ids), self._clock.now()
-        exchange.begin(
-            Admitted(request_id, 0, job_name, now, is_leased=True),
-            api_key=self._api_key,
-            unix_offset=self._clock.unix_offset(),
-        )
 
 
 def _unwatch(exchange: LeasedExchange) -> messages.Unwatch:

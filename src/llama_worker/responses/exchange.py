@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,10 +16,12 @@ from llama_worker.config.settings import Endpoint
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.prompt import needs_specific_slots
+from llama_worker.request.table import Admitted
 from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import ProxyMessage, ResponseBegun, ResponseEnded
+from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.futures import WorkerFuture, may_block_this_thread
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
@@ -37,23 +40,20 @@ _NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
 _ANSWER_S = 10.0  # how long an actor may take to answer; it takes milliseconds
 _CANCELED = 499  # not standard, but widely used; clients would retry a 5xx
 _RESTARTING_S = 5  # roughly, until the worker has a server again after it gave a request up
+_lease_ids = itertools.count(1)  # of those that no worker grants
 
 
 class Upstream(Struct, frozen=True, kw_only=True):
     """The server behind the proxy. `watch`: the actor that watches the requests with a lease.
 
-    `grant` grants a lease at once; `watch` is told of it only if the server does not reply soon.
-    If `grant` is None, `watch` is a worker, which grants or refuses the lease, and which has a
-    server again after it gave a request up.
+    `restarts`: `watch` is a worker, which grants or refuses a lease, and has a server again after
+    it gave a request up. Else a lease is granted at once, and `watch` is told of it only if the
+    server does not reply soon.
     """
 
     endpoint: Endpoint
     watch: Mailbox[Lease | EndLease]
-    grant: Callable[[LeasedExchange, str], object] | None = None
-
-    @property
-    def restarts(self) -> bool:
-        return self.grant is None
+    restarts: bool
 
 
 class Exchange:
@@ -93,8 +93,7 @@ class Exchange:
         """Get a lease: the request is watched from now on, and holds one of a worker's slots.
         Raises ApiError (503) if there is none. `chat`: the body to send, which may be invalid;
         `answers`: how many of the completion's answers are read."""
-        watch, grant = self.upstream.watch, self.upstream.grant
-        messages = chat.get("messages")
+        upstream, watch, messages = self.upstream, self.upstream.watch, chat.get("messages")
 
         def order(reply: WorkerFuture[SubmitResult]) -> Lease:
             return Lease(job_name=job_name, exchange=self.leased, reply=reply)
@@ -106,7 +105,7 @@ class Exchange:
         self.leased = LeasedExchange(
             self.abort,
             self._end_lease,
-            tell_lease=None if grant is None else tell_lease,
+            tell_lease=None if upstream.restarts else tell_lease,
             new=partial(
                 LeasedRequest,
                 has_media=_has_media(messages),
@@ -119,8 +118,10 @@ class Exchange:
         )
         self._client.set_stall_callback(self.leased.stopped_waiting)
         self._wants_lease = True
-        if grant is not None:
-            grant(self.leased, job_name)
+        if not upstream.restarts:
+            admitted = Admitted(next(_lease_ids), 0, job_name, timers.now(), is_leased=True)
+            # nobody is shown its record, whose instants are Unix seconds
+            self.leased.begin(admitted, api_key=upstream.endpoint.api_key, unix_offset=0.0)
             return
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
         answer = ask(watch, order(reply), reply)

@@ -11,7 +11,7 @@ import pykka
 
 from llama_worker.actors.base import LiveSet, Ref
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
-from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
+from llama_worker.actors.upstream import UpstreamActor
 from llama_worker.config.settings import Endpoint
 from llama_worker.errors import ConfigError
 from llama_worker.mailbox import Mailbox
@@ -71,13 +71,11 @@ class ResponsesProxy(Startable):
         )
         if worker is not None:
             watch: Mailbox[Lease | EndLease] = Ref(worker.actor_ref)
-            grant = None
         else:
             runtime = UpstreamQuestions(endpoint)
             actor = UpstreamActor.start(self._live, runtime, config.timeouts)
             watch = self._upstream = Ref(actor)
-            grant = UpstreamLeases(runtime, config.api_key).grant
-        upstream = Upstream(endpoint=endpoint, watch=watch, grant=grant)
+        upstream = Upstream(endpoint=endpoint, watch=watch, restarts=worker is not None)
         self._port: WorkerFuture[int] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any]
         try:

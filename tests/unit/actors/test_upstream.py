@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,10 @@ from msgspec import Struct
 
 from llama_worker.actors.base import LiveSet
 from llama_worker.actors.messages import EndLease, Lease
-from llama_worker.actors.upstream import UpstreamActor, UpstreamLeases
+from llama_worker.actors.upstream import UpstreamActor
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.leased import LeasedRequest
+from llama_worker.request.table import Admitted
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
@@ -89,7 +91,7 @@ class World:
         self.questions_count = 0
         self.live = LiveSet()
         self.ref = UpstreamActor.start(self.live, self, timeouts)
-        self.leases = UpstreamLeases(self, None)
+        self.request_ids = itertools.count(1)
 
     # ------------------------------------------------------------ ports.UpstreamRuntime
 
@@ -132,7 +134,8 @@ class World:
 
     def begin(self, *clients: Client) -> None:
         for client in clients:
-            self.leases.grant(client.exchange, "responses:r")
+            admitted = Admitted(next(self.request_ids), 0, "responses:r", self.at, is_leased=True)
+            client.exchange.begin(admitted, api_key=None, unix_offset=0.0)
             client.exchange.started_waiting()
             reply: WorkerFuture[SubmitResult] = WorkerFuture()
             self.tell(Lease(job_name="responses:r", exchange=client.exchange, reply=reply))
