@@ -95,8 +95,8 @@ class RequestWatch:
     def _broken_off(self, order: Unwatch, progress: Progress | None, now: float) -> None:
         """The server may compute its batch now or later. `progress` None: it never reported."""
         had_headers = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
-        # The first batch may be in progress before the headers come.
-        in_a_batch = had_headers or progress is None or progress.is_served
+        # Before the headers the first batch may be in progress; in one piece, any.
+        in_a_batch = had_headers or progress is None or progress.is_served or progress.in_one_piece
         since, limit_s = self._leftover_batch_since(), self._profile.idle_stream_timeout_s
         had_its_time = since is None or (limit_s is not None and now - since >= limit_s)
         if in_a_batch and had_its_time:

@@ -96,6 +96,23 @@ def test_an_aborted_requests_batch_may_delay_headers(
         assert bool(watch.record_progress(waiting, now, for_verdict=True)) is is_given_up
 
 
+def test_an_aborted_reply_in_one_piece_may_delay_headers() -> None:
+    profile = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
+    waiting = Progress(
+        request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0
+    )
+    in_one_piece = replace(waiting, request_id=1, in_one_piece=True)
+    gone: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITING}
+    for now, is_given_up in ((169.9, False), (170.0, True)):
+        watch = RequestWatch(profile, epoch=1)
+        for request_id in (1, 2):
+            watch.begin(request_id)
+        watch.record_progress(in_one_piece, 40.0, for_verdict=False)
+        watch.end(Unwatch(request_id=1, data_at=None, completed=False, **gone), 50.0)
+        watch.begin_round(now)
+        assert bool(watch.record_progress(waiting, now, for_verdict=True)) is is_given_up
+
+
 @pytest.mark.parametrize(
     ("served_id", "given_up_at"),
     [
