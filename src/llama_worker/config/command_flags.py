@@ -203,17 +203,19 @@ def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
     unknown = []
     while words:
         word = words.pop(0)
-        flag = flag_of(word)
-        if flag in known:
-            del words[: known[flag]]
-        elif flag.partition("=")[0] in known:
-            unknown.append(f"{word}: the value must be a word of its own")
-        else:
-            is_flag = flag.startswith("-")
+        is_flag = word.startswith("-")
+        flag, equals, _ = flag_of(word).partition("=")
+        if is_flag and equals:
+            word = word.partition("=")[0] + "=..."  # the value may be a key
+        if flag not in known:
             meant = did_you_mean(flag, known) if is_flag else None
             unknown.append(f"{word}: {meant}" if meant else word)
-            if is_flag and words and not words[0].startswith("-"):
+            if is_flag and not equals and words and not words[0].startswith("-"):
                 del words[0]  # its value
+        elif equals:
+            unknown.append(f"{word}: the value must be a word of its own")
+        else:
+            del words[: known[flag]]
     return unknown
 
 

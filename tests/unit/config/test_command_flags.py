@@ -223,7 +223,8 @@ def test_the_help_is_read_where_it_lists_flags(text: str, known: KnownFlags | No
         (("--control-vector-layer-range", "1", "2", "-kvu"), ()),
         (("--flash_attn", "on"), ()),
         (("--flash-atn", "on", "--port", "80"), ("--flash-atn: did you mean '--flash-attn'?",)),
-        (("--port=80",), ("--port=80: the value must be a word of its own",)),
+        (("--port=80",), ("--port=...: the value must be a word of its own",)),
+        (("--modle=s3cret", "80"), ("--modle=...: did you mean '--model'?", "80")),
         (("80",), ("80",)),
         (("--zzz", "--port", "80", "--qqqqq"), ("--zzz", "--qqqqq")),
         (("-np",), ()),  # the server itself says that its value is missing
