@@ -105,6 +105,8 @@ def _parts_of(url: str) -> SplitResult | None:
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # `urlsplit` drops line breaks, such as that at the end of a file; a request would have it
+        good = good and url.isprintable() and " " not in url
     except ValueError:
         return None
     return parts if good else None

@@ -12,7 +12,8 @@ from llama_worker.responses.config import ResponsesProxyConfig
 
 
 @pytest.mark.parametrize(
-    "origin", ["evil", "ftp://a", "http://", "http://a/path", "*", "null", "http://[a"]
+    "origin",
+    ["evil", "ftp://a", "http://", "http://a/path", "*", "null", "http://[a", "http://a\n"],
 )
 def test_what_is_no_origin_cannot_be_allowed(origin: str) -> None:
     with pytest.raises(ConfigError, match="allow_origins"):
@@ -32,7 +33,13 @@ def test_a_callers_list_of_origins_is_copied() -> None:
     assert config.allow_origins == ("http://a",)
 
 
-@pytest.mark.parametrize("url", ["", "a:1", "http://[::1", "http://a:b", "http://a?b", "ws://a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "a:1", "http://[::1", "http://a:b", "http://a?b", "ws://a"),
+        *("http://a:1\n", "http://a/v1\n", " http://a", "http://a b", "http://a\t"),
+    ],
+)
 def test_an_upstream_is_a_url(url: str) -> None:
     with pytest.raises(ConfigError, match="upstream must be a URL"):
         ResponsesProxyConfig(upstream=url)
