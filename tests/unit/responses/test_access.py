@@ -73,3 +73,16 @@ def test_a_foreign_host_or_page_is_refused(headers: dict[str, str], why: str) ->
     with pytest.raises(ApiError, match=why) as refused:
         POLICY.allowed_origin(head(**headers), "192.168.1.5")
     assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("allowed", "sent"),
+    [
+        ("http://LOCALHOST:80/", "http://localhost"),
+        ("https://ui.example:443", "https://ui.example"),
+        ("http://ui.example:443", "http://ui.example:443"),
+        ("http://[::80]", "http://[::80]"),
+    ],
+)
+def test_a_default_port_may_be_named(allowed: str, sent: str) -> None:
+    assert AccessPolicy("box.lan", [allowed]).allowed_origin(head(Origin=sent), "::1") == sent

@@ -17,6 +17,7 @@ from llama_worker.responses.http.request_reader import HttpRequest
 
 _TODO = "Allow each page or host name with --allow-origin."
 _PREFLIGHT_S = 600
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class AccessPolicy:
@@ -24,7 +25,7 @@ class AccessPolicy:
     allowed web pages, whose host names are allowed as Host, too."""
 
     def __init__(self, host: str, origins: Iterable[str]) -> None:
-        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self._origins = {_as_sent(origin) for origin in origins}
         named = {urlsplit(origin).hostname or "" for origin in self._origins}
         self._hosts = {"localhost", host.lower(), *named} - {""}
 
@@ -62,6 +63,12 @@ def page_headers(head: HttpRequest, origin: str) -> list[tuple[str, str]]:
             ("Access-Control-Max-Age", str(_PREFLIGHT_S)),
         ]
     return headers
+
+
+def _as_sent(origin: str) -> str:
+    """The origin as browsers send it: in lower case, without the scheme's default port."""
+    origin = origin.lower().rstrip("/")
+    return origin.removesuffix(_DEFAULT_PORTS.get(origin.partition(":")[0], ""))
 
 
 def _host_name(host: str) -> str:
