@@ -36,11 +36,13 @@ class Ref:
 
 
 class StubActor:
-    """Its requests end with their first piece, or else `breaks`: then their connection does.
-    `calls` are the methods that were called. Made in the fleet's event loop."""
+    """Its requests end with their first piece, or else `breaks`: then their connection does, after
+    that or (`breaks_first`) before. `calls` are the methods that were called. Made in the fleet's
+    event loop."""
 
     def __init__(self) -> None:
         self.breaks = False
+        self.breaks_first = False
         self._loop = asyncio.get_running_loop()
         self._reachable = asyncio.Event()
         self._reachable.set()
@@ -60,7 +62,9 @@ class StubActor:
 
     def call(self, method: str) -> Any:
         self.calls.append(method)
-        return _pieces(self.breaks) if method == "follow" else Ref(lambda: self._answer(method))
+        if method == "follow":
+            return _pieces(self.breaks, self.breaks_first)
+        return Ref(lambda: self._answer(method))
 
     async def _answer(self, method: str) -> Any:
         if method == "wait_failed":
@@ -78,7 +82,7 @@ class _Method:
         return self._actor.call(self._name)
 
 
-async def _pieces(breaks: bool) -> AsyncIterator[Ref]:
+async def _pieces(breaks: bool, breaks_first: bool) -> AsyncIterator[Ref]:
     status = {"request_id": 1, "job_name": "job", "state": "completed", "signals": []}
     status |= {"ok": True, "created_at": 1.0}
     output = {"ok": True, "text": "yes", "reasoning": ""}
@@ -87,7 +91,8 @@ async def _pieces(breaks: bool) -> AsyncIterator[Ref]:
     async def piece() -> Any:
         return {"status": status, "output": output, **result}
 
-    yield Ref(piece)
+    if not breaks_first:
+        yield Ref(piece)
     raise ActorUnavailableError("the connection broke", b"\1" * 16)
 
 

@@ -157,6 +157,14 @@ def test_a_request_without_its_connection_is_cancelled(stage: Stage) -> None:
         assert "cancel" in actor.calls  # it may live, and would work on for nobody
 
 
+def test_an_admission_without_its_connection_is_cancelled(stage: Stage) -> None:
+    with stage.started(2) as (first, second):
+        first.breaks_first = True
+        stage.submit()
+        assert second.calls.count("submit") == 1
+        assert "cancel" in first.calls  # it may live, and the request runs elsewhere now
+
+
 def test_a_lease_that_is_over_replaces_the_replica(stage: Stage) -> None:
     with stage.started(1, lease_s=0.5) as (first,):
         first.set_reachable(False)

@@ -341,7 +341,11 @@ async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, 
     if not answer["ok"]:
         return answer, None, None
     pieces = actor.follow.remote(answer["request_id"])
-    first: RequestUpdate = await (await anext(pieces))
+    try:
+        first: RequestUpdate = await (await anext(pieces))
+    except ActorUnavailableError:  # it may live, and run the request
+        actor.cancel.remote(answer["request_id"])
+        raise
     return answer, pieces, first
 
 
