@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from llama_worker import RequestResult, WorkerConfig
-from llama_worker.ray import Fleet, FleetClosed, NoLiveReplica, ReplicaState, fleet, replica
+from llama_worker.ray import (
+    Fleet,
+    FleetClosed,
+    NoLiveReplica,
+    ReplicaLost,
+    ReplicaState,
+    fleet,
+    replica,
+)
 from tests.actors.conftest import HOST, WAIT_S, eventually
 from tests.ray.stub_actor import SLOTS, StubActor, without_ray
 
@@ -163,6 +171,17 @@ def test_an_admission_without_its_connection_is_cancelled(stage: Stage) -> None:
         stage.submit()
         assert second.calls.count("submit") == 1
         assert "cancel" in first.calls  # it may live, and the request runs elsewhere now
+
+
+def test_a_silent_replica_is_not_replaced(stage: Stage) -> None:
+    with stage.started(1) as (actor,):
+        actor.set_reachable(False)
+        stage.wait_states(SILENT)
+        with pytest.raises(ReplicaLost, match="while it is silent"):
+            stage.fleet.replace(0).get(timeout=WAIT_S)
+        actor.set_reachable(True)
+        stage.wait_states(READY)
+        assert "drain" not in actor.calls
 
 
 def test_a_lease_that_is_over_replaces_the_replica(stage: Stage) -> None:

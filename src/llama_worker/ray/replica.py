@@ -226,8 +226,8 @@ class Replica:
     async def replace(self) -> None:
         """Drain the worker, end its actor, and return once the next one is READY. Raises
         ReplicaLost if the replica is not READY when called."""
-        if self._state is not ReplicaState.READY:
-            raise self._lost(f"it cannot be replaced while it is {self._state}")
+        if self.state is not ReplicaState.READY:  # one that is SILENT would not hear of it
+            raise self._lost(f"it cannot be replaced while it is {self.state}")
         actor = self._actor
         self._state, self._started = ReplicaState.DRAINING, WorkerFuture()
         with suppress(RayError):  # it died meanwhile, and is replaced anyway
