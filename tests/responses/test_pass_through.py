@@ -70,7 +70,8 @@ def test_replies_pass_through(through: Through, status: str, header: str, body: 
 
 def test_a_stream_that_is_watched_is_not_compressed(through: Through) -> None:
     client, upstream = through(answer(b"{}"))
-    for target, encoding in (("/v1/chat/completions", b"identity"), ("/v1/embeddings", b"gzip")):
+    chats = ("/v1/chat/completions", "/v1/chat/%63ompletions")
+    for target, encoding in (*((chat, b"identity") for chat in chats), ("/v1/embeddings", b"gzip")):
         client.send("POST", target, b"{}", {"Accept-Encoding": "gzip"})
         assert b"\r\naccept-encoding: %b\r\n" % encoding in upstream.requests[-1].lower()
 
@@ -182,6 +183,18 @@ def test_no_target_chooses_the_upstream(through: Through, target: str) -> None:
         f"host: {HOST}:{upstream.port}".encode() in request.lower() for request in upstream.requests
     )
     assert status == 400 or said.endswith(b"the configured one")
+
+
+def test_an_encoded_path_is_the_same_path(fake: Client) -> None:
+    made = fake.create(target="/v1/%72esponses").json
+    assert made["object"] == "response"
+    assert fake.send("GET", f"/v1/responses/{made['id'].replace('r', '%72')}").json == made
+
+
+def test_a_target_has_no_fragment(through: Through) -> None:
+    client, upstream = through(answer(b"{}"))
+    assert client.send("POST", "/v1/chat/completions#a", b"{}").status == 400
+    assert upstream.requests == []
 
 
 def test_a_base_path_comes_first(through: Through) -> None:

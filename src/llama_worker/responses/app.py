@@ -84,7 +84,7 @@ class ResponsesApp:
             exchange.leave()
 
     def _route(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
-        method, path = request.method, request.target.partition("?")[0]
+        method, path = request.method, request.path
         stored = _STORED.fullmatch(path)
         if (
             method == "OPTIONS"

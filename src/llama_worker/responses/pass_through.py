@@ -58,7 +58,7 @@ def passed_back(reply: HttpReply) -> list[tuple[str, str]]:
 def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> None:
     """Forward the request and its reply. Raises ApiError if there is no valid reply, OSError if the
     client's connection is broken or must be cut."""
-    is_chat = request.method == "POST" and _CHAT.fullmatch(request.target.partition("?")[0])
+    is_chat = request.method == "POST" and _CHAT.fullmatch(request.path)
     if is_chat:
         chat = json_of(request.body)
         chat = chat if isinstance(chat, Mapping) else {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
+from urllib.parse import unquote
 
 import httptools
 from msgspec import Struct
@@ -53,6 +54,11 @@ class HttpRequest(Struct, frozen=True, kw_only=True):
     target: str
     headers: Mapping[str, tuple[str, str]]
     body: bytes
+
+    @property
+    def path(self) -> str:
+        """The target's path as servers read it: `/v1/%72esponses` is `/v1/responses`."""
+        return unquote(self.target.partition("?")[0])
 
     def header(self, name: str) -> str:
         """The header's value, "" for none. `name`: in lower case."""
@@ -169,7 +175,7 @@ class RequestReader:
         self.reply = ReplyFramer(method, version)
         if version not in ("1.0", "1.1"):
             raise ApiError(505, "the request is not HTTP/1.1")
-        if method == "CONNECT" or not target.startswith("/"):
+        if method == "CONNECT" or not target.startswith("/") or "#" in target:
             raise ApiError(400, "the request's target must be a path")
         if self._headers.hosts > 1 or (self._headers.hosts == 0 and version == "1.1"):
             raise ApiError(400, "the request must have exactly one Host header")
