@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
-from llama_worker.cli import doctor_facts, top_rows
+from llama_worker.cli import doctor_facts, top, top_rows
+from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.config.server_program import FoundServer
 from llama_worker.metrics import WorkerCollector
@@ -337,3 +338,10 @@ def test_top_says_what_to_do(run: Run, args: list[str], code: int, said: str) ->
     assert (done.returncode, done.stdout) == (code, "")
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("said", [b"<html>", b'x{a="b", ="d"} 1'])
+def test_malformed_metrics_are_a_problem(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    monkeypatch.setattr(top, "ask", lambda *_, **__: (200, said))
+    with pytest.raises(Problem, match="does not serve metrics"):
+        top.MetricsSource("http://host/metrics").rows()

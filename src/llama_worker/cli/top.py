@@ -184,7 +184,7 @@ def _samples(text: str, url: str) -> Iterator[Sample]:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 yield sample.name, sample.labels, sample.value
-    except ValueError as error:
+    except (ValueError, IndexError) as error:  # the parser's IndexError: a label without a name
         todo = "give the URL of the metrics; most end in /metrics"
         raise Problem("no_metrics", f"{url} does not serve metrics", todo) from error
 
