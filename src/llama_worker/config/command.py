@@ -16,7 +16,8 @@ BATCH_FLAGS = ("-b", "--batch-size")
 _UBATCH_FLAGS = ("-ub", "--ubatch-size")
 BATCH_SIZE = 512  # the server's default for --ubatch-size, the tokens that it computes at once
 _TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # no shell would split them
-_SECRET_FLAGS = ("--api-key", "-hft", "--hf-token")
+# the environments and headers of MCP servers mostly hold a token
+_SECRET_FLAGS = ("--api-key", "-hft", "--hf-token", "--mcp-servers-json")
 checked_port = partial(checked_int, at_least=1, at_most=65535)
 checked_slots = partial(checked_int, at_least=1, at_most=1024)
 

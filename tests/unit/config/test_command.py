@@ -126,6 +126,7 @@ def test_a_command_is_built_of_good_values(
         ("-hft sesame", None, f"-hft {MASK}"),
         ("--hf_token sesame", None, f"--hf_token {MASK}"),  # the server takes both
         ("--api_key=sesame", None, f"--api_key={MASK}"),
+        ('--mcp-servers-json {"a":{"env":{"TOKEN":"sesame"}}}', None, f"--mcp-servers-json {MASK}"),
         ("--header Bearer:sesame", "sesame", f"--header Bearer:{MASK}"),
     ],
 )
