@@ -94,8 +94,9 @@ def test_hop_by_hop_headers_stay_on_their_hop(through: Through) -> None:
     said = b"Connection: X-Hop\r\nX-Hop: a\r\nKeep-Alive: timeout=5\r\nX-End: b\r\n"
     client, upstream = through(answer(b"a", headers=said))
     sent = {
-        "Connection": "X-Secret",
+        "Connection": "X-Secret, X_Secret_2",
         "X-Secret": "a",
+        "X_Secret_2": "a",
         "Te": "trailers",
         "Upgrade": "websocket",
         "X-End": "c",
@@ -105,7 +106,7 @@ def test_hop_by_hop_headers_stay_on_their_hop(through: Through) -> None:
     assert not {"x-hop", "keep-alive"} & reply.headers.keys()
     head = upstream.requests[0].lower()
     assert b"x-end: c" in head
-    assert not any(name in head for name in (b"x-secret", b"\r\nte:", b"upgrade"))
+    assert not any(name in head for name in (b"secret", b"\r\nte:", b"upgrade"))
 
 
 def test_a_chunked_request_body_passes_through(through: Through) -> None:

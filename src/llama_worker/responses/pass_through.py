@@ -36,7 +36,8 @@ _MAX_REFUSAL_BYTES = 64 * 1024  # of the body of an error reply, kept to tell th
 
 def forwarded(request: HttpRequest, exclude: Iterable[str] = ()) -> dict[str, str]:
     """The client's headers for the upstream, without those of its connection and `exclude`."""
-    dropped = {*_HOP_BY_HOP, *_NOT_FORWARDED, *header_words(request.header("connection")), *exclude}
+    dropped = {*_HOP_BY_HOP, *_NOT_FORWARDED, *exclude}
+    dropped |= {word.replace("_", "-") for word in header_words(request.header("connection"))}
     return {
         name: value
         for lower, (name, value) in request.headers.items()
