@@ -120,8 +120,9 @@ def test_a_refusal_after_a_heartbeat_is_an_event(make_fake: MakeClient, tmp_path
     with fake.begun(fs.Gate(gate), refusal, until=b"response.in_progress") as (data, response):
         gate.touch()
         events = read_sse(data + response.read())
-    assert check_events(events)["status"] == "failed"
-    assert events[-2]["code"] == "context_length_exceeded"
+    failed = check_events(events)
+    assert failed["status"] == "failed"
+    assert events[-2]["code"] == failed["error"]["code"] == "context_length_exceeded"
 
 
 # ---------------------------------------------------------------- slow readers and many

@@ -13,6 +13,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+CONTEXT_EXCEEDED = "context_length_exceeded"
 _LOADING_S = 5
 _SECONDS = re.compile("[0-9]{1,6}")
 
@@ -70,4 +71,4 @@ def error_code(detail: str) -> str | None:
         or "exceed_context_size_error" in detail
         or "context size has been exceeded" in detail.lower()
     )
-    return "context_length_exceeded" if is_full else None
+    return CONTEXT_EXCEEDED if is_full else None

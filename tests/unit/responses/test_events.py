@@ -334,7 +334,7 @@ def test_an_error_after_a_finish_reason_still_counts(
     before: tuple[StreamEvent, ...], message: str, code: str
 ) -> None:
     events = run([TextDelta("a"), *before, ServerError(message, 500, "server_error"), Done()])
-    assert check_events(events)["error"] == {"code": "server_error", "message": message}
+    assert check_events(events)["error"] == {"code": code, "message": message}
     assert events[-2]["error"]["message"] == events[-2]["message"] == message
     assert events[-2]["code"] == code
 

@@ -18,7 +18,7 @@ import msgspec
 from llama_worker.responses.api import items
 from llama_worker.responses.api.store import item_id_of, response_id_of
 from llama_worker.responses.api.tools import NO_TOOLS, Tool, ToolSet
-from llama_worker.responses.errors import error_code
+from llama_worker.responses.errors import CONTEXT_EXCEEDED, error_code
 from llama_worker.stream import events as chat
 from llama_worker.stream.calls import ToolCallAssembler
 from llama_worker.stream.failure import StreamFailure
@@ -180,7 +180,9 @@ class ResponseEvents:
         }
         flat = {key: value for key, value in error.items() if key != "type"}
         self._emit("error", **flat, error=error)  # old clients read the fields, new ones `error`
-        self.response["error"] = {"code": "server_error", "message": message}
+        # OpenAI's API has this code here, too, although its models lack it: Codex reads no other
+        known = code if code == CONTEXT_EXCEEDED else "server_error"
+        self.response["error"] = {"code": known, "message": message}
         self._emit_terminal("failed")
 
     def _conclude(self, outcome: TurnOutcome | None) -> None:
