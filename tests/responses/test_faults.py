@@ -135,6 +135,14 @@ def test_a_proxy_without_a_thread_says_so_and_can_be_closed() -> None:
         proxy.start().get(timeout=WAIT_S)
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_a_name_that_no_host_has_cannot_be_bound(host: str) -> None:
+    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", host=host, port=0)
+    not_bound = pytest.raises(OSError, match="not a host name")
+    with contextlib.closing(ResponsesProxy(config)) as proxy, not_bound:
+        proxy.start().get(timeout=WAIT_S)
+
+
 def test_a_start_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[object] = []
 

@@ -68,9 +68,12 @@ class SocketListener:
         )
         self._max_clients = min(_MAX_CLIENTS, descriptors // 2)
         self._max_busy = min(_MAX_BUSY, descriptors // 4)  # each needs a second for its upstream
-        family, _, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM
-        )[0]
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                config.host, config.port, type=socket.SOCK_STREAM
+            )[0]
+        except UnicodeError as error:  # IDNA does not allow the name
+            raise OSError(f"{config.host!r} is not a host name: {error}") from error
         self._wake_lock = threading.Lock()
         self._is_closed = False
         with contextlib.ExitStack() as opened:
