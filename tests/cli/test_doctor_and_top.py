@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from llama_worker.cli import doctor_facts, top, top_rows
 from llama_worker.cli.exits import Problem
@@ -296,20 +297,29 @@ def test_a_single_table_mentions_no_keys(
     assert "Ctrl-C" not in screen.shown
 
 
+@contextlib.contextmanager
+def served(registry: CollectorRegistry, port: int) -> Iterator[str]:
+    """The URL of an endpoint with these metrics."""
+    server, thread = start_http_server(port, addr=HOST, registry=registry)
+    try:
+        yield f"http://{HOST}:{port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 @pytest.fixture
 def metrics_url(make_worker: MakeWorker, free_port: Callable[[], int]) -> Iterator[str]:
     """The endpoint of a host with one worker: one request completed, one failed, one runs."""
-    registry, port = CollectorRegistry(), free_port()
+    registry = CollectorRegistry()
     rig = make_worker(name="planner", slots=2)
     registry.register(WorkerCollector([rig.worker]))
     rig.run(*plain_reply(Text("ok")))
     rig.run(HttpError(400, "no"))
     rig.submit(Text("..."), WaitClose())
-    server, thread = start_http_server(port, addr=HOST, registry=registry)
-    yield f"http://{HOST}:{port}/metrics"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(registry, free_port()) as url:
+        yield url
 
 
 def test_a_hosts_metrics_fit_in_80_columns(terminal: OpenTerminal, metrics_url: str) -> None:
@@ -345,3 +355,12 @@ def test_malformed_metrics_are_a_problem(monkeypatch: pytest.MonkeyPatch, said: 
     monkeypatch.setattr(top, "ask", lambda *_, **__: (200, said))
     with pytest.raises(Problem, match="does not serve metrics"):
         top.MetricsSource("http://host/metrics").rows()
+
+
+def test_the_metrics_of_many_workers_are_read(free_port: Callable[[], int]) -> None:
+    registry = CollectorRegistry()
+    slots = Gauge("llama_worker_slots", "h" * (5 << 20), ["worker"], registry=registry)
+    slots.labels("planner").set(2)
+    with served(registry, free_port()) as url:
+        (row,) = top.MetricsSource(url).rows()
+    assert (row.worker, row.slots_total) == ("planner", 2)

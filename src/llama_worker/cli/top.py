@@ -50,6 +50,7 @@ _STATE_STYLES = {
 }
 _ANSWER_S = 2.0  # a server answers within 10 ms, even during a long batch (b11434)
 _METRICS_S = 10.0  # for each answer the host asks its workers
+_METRICS_BYTES = 64 * 1024 * 1024  # at most; a worker has some 9 KB of them
 _MAX_ASKED = 16  # servers, at the same time
 _QUIT = (b"q", b"Q")
 _ENDS = "q or Ctrl-C ends"
@@ -159,7 +160,9 @@ class MetricsSource:
             base_url = f"{url.scheme}://{url.netloc}"
             target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
             endpoint = Endpoint(base_url=base_url, connect_timeout_s=_METRICS_S)
-            status, body = ask(endpoint, "GET", target, timeout_s=_METRICS_S)
+            status, body = ask(
+                endpoint, "GET", target, timeout_s=_METRICS_S, max_bytes=_METRICS_BYTES
+            )
         except (OSError, ValueError) as error:
             raise Problem(
                 "no_metrics", f"{self._url} does not answer: {_why(error)}", todo
