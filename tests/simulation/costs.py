@@ -27,7 +27,17 @@ _TRANSPORT = frozenset(
         RequestFailReason.PROTOCOL_ERROR,
     }
 )
-_ANSWERED = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
+_ANSWERED = frozenset(
+    {
+        RequestFailReason.CONTEXT_EXCEEDED,
+        RequestFailReason.HTTP_ERROR,
+        RequestFailReason.REPEATED_LINE_LOOP,
+        RequestFailReason.REPEATED_TEXT_LOOP,
+        RequestFailReason.SERVER_ERROR,
+        RequestFailReason.TOOL_EXECUTION_ERROR,
+        RequestFailReason.TOOL_PARSE_ERROR,
+    }
+)
 _BESIDE_OTHERS = ("while other requests", "while another slot", "no slot was working on it")
 _LAG_S = 5.0  # readers sleep, mailboxes are full
 
@@ -130,8 +140,10 @@ class Costs:
 
     # ------------------------------------------------------------ how requests end
 
-    def ended(self, truth: Truth, record: RequestRecord, *, counts: bool) -> None:
-        """`counts`: its server takes requests, and it did not end in nonsense."""
+    def ended(
+        self, truth: Truth, record: RequestRecord, *, counts: bool, speaks_well: bool
+    ) -> None:
+        """`counts`: its server takes requests. `speaks_well`: it did not end in nonsense."""
         launch = self._launches.setdefault(truth.epoch, _Launch())
         reason, policy = record.result["fail_reason"], self._policy
         completed = record.result["state"] is RequestState.COMPLETED
@@ -139,7 +151,9 @@ class Costs:
             launch.alone, launch.spoke_again_at = None, self._invariants.now
         if not counts:
             return
-        if completed:
+        if not speaks_well:
+            launch.disconnected = 0
+        elif completed:
             launch.disconnected = 0
             launch.jobs_with_errors.clear()
         elif reason in _TRANSPORT:

@@ -186,8 +186,8 @@ class Invariants:
                 self._backoff.completed()
             if has_ended and record.request_id in self.requests:
                 truth = self.requests[record.request_id]
-                counts = isinstance(state, Ready) and speaks_well  # or nobody comes after
-                self._costs.ended(truth, record, counts=counts)
+                counts = isinstance(state, Ready)  # or nobody comes after
+                self._costs.ended(truth, record, counts=counts, speaks_well=speaks_well)
             return has_ended
 
         requests.end = ended  # type: ignore[method-assign,assignment]

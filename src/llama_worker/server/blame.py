@@ -32,6 +32,16 @@ _TRANSPORT_FAILURES = frozenset(
 )
 _LOOPS = frozenset({RequestFailReason.REPEATED_LINE_LOOP, RequestFailReason.REPEATED_TEXT_LOOP})
 _APPLICATION_ERRORS = frozenset({RequestFailReason.HTTP_ERROR, RequestFailReason.SERVER_ERROR})
+# After these the server had replied: its connections work.
+_REPLIES = (
+    _APPLICATION_ERRORS
+    | _LOOPS
+    | {
+        RequestFailReason.CONTEXT_EXCEEDED,
+        RequestFailReason.TOOL_EXECUTION_ERROR,
+        RequestFailReason.TOOL_PARSE_ERROR,
+    }
+)
 # lower bound of the window in which another request's data proves that the server works
 BUSY_WINDOW_MIN_S = 1.0
 
@@ -143,6 +153,24 @@ class FailureCounts(Struct, frozen=True):
         """The counts after one more request, and what follows for the server; None: nothing."""
         if succeeded(record, policy):
             return FailureCounts(), None
+        reason = record.result["fail_reason"]
+        if reason in _REPLIES or record.result["state"] is RequestState.COMPLETED:
+            return replace(self, transport_failures_count=0)._after_reply(record, policy)
+        if reason not in _TRANSPORT_FAILURES:
+            return self, None
+        count = self.transport_failures_count + 1
+        limit = policy.transport_failures_before_restart
+        counts = replace(self, transport_failures_count=count)
+        if count < limit:
+            return counts, ProbeNow(f"a request failed with {reason}")
+        limited = f"(limit: transport_failures_before_restart {limit})"
+        detail = f"{count} transport failures in a row {limited}"
+        return counts, RestartCause("transport_failures", detail)
+
+    def _after_reply(
+        self, record: RequestRecord, policy: RestartPolicy
+    ) -> tuple[FailureCounts, RestartCause | None]:
+        """The counts after a request that did not succeed although the server replied."""
         reason, code = record.result["fail_reason"], record.http_status
         limit = policy.degenerate_outputs_before_restart
         if limit is not None and is_degenerate(record):
@@ -152,26 +180,16 @@ class FailureCounts(Struct, frozen=True):
                 "degenerate_outputs", f"{detail} (limit: degenerate_outputs_before_restart {limit})"
             )
             return replace(self, degenerate_jobs=jobs), restart if len(jobs) >= limit else None
-        if reason in _TRANSPORT_FAILURES:
-            count = self.transport_failures_count + 1
-            limit = policy.transport_failures_before_restart
-            counts = replace(self, transport_failures_count=count)
-            if count < limit:
-                return counts, ProbeNow(f"a request failed with {reason}")
-            limited = f"(limit: transport_failures_before_restart {limit})"
-            detail = f"{count} transport failures in a row {limited}"
-            return counts, RestartCause("transport_failures", detail)
-        if reason in _APPLICATION_ERRORS:
-            is_server_error = code is not None and 500 <= code <= 599
-            jobs = self.jobs_with_server_error | ({record.job} if is_server_error else set())
-            counts = replace(self, transport_failures_count=0, jobs_with_server_error=jobs)
-            limit = policy.server_errors_before_restart
-            if not is_server_error or len(jobs) < limit:
-                return counts, None
-            detail = f"server errors in {len(jobs)} jobs with no success between"
-            limited = f"(limit: server_errors_before_restart {limit})"
-            return counts, RestartCause("server_errors", f"{detail} {limited}")
-        return self, None
+        if reason not in _APPLICATION_ERRORS or code is None or not 500 <= code <= 599:
+            return self, None
+        jobs = self.jobs_with_server_error | {record.job}
+        limit = policy.server_errors_before_restart
+        counts = replace(self, jobs_with_server_error=jobs)
+        if len(jobs) < limit:
+            return counts, None
+        detail = f"server errors in {len(jobs)} jobs with no success between"
+        limited = f"(limit: server_errors_before_restart {limit})"
+        return counts, RestartCause("server_errors", f"{detail} {limited}")
 
 
 # ---------------------------------------------------------------- errors of GPUs

@@ -121,9 +121,20 @@ def test_broken_connections_cost_a_probe_then_the_server() -> None:
     assert found(BROKEN, BROKEN) == RestartCause("transport_failures", limit)
 
 
-@pytest.mark.parametrize("between", [DONE, REFUSED])
-def test_a_reply_in_between_resets_the_count(between: RequestRecord) -> None:
-    assert isinstance(found(BROKEN, between, BROKEN), ProbeNow)
+@pytest.mark.parametrize(
+    "between",
+    [
+        DONE,
+        REFUSED,
+        ended(RequestFailReason.CONTEXT_EXCEEDED),
+        ended(RequestFailReason.TOOL_PARSE_ERROR),
+        ended(RequestFailReason.TOOL_EXECUTION_ERROR),
+        ended(LOOP),
+    ],
+)
+@pytest.mark.parametrize("policy", [RESTART, DEGENERATE])
+def test_a_reply_in_between_resets_the_count(between: RequestRecord, policy: RestartPolicy) -> None:
+    assert isinstance(found(BROKEN, between, BROKEN, policy=policy), ProbeNow)
 
 
 JOBS_REFUSED = ("server_errors", "server errors in 5 jobs with no success between")
