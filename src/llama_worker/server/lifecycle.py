@@ -71,7 +71,8 @@ def step(  # noqa: C901  one line per case
         case _, Start():
             return _start(life)
         case _, Stop(grace_s=grace_s):
-            return _stop(life, now, life.stop_grace_s if grace_s is None else grace_s)
+            allowed_s = life.stop_grace_s if grace_s is None else min(grace_s, life.stop_grace_s)
+            return _stop(life, now, allowed_s)
         case Ready(), Drain():
             return replace(life, state=Draining()), ()
         case Draining(then_start=True) as draining, Drain():  # the later order wins

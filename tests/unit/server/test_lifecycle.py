@@ -177,6 +177,11 @@ def test_start_during_a_stop_launches_anew_afterwards() -> None:
     assert (life.state, effects) == (Stopped(), (Resolve(Stop),))
 
 
+def test_an_order_never_extends_the_grace() -> None:
+    life = structs.replace(ready(), stop_grace_s=0.5)
+    assert streams_closed(stop(life, 2.0, grace_s=2.0)[0], 2.1)[1] == (Terminate(grace_s=0.5),)
+
+
 def test_a_later_stop_shortens_the_grace_period() -> None:
     life, _ = streams_closed(stop(ready(), 2.0, grace_s=10.0)[0], 2.1)
     assert Terminate(grace_s=2.0) in stop(life, 2.2, grace_s=2.0)[1]
