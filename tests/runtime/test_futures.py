@@ -346,6 +346,20 @@ def test_a_derived_result_that_nobody_awaits_any_more_is_not_taken(handed_over: 
     assert handed_over.taken == [5]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_asking_if_a_derived_result_is_there_takes_nothing(
+    handed_over: HandedOver, depth: int
+) -> None:
+    derived: WorkerFuture[Any] = handed_over
+    for _ in range(depth):
+        derived = cast("WorkerFuture[Any]", derived.map(str))
+    handed_over.answer(5)
+    assert derived.done()
+    assert derived.wait(0)
+    assert handed_over.taken == []
+    assert (derived.get(), handed_over.taken) == ("5", [5])
+
+
 def test_a_timeout_a_callback_or_a_failure_takes_nothing(handed_over: HandedOver) -> None:
     called = threading.Event()
     handed_over.add_done_callback(lambda _: called.set())

@@ -121,11 +121,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         that called `never_block_this_thread`, or if the interpreter ends and nobody is left to
         answer."""
         if self._get_hook is not None:
-            try:
-                self.get(timeout=timeout_s)
-            except Exception as error:  # get() will raise it again
-                return not isinstance(error, pykka.Timeout)
-            return True
+            return self._resolve(timeout_s)
         in_vain = getattr(_this_thread, "never_blocks", False) or sys.is_finalizing()
         if not self.done() and not in_vain:
             woken = threading.Lock()
@@ -215,12 +211,23 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 waker()
         _awaited.discard(self)
 
-    def _wait_and_wake(self) -> None:
+    def _resolve(self, timeout_s: float | None) -> bool:
+        """`wait` for a derived future, which takes nothing: a `get` may follow, or none."""
+        outer = getattr(_this_thread, "untaken", None)
         _this_thread.untaken = untaken = list[WorkerFuture[Any]]()
+        try:
+            self.get(timeout=timeout_s)
+        except Exception as error:  # get() will raise it again
+            return not isinstance(error, pykka.Timeout)
+        finally:
+            _this_thread.untaken = outer
+            self._untaken += untaken
+        return True
+
+    def _wait_and_wake(self) -> None:
         try:
             self.wait(None)
         finally:
-            self._untaken += untaken
             self._call_wakers()
 
 
