@@ -360,6 +360,17 @@ def test_asking_if_a_derived_result_is_there_takes_nothing(
     assert (derived.get(), handed_over.taken) == ("5", [5])
 
 
+def test_a_timeout_of_several_results_takes_none(handed_over: HandedOver) -> None:
+    second = HandedOver()
+    both = handed_over.join(second)
+    handed_over.answer(5)
+    with pytest.raises(pykka.Timeout):
+        both.get(timeout=0.001)
+    assert handed_over.taken == []
+    second.answer(6)
+    assert (both.get(), handed_over.taken, second.taken) == ([5, 6], [5], [6])
+
+
 def test_a_timeout_a_callback_or_a_failure_takes_nothing(handed_over: HandedOver) -> None:
     called = threading.Event()
     handed_over.add_done_callback(lambda _: called.set())

@@ -102,8 +102,9 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         """As Pykka's, but typed: block until resolved; raises pykka.Timeout after `timeout`
         seconds."""
         if self._get_hook is not None:
-            # Not under Pykka's lock: a waiter would hold it, and others exceed their timeouts.
-            value = pykka.Future.get(self, timeout=timeout)
+            with self._taking_nothing():
+                # Not under Pykka's lock: a waiter would hold it, and others exceed their timeouts.
+                value = pykka.Future.get(self, timeout=timeout)
             with contextlib.suppress(IndexError):
                 while True:
                     self._untaken.pop().get()
@@ -212,17 +213,24 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         _awaited.discard(self)
 
     def _resolve(self, timeout_s: float | None) -> bool:
-        """`wait` for a derived future, which takes nothing: a `get` may follow, or none."""
+        """`wait` for a derived future."""
+        try:
+            with self._taking_nothing():
+                self.get(timeout=timeout_s)
+        except Exception as error:  # get() will raise it again
+            return not isinstance(error, pykka.Timeout)
+        return True
+
+    @contextlib.contextmanager
+    def _taking_nothing(self) -> Iterator[None]:
+        """Within the block no result is taken; the next `get` that succeeds takes those seen."""
         outer = getattr(_this_thread, "untaken", None)
         _this_thread.untaken = untaken = list[WorkerFuture[Any]]()
         try:
-            self.get(timeout=timeout_s)
-        except Exception as error:  # get() will raise it again
-            return not isinstance(error, pykka.Timeout)
+            yield
         finally:
             _this_thread.untaken = outer
-            self._untaken += untaken
-        return True
+            self._untaken += (each for each in untaken if each not in self._untaken)
 
     def _wait_and_wake(self) -> None:
         try:
