@@ -16,7 +16,7 @@ from typing import Any, cast
 import pykka
 import pytest
 
-from llama_worker.runtime.host import futures
+from llama_worker.runtime.host import callbacks
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
 from llama_worker.runtime.host.open_futures import OpenFutures
 from llama_worker.runtime.host.timers import start_timers
@@ -226,15 +226,15 @@ def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        futures, "_callback_thread", futures._CallbackThread("llama_worker-callbacks")
+        callbacks, "_callback_thread", callbacks._CallbackThread("llama_worker-callbacks")
     )
-    monkeypatch.setattr(futures, "_log_thread", futures._CallbackThread("llama_worker-log"))
+    monkeypatch.setattr(callbacks, "_log_thread", callbacks._CallbackThread("llama_worker-log"))
     logger, broken = logging.getLogger("llama_worker.futures"), _BrokenLogging(error)
     called = threading.Event()
     logger.addFilter(broken)
     try:
         for _ in range(2):  # its own failure is logged, to the same filter
-            futures.write_log(logger, logging.ERROR, "a line")
+            callbacks.write_log(logger, logging.ERROR, "a line")
             assert broken.asked.acquire(timeout=WAIT_S)
             assert broken.asked.acquire(timeout=WAIT_S)
         future.add_done_callback(lambda _: 1 / 0)  # logged, too
@@ -249,7 +249,7 @@ def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
 def test_a_callback_without_a_thread_runs_later(
     future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(futures, "_callback_thread", futures._CallbackThread())
+    monkeypatch.setattr(callbacks, "_callback_thread", callbacks._CallbackThread())
     start_timers()  # as the first worker does
     called = threading.Event()
     future.add_done_callback(lambda _: called.set())

@@ -16,7 +16,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.ports import Waitable
 from llama_worker.request import messages as request
 from llama_worker.request.prompt import write_bios
-from llama_worker.runtime.host.futures import call_host, write_log
+from llama_worker.runtime.host.callbacks import call_host, write_log
 from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers

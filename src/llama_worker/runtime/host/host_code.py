@@ -20,7 +20,8 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.tools import call_result
 from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.futures import log_exception, may_block_this_thread
+from llama_worker.runtime.host.callbacks import log_exception
+from llama_worker.runtime.host.futures import may_block_this_thread
 from llama_worker.runtime.host.threads import run_probe, start_thread
 from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types.hooks import LivenessProbe, RunningCall

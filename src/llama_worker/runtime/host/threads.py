@@ -14,7 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from llama_worker.runtime.host.futures import log_exception, never_block_this_thread
+from llama_worker.runtime.host.callbacks import log_exception
+from llama_worker.runtime.host.futures import never_block_this_thread
 from llama_worker.runtime.host.timers import call_at, now
 
 ADD_THREADS_AFTER_S = 0.05  # a server answers within 10 ms

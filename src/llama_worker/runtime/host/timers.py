@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 
 from llama_worker.clock import ClockTimer, PausingClock
-from llama_worker.runtime.host.futures import log_exception, never_block_this_thread
+from llama_worker.runtime.host.callbacks import log_exception
+from llama_worker.runtime.host.futures import never_block_this_thread
 
 _PAUSE_S = 0.1
 _logger = logging.getLogger("llama_worker.timers")
