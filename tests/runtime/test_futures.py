@@ -310,6 +310,24 @@ def test_giving_up_a_derived_future_ends_the_loop(future: WorkerFuture[int]) -> 
         future.answer(1)
 
 
+def test_giving_up_a_derived_future_leaves_no_thread(future: WorkerFuture[int]) -> None:
+    derived = cast("WorkerFuture[str]", future.map(str))
+
+    def waiting() -> int:
+        return sum(each.name == "llama_worker-derived" for each in threading.enumerate())
+
+    async def main() -> None:
+        for _ in range(3):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(wait(derived), 0.01)
+        assert waiting() == 1
+
+    run_async(main())
+    eventually(lambda: not waiting(), "the thread that waited to end")
+    future.answer(1)
+    assert run_async(wait(derived)) == "1"
+
+
 # ---------------------------------------------------------------- a value that is handed over
 
 

@@ -19,6 +19,7 @@ import pykka
 from llama_worker.runtime.host.callbacks import run_callback
 
 T = TypeVar("T")
+_GIVEN_UP_S = 1.0  # until a thread that waits for a derived future notices that nobody else does
 _SIGNAL_CHECK_S = 1.0  # longest time a signal may go unnoticed by the main thread
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 
@@ -68,6 +69,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         self._wakers: list[Callable[[], object]] = []
         self._unanswered = threading.Lock()  # taken by the first answer and never released
         self._untaken: list[WorkerFuture[Any]] = []  # what a derived future took its value from
+        self._has_waiter = False  # a derived future's thread runs
 
     def answer(self, value: T) -> None:
         """Resolve with a value, unless already resolved."""
@@ -187,9 +189,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         self._wakers.append(waker)
         _awaited.add(self)
         if self._get_hook is not None:  # only a waiter resolves it
-            threading.Thread(
-                target=self._wait_and_wake, name="llama_worker-derived", daemon=True
-            ).start()
+            self._start_waiter()
         elif self.done():
             self._call_wakers()
 
@@ -229,11 +229,31 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
             _this_thread.untaken = outer
             self._untaken += (each for each in untaken if each not in self._untaken)
 
-    def _wait_and_wake(self) -> None:
+    def _start_waiter(self) -> None:
+        """Start the thread that resolves a derived future, unless it runs."""
+        if self._has_waiter:
+            return
+        self._has_waiter = True
         try:
-            self.wait(None)
-        finally:
+            threading.Thread(
+                target=self._wait_and_wake, name="llama_worker-derived", daemon=True
+            ).start()
+        except RuntimeError:  # the system has no thread left
+            self._has_waiter = False
+            raise
+
+    def _wait_and_wake(self) -> None:
+        is_resolved = False
+        while self._wakers and not is_resolved:
+            try:
+                is_resolved = self.wait(_GIVEN_UP_S)
+            except BaseException:  # get() will raise it again
+                is_resolved = True
+        self._has_waiter = False
+        if is_resolved:
             self._call_wakers()
+        elif self._wakers:  # one was added just now
+            self._start_waiter()
 
 
 def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
