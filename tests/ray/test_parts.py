@@ -327,6 +327,19 @@ def config_for(port: int) -> WorkerConfig:
     return WorkerConfig("w", "127.0.0.1", port, ["llama-server"])
 
 
+def test_an_unknown_id_is_not_taken_once_it_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    fleet = Fleet(lambda port: WorkerConfig("w", HOST, port, ["llama-server"]), replicas=1)
+    try:
+        unknown = fleet.result(7)
+        assert unknown.wait(WAIT_S)
+        fleet._requests[7] = RequestCopy(7, finished("all"))
+        assert unknown.get() == {"ok": False, "error": "NOT_FOUND"}
+        assert fleet.get_status(7).get(timeout=WAIT_S)["ok"]
+    finally:
+        fleet.close()
+
+
 def test_a_function_that_cannot_be_pickled_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(

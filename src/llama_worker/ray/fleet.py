@@ -260,9 +260,12 @@ class Fleet(Startable):
         """Resolves when the request is terminal; it is forgotten once a `get` has returned the
         value."""
         self._check_open()
-        future: ResultFuture[RequestResult | NotFound] = ResultFuture(
-            lambda _: self._soon(lambda: self._requests.pop(request_id, None))
-        )
+
+        def release(value: RequestResult | NotFound) -> None:
+            if value["ok"]:
+                self._soon(lambda: self._requests.pop(request_id, None))
+
+        future: ResultFuture[RequestResult | NotFound] = ResultFuture(release)
         self._futures.add(future)
         self._soon(lambda: self._answer_at_end(request_id, future))
         return future
