@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from llama_worker import (
     ConfigError,
@@ -37,6 +37,7 @@ from llama_worker.ray import (
 )
 from llama_worker.ray.replica import Replica, one_line
 from llama_worker.ray.request_copy import RequestCopy
+from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types.request import RequestPhase, RequestStatus
 from tests.actors.conftest import HOST, WAIT_S, run_async
@@ -91,6 +92,20 @@ def test_an_actor_that_cannot_be_created_fails_the_start(monkeypatch: pytest.Mon
             await replica.close(1.0)
 
     run_async(start())
+
+
+def test_a_request_that_no_worker_can_take_is_no_loss() -> None:
+    async def refuse(*_: Any, **__: Any) -> Any:
+        unfit = ConfigError("image_url parts need a model with vision")
+        raise RayTaskError("submit", "a traceback", unfit).as_instanceof_cause()
+
+    async def admit() -> None:
+        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
+        replica._actor = Mock(submit=Mock(remote=refuse))
+        with pytest.raises(ConfigError, match="need a model with vision"):
+            await replica.admit(validate_submit("j", "", "x", None, None), iter(()))
+
+    run_async(admit())
 
 
 def ray_worker(**settings: Any) -> RayWorker:

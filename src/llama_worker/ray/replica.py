@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from llama_worker.errors import WorkerStartError, described_error
+from llama_worker.errors import ConfigError, WorkerStartError, described_error
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStatus, RequestUpdate
 from llama_worker.ray.worker import RayWorker
@@ -262,9 +262,9 @@ class Replica:
         """Submit a request to the replica, which must be READY. The copy that is returned is
         updated until the request is over.
 
-        An admitted request gets the next of `ids`. Raises ReplicaLost if the replica dies
-        meanwhile, or does not answer: if it admits the request anyway, that is cancelled as soon as
-        it answers again.
+        An admitted request gets the next of `ids`. Raises ConfigError if the model cannot take its
+        content; ReplicaLost if the replica dies meanwhile, or does not answer: if it admits the
+        request anyway, that is cancelled as soon as it answers again.
         """
         actor, lost = self._actor, self._lost
         self._admitting += 1
@@ -280,6 +280,8 @@ class Replica:
                 raise lost("its actor does not answer")
             answer, pieces, first = admission.result()
         except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, ConfigError):
+                raise error.cause from error  # the request's fault, at every replica
             raise lost(one_line(error)) from error
         finally:
             self._admitting -= 1
