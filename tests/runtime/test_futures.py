@@ -246,6 +246,16 @@ def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
     assert type(error).__name__ in capsys.readouterr().err
 
 
+def test_a_host_that_configures_its_logging_holds_up_nobody() -> None:
+    logger = logging.getLogger("llama_worker.futures")
+    logger.setLevel(logger.level)  # logging forgets which levels are enabled
+    line = threading.Thread(target=callbacks.write_log, args=(logger, logging.ERROR, "a line"))
+    with logging._lock:  # type: ignore[attr-defined]  # as while a handler is made
+        line.start()
+        line.join(5.0)
+        assert not line.is_alive()
+
+
 def test_a_callback_without_a_thread_runs_later(
     future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

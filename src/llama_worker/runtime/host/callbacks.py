@@ -103,7 +103,8 @@ def call_host(call: Callable[[], object], name: str) -> None:
 def write_log(logger: logging.Logger, level: int, text: str) -> None:
     """Log the line on another thread: a handler of the host's that blocks delays lines, but no
     actor."""
-    if logger.isEnabledFor(level):
+    # Not `isEnabledFor`: it may wait for a lock that logging holds while a handler is made.
+    if level >= logger.getEffectiveLevel():
         _log_thread.run(lambda: logger.log(level, "%s", text))
 
 
