@@ -545,13 +545,20 @@ class Host:
             yield max(left_s, QUICK_S)
         yield from self._is_gone(request_id, f"result_ttl_s {self._result_ttl_s:.0f}")
 
+    def _cancel_anything(self) -> WorkerFuture[Any]:
+        request_id = self._dice.below(1000)
+        self._invariants.canceled_ids.add(request_id)
+        if request_id in self._invariants.requests:
+            self._invariants.requests[request_id].canceled = True
+        return self._world.worker.cancel(request_id)
+
     def meddler(self, *, every_s: float) -> Plan:
         """Asks at odd moments for odd things."""
         dice, worker = self._dice, self._world.worker
         calls: list[tuple[str, Callable[[], WorkerFuture[Any]]]] = [
             ("get_worker_status()", worker.get_worker_status),
             ("get_debug_info()", worker.get_debug_info),
-            ("cancel()", lambda: worker.cancel(dice.below(1000))),
+            ("cancel()", self._cancel_anything),
             ("get_result()", lambda: worker.get_result(10_000 + dice.below(1000))),
             ("get_status()", lambda: worker.get_status(dice.below(1000))),
             (
@@ -564,9 +571,6 @@ class Host:
             if self.is_leaving:
                 return
             what, call = dice.choice(calls)
-            if what == "cancel()":
-                for truth in self._invariants.requests.values():
-                    truth.canceled = True
             answer = yield self.quick(call(), what)
             if what == "get_worker_status()" and answer["slots_used"] != len(
                 answer["active_request_ids"]

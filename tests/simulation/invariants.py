@@ -123,6 +123,7 @@ class Invariants:
     def __init__(self, bench: Bench) -> None:
         self.faults: list[Fault] = []
         self.requests: dict[int, Truth] = {}
+        self.canceled_ids: set[int] = set()  # by a host that guessed them; some come later
         self._killed: set[int] = set()  # launches
         # kinds of faults, and the seconds to their discovery
         self.found: list[tuple[str, float]] = []
@@ -380,6 +381,7 @@ class Invariants:
         for request_id in active:
             if request_id not in self.requests:
                 truth = Truth(request_id, self.now, epoch=self.lifecycle.epoch)
+                truth.canceled = request_id in self.canceled_ids
                 self.requests[request_id] = truth
                 self.on_admitted(truth)
             elif self.requests[request_id].record is not None:
