@@ -1,10 +1,11 @@
 """`make mutants N= SEED=`: plants N small mistakes, one at a time, and counts who notices.
 
 A mutant is tried against the unit tests that are nearest to its module, then the simulator (fixed
-runs, an adversary, a campaign of HOURS worker-hours), the nearest tests in real time, and last all
-other tests of its room; the first that fails has killed it. Nearest is what bears the module's
-name, first at its place in the tree, then what imports it. A test in real time has to pass without
-the mutant, run again by itself, or its failure does not count.
+runs, an adversary, a campaign of HOURS worker-hours), the nearest tests in real time, and last the
+tests of the modules that import it and all others of its room; the first that fails has killed it.
+Nearest is what bears the module's name, first at its place in the tree, then what imports it. A
+test in real time has to pass without the mutant, run again by itself, or its failure does not
+count.
 
 Everything is read from a copy of the tree, made at the start, and happens in further ones, in a
 process namespace of its own, with limits of CPU and wall time; who exceeds one is killed as "timed
@@ -122,15 +123,19 @@ class Tree:
         modules = _importers(self._modules, path)
         return [*dict.fromkeys(test for each in modules for test in _mirrors(self._tests, each))]
 
-    def tests_of_room(self, path: str) -> list[str]:
-        """All at its place in the tree; what runs real servers and threads, if it does, too. Those
-        that share words with its name come first."""
+    def further_tests(self, path: str) -> list[str]:
+        """Those of the modules that import it, then all at its place in the tree; what runs real
+        servers and threads, if it does, too. Those that share words with its name come first."""
+        of_importers = [
+            test for each in _importers(self._modules, path) for test in _mirrors(self._tests, each)
+        ]
         room = next(room for room in ROOMS if path.startswith(room)).rstrip("/").rpartition("/")[2]
         runs_for_real = IN_REAL_TIME if path.startswith((RUNTIME, "actors/")) else ()
         tests = [
             each for each in self._tests if each.startswith((f"{UNIT}{room}/", *runs_for_real))
         ]
-        return sorted(tests, key=lambda each: -_words_in_common(each, path))
+        tests.sort(key=lambda each: -_words_in_common(each, path))
+        return [*dict.fromkeys((*of_importers, *tests))]
 
 
 def _listed(origin: Path) -> list[str]:
@@ -194,7 +199,7 @@ class Hunter:
         nearest = self._tree.nearest_tests(path)
         unit = [each for each in nearest if each.startswith(UNIT)]
         slow = [each for each in nearest if each.startswith(IN_REAL_TIME)]
-        others = [each for each in self._tree.tests_of_room(path) if each not in nearest]
+        others = [each for each in self._tree.further_tests(path) if each not in nearest]
         if unit:
             yield Stage("unit tests", _pytest(unit))
         if path.startswith(SIMULATED):
@@ -202,7 +207,7 @@ class Hunter:
         if slow:
             yield Stage("tests in real time", _pytest(slow), in_real_time=True)
         if others:
-            yield Stage("tests of the room", _pytest(others), in_real_time=True)
+            yield Stage("further tests", _pytest(others), in_real_time=True)
 
     def holds_without_mutants(self, tried: Sequence[Mutation], copy: Path) -> bool:
         """Whether every stage does; it also measures how long they take."""

@@ -110,11 +110,13 @@ def test_what_fails_without_a_mutant_is_shown(
     assert "def test_it(): assert 0" in capsys.readouterr().out
 
 
-def test_the_nearest_tests_come_first_and_the_room_last(tmp_path: Path) -> None:
+def test_the_nearest_tests_come_first_and_those_of_the_room_last(tmp_path: Path) -> None:
     origin = repository(tmp_path / "origin")
     for path, text in {
         "tests/runtime/test_a_timer.py": "",
         "tests/runtime/test_host_wakes.py": "",
+        "tests/runtime/test_waiting.py": "",
+        "src/llama_worker/runtime/waiting.py": "from llama_worker.runtime.host import clock\n",
         "tests/unit/runtime/test_real.py": "from llama_worker.runtime.host import clock, timers\n",
         "tests/unit/request/test_clock.py": "",
     }.items():
@@ -123,13 +125,14 @@ def test_the_nearest_tests_come_first_and_the_room_last(tmp_path: Path) -> None:
     tree = Tree(origin, tmp_path / "tree")
     nearest = [ITS_TEST, "tests/unit/request/test_clock.py", "tests/unit/runtime/test_real.py"]
     assert tree.nearest_tests(MODULE) == nearest
-    assert tree.tests_of_room(MODULE)[:2] == [ITS_TEST, "tests/runtime/test_host_wakes.py"]
+    further = ["tests/runtime/test_waiting.py", ITS_TEST, "tests/runtime/test_host_wakes.py"]
+    assert tree.further_tests(MODULE)[:3] == further
     hunter = Hunter(tree, 1.0, 1, simulator_only=False)
     asked = [(stage.name, stage.command[-1]) for stage in hunter.stages(mutant(*NEVER))]
     assert asked == [
         ("unit tests", "tests/unit/runtime/test_real.py"),
         ("tests in real time", ITS_TEST),
-        ("tests of the room", "tests/runtime/test_a_timer.py"),
+        ("further tests", "tests/runtime/test_a_timer.py"),
     ]
 
 
