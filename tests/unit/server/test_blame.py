@@ -91,6 +91,10 @@ def ended(
     return RequestRecord(request_id=1, job_name=job, **told, http_status=http_status)
 
 
+def asked(reason: RequestFailReason, job: str) -> RequestRecord:
+    return replace(ended(reason, job), question="why?")
+
+
 def found(
     *records: RequestRecord, policy: RestartPolicy = RESTART
 ) -> ProbeNow | RestartCause | None:
@@ -156,6 +160,7 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or w
         "others end no row": ([*refused("ab"), *refused("x", 400), *refused("cde")], JOBS_REFUSED),
         "a loop, and nothing": ([ended(LOOP, "a"), ended(job="b", text=" \n")], JOBS_WITH_NOTHING),
         "one job that tries again": ([ended(LOOP, "a"), ended(LOOP, "a")], None),
+        "one question, under another name": ([asked(LOOP, "a"), asked(LOOP, "b")], None),
         "a text between": ([ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")], None),
         "a cancel between": ([ended(job="a"), CANCELED, ended(job="b")], JOBS_WITH_NOTHING),
         "a signal is something": ([ended(job="a"), ended(job="b", signals=[{}])], None),
