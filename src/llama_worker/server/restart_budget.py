@@ -112,6 +112,7 @@ def recycle_due(
         return RecycleDue(f"{ready} (limit: max_age_s {policy.max_age_s:g})")
     if (
         policy.max_anon_mib is not None
+        and requests_count  # else it is no leak, and the next server would have no less
         and anon_bytes is not None
         and anon_bytes >> 20 >= policy.max_anon_mib
     ):

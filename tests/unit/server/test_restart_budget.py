@@ -133,6 +133,7 @@ def test_the_window_counts_what_is_younger_than_it() -> None:
             "100 MiB of anonymous memory (limit: max_anon_mib 100)",
         ),
         (Recycle(max_anon_mib=100), 1e9, 1, None, None),  # it cannot be seen
+        (Recycle(max_anon_mib=100), 1e9, 0, 101 * MIB, None),  # no leak: it has done nothing yet
     ],
 )
 def test_an_idle_server_is_due_for_replacement(
