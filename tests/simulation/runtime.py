@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from signal import Signals
@@ -80,6 +81,7 @@ class SimRuntime:
         self._activity = ProcessActivity()
         self.slots_asked = 0
         self._looks: dict[int, Looks] = {}  # by launch
+        self._host_calls: deque[Callable[[], object]] = deque()  # not made yet: one thread has them
         self.tool_threads: list[SimToolThread] = []  # all that were started
         self.server: SimServerProcess | None = None  # launched last
 
@@ -100,10 +102,14 @@ class SimRuntime:
         self.scheduler.start_actor(actor)
 
     def call_host(self, call: Callable[[], object], name: str) -> None:
-        if self.machine.slowness:
-            self.scheduler.after(0.0, call, "callback")
-        else:  # what callbacks do is noted only: in whatever order, it is the same
-            call()
+        self._host_calls.append(call)
+        if self.machine.slowness or len(self._host_calls) > 1:
+            self.scheduler.after(0.0, self._call_host_next, "callback")
+        else:  # what callbacks do is noted only: at whatever time, it is the same
+            self._call_host_next()
+
+    def _call_host_next(self) -> None:
+        self._host_calls.popleft()()
 
     def write_log(self, *record: Any) -> None:
         """Of an exception that ends an actor, too: a violation ends the run instead."""
