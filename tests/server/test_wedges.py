@@ -1,5 +1,5 @@
-"""Real servers whose main thread is held, or that lose a request: what only /slots can tell; a long
-batch, and a prompt that waits behind another."""
+"""Real servers whose main thread is held, or that lose a request: what only /slots can tell; and a
+long batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from llama_worker import (
     RequestState,
     RequestStatus,
     TimeoutProfile,
-    WorkerConfig,
 )
 from llama_worker.runtime import real
 from llama_worker.server.slots import LOOKS_COUNT
@@ -187,58 +186,3 @@ def test_one_long_batch_is_spared(serve: Serve, looks: list[float]) -> None:
                 break
         assert looks, f"the batch of {words} words was too short to be suspected"
         assert worker.get_worker_status().get(timeout=patience())["restart_count"] == 0
-
-
-WAITING_BATCH = 16
-
-
-def _longest_standstill(worker: LlamaWorker, request_ids: list[int]) -> float:
-    """Seconds for which one of these prompts was read no further, until both have ended."""
-    moved = dict.fromkeys(request_ids, (0, time.monotonic()))
-    longest_s = 0.0
-    while len(moved) > 0:
-        for request_id in list(moved):
-            status = worker.get_status(request_id).get(timeout=patience())
-            assert status["ok"], status
-            processed = status.get("prompt_progress", {"processed": 0})["processed"]
-            if processed > moved[request_id][0] or status["state"].is_terminal:
-                longest_s = max(longest_s, time.monotonic() - moved[request_id][1])
-                moved[request_id] = processed, time.monotonic()
-            if status["state"].is_terminal:
-                del moved[request_id]
-        time.sleep(0.05)  # between two samples of progress, of which nobody is told
-    return longest_s
-
-
-def _token_s(config: WorkerConfig) -> float:
-    """Seconds that a token of a prompt takes now, beside whatever else runs: of a worker that is
-    not in a hurry."""
-    with LlamaWorker(replace(config, timeouts=TimeoutProfile.slow_prefill())) as worker:
-        request_id = submitted(worker, "pace", prompt_of(150, "pace"), max_tokens=1)
-        result = ended(worker, request_id)
-    return result["timings"]["ttft_s"] / result["usage"]["prompt_tokens"]
-
-
-def test_a_prompt_that_waits_behind_another_is_spared(serve: Serve) -> None:
-    """The server fills its batches in slot order: the higher slot gets its old report again after
-    each batch of the lower one."""
-    args = (*SERVER_ARGS, "--batch-size", str(WAITING_BATCH))
-    config = serve(slots=2, slot_tokens=8192, whole=True, args=args)
-    stood_s = idle_s = 0.0
-    for attempt in range(5):
-        if stood_s > 1.5 * idle_s > 0.0:
-            break
-        token_s = _token_s(config)  # other work may come after it, or go
-        idle_s = 2.0 + 10 * WAITING_BATCH * token_s  # none of the batches takes so long
-        profile = replace(suspicious(), idle_stream_timeout_s=idle_s, suspect_after_s=idle_s / 2)
-        words = min(7500, round(2.5 * idle_s / token_s)) // TOKENS_PER_WORD
-        with LlamaWorker(replace(config, timeouts=profile)) as worker:
-            request_ids = [
-                submitted(worker, name, prompt_of(words, f"{name} {attempt}"), max_tokens=2)
-                for name in ("one", "other")
-            ]
-            stood_s = _longest_standstill(worker, request_ids)
-            results = [ended(worker, request_id) for request_id in request_ids]
-            assert [result["state"] for result in results] == [RequestState.COMPLETED] * 2, results
-            assert worker.get_worker_status().get(timeout=patience())["restart_count"] == 0
-    assert stood_s > 1.5 * idle_s, "neither prompt waited for the other"
