@@ -432,7 +432,12 @@ class Nature:
                 Promise.HUNG_OR_SLOW,
                 bound_s + load_s,
                 what,
-                lambda: server.gone or server.killed or self._host_ends_it_since(fault.began_at),
+                lambda: (
+                    server.gone
+                    or server.killed
+                    or server.frozen  # by another fault, which has its own bound
+                    or self._host_ends_it_since(fault.began_at)
+                ),
                 spared_s,
             )
 
