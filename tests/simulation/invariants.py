@@ -75,6 +75,7 @@ ARROWS = {
     WorkerState.READY: {WorkerState.RUNNING, WorkerState.FAILED, WorkerState.STOPPED},
     WorkerState.FAILED: {WorkerState.RUNNING, WorkerState.STOPPED},
 }
+_YEAR_S = 365 * 86400.0
 OLD_EXCUSE_S = 90.0  # how long after its end a fault still excuses what follows from it
 QUIET_S = 60.0  # so long without a call of the host's, and what happens is the worker's own doing
 QUICK_S = 5.0  # for a call that waits for nothing: threads may sleep, mailboxes be full
@@ -787,17 +788,23 @@ class Invariants:
 
         scheduler.after(bound_s, check, "a bound is due", of_host=False)
 
-    def expect_found(self, fault: Fault, bound_s: float | None, truth: Truth) -> None:
+    def expect_found(self, fault: Fault, bound_s: Callable[[], float | None], truth: Truth) -> None:
         """The request must have ended within the bound, for whatever reason; None: it is only noted
-        when."""
+        when. The bound may grow by what is sent meanwhile."""
         self._awaited.setdefault(truth.request_id, []).append((fault, self.now))
-        if bound_s is None:
+        first_s = bound_s()
+        if first_s is None:
             return
+        within_s: float = first_s
 
         def over() -> bool:
             return truth.ended_at is not None or fault.ended_at is not None
 
         def spared_s() -> float:
+            nonlocal within_s
+            before_s, within_s = within_s, max(within_s, bound_s() or _YEAR_S)
+            if within_s > before_s:
+                return within_s - before_s
             if not fault.kind.neighbours_spare:
                 return 0.0
             others = [
@@ -809,11 +816,11 @@ class Invariants:
                 (each.advanced_at for other in others[-50:] for each in other.exchanges),
                 default=0.0,
             )
-            return bound_s - (self.now - heard_at)
+            return within_s - (self.now - heard_at)
 
         self.expect(
             Promise.HUNG_OR_SLOW,
-            bound_s,
+            within_s,
             f"request {truth.request_id} under the fault {fault.kind.name!r}",
             over,
             spared_s,

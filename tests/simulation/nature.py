@@ -69,6 +69,7 @@ class Nature:
         )
         self._dice, self._profile = dice, world.profile
         self._is_in_one_piece = world.is_in_one_piece
+        self._in_one_piece: list[Truth] = []  # those that are, ended ones too
         self._apart = Dice(setting.seed ^ _OWN_DICE)  # so that other draws stay as they are
         kinds = {KINDS[name]: weight for name, weight in setting.kinds.items()}
         kinds = kinds or {kind: kind.weight for kind in KINDS.values()}
@@ -293,14 +294,20 @@ class Nature:
         while self._at_next_request:
             kind = self._at_next_request.pop(0)
             self._later(self._dice.log_between(0.001, 60.0), partial(self.strike, kind), "nature")
+        if self._is_in_one_piece(truth.request_id):
+            self._in_one_piece.append(truth)
         for fault in self._on_server.get(truth.epoch, ()):
             if fault.ended_at is None:
                 self._expect(fault, truth)
 
     def _expect(self, fault: Fault, truth: Truth) -> None:
         if fault.kind.name not in _HTTP_DEAD:  # its requests go on
-            bound_s = fault.kind.found_within(self._profile, self._stage(truth, fault.epoch))
-            self._invariants.expect_found(fault, bound_s and bound_s + _TOOL_S, truth)
+
+            def bound_s() -> float | None:
+                found_s = fault.kind.found_within(self._profile, self._stage(truth, fault))
+                return found_s and found_s + _TOOL_S
+
+            self._invariants.expect_found(fault, bound_s, truth)
 
     def _crash(self, server: LlamaServer, name: str, returncode: int) -> None:
         self._bound_active(self._fault(name, epoch=server.epoch))
@@ -326,9 +333,8 @@ class Nature:
             name, epoch=epoch if epoch is not None else truth.epoch, request_id=request_id
         )
         if truth.ended_at is None:
-            self._invariants.expect_found(
-                fault, fault.kind.found_within(self._profile, Stage.UNKNOWN), truth
-            )
+            bound_s = partial(fault.kind.found_within, self._profile, Stage.UNKNOWN)
+            self._invariants.expect_found(fault, bound_s, truth)
         else:
             fault.ended_at = self._scheduler.host_time
         return fault
@@ -567,16 +573,22 @@ class Nature:
         bios, self._bios = self._bios, (0.001, None)
         return bios
 
-    def _stage(self, truth: Truth, epoch: int | None) -> Stage:
-        exchange = _exchange(truth) if truth.epoch == epoch else None
-        if exchange is not None and exchange.has_headers:
+    def _stage(self, truth: Truth, fault: Fault) -> Stage:
+        exchange = _exchange(truth) if truth.epoch == fault.epoch else None
+        if exchange is not None and exchange.has_headers and not exchange.in_one_piece:
             return Stage.SPEAKING if exchange.spoke else Stage.SILENT
-        # It may wait behind such a reply, of which nothing is heard.
-        if any(map(self._is_in_one_piece, (truth.request_id, *self._invariants.active))):
+        if self._is_beside_one_piece(fault):
             return Stage.IN_ONE_PIECE
         if exchange is None or any(map(self._has_headers, self._invariants.active)):
             return Stage.UNKNOWN
         return Stage.WAITING
+
+    def _is_beside_one_piece(self, fault: Fault) -> bool:
+        """Whether such a reply was awaited since: what waits may wait for it."""
+        return any(
+            each.epoch == fault.epoch and (each.ended_at is None or each.ended_at > fault.began_at)
+            for each in self._in_one_piece
+        )
 
     def _has_headers(self, request_id: int) -> bool:
         exchange = _exchange(self._invariants.requests[request_id])

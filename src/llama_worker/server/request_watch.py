@@ -224,10 +224,7 @@ class RequestWatch:
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
                 any_is_served=any(other.is_served for other in others),
-                any_in_one_piece=any(
-                    other.in_one_piece and other.turn_started_at <= progress.turn_started_at
-                    for other in others
-                ),
+                any_in_one_piece=any(other.in_one_piece for other in others),
                 leftover_since=self._leftover_batch_since(),
             ),
             slots=SlotSigns(

@@ -23,7 +23,7 @@ class Neighbours(Struct, frozen=True, kw_only=True):
 
     data_at: float | None = None  # the latest data of any of them
     any_is_served: bool = False  # one of them has its headers, and limits of its own
-    # a reply in one piece is awaited: the headers of this request may come after it
+    # a reply in one piece is awaited: unseen, its batches may hold back the headers of this request
     any_in_one_piece: bool = False
     # when one was broken off (canceled, or given up) whose batch may still be computed
     leftover_since: float | None = None

@@ -402,15 +402,6 @@ def test_who_waits_behind_a_reply_in_one_piece_has_its_limits(dead_at: float | N
         assert found[0] - dead_at <= 2 * ANSWER_S + 15.0
 
 
-def test_a_reply_in_one_piece_that_was_asked_for_later_excuses_nobody() -> None:
-    watch = VirtualWatch.ready(PROFILE)
-    watch.begin(waits, lambda now: replace(waits_for_all(now), request_id=2, turn_started_at=1.0))
-    found = watch.run(1100.0, Stalled)
-    assert found is not None
-    assert found[1].request_id == 1
-    assert found[0] <= PROFILE.headers_timeout_s + 2 * PAUSE_S
-
-
 # ---------------------------------------------------------------- when it is silent
 
 
