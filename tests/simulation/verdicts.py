@@ -42,6 +42,8 @@ def check_words(
         if "only repeated records" in detail:  # which has to be seen first
             since = now - float(waited_s)
             due_s = max(due_s, _repeated_at(records_at, since + _ROUNDING_S) - since)
+        if "no slot moved" in detail:  # which nobody looks at before
+            due_s = max(due_s, profile.suspect_after_s or 0.0)
         latest_s = due_s + 2 * profile.liveness_probe_interval_s + _SLACK_S
         _require(detail, not in_time or float(waited_s) <= latest_s)
     still, paced, byte = (each.search(detail) for each in (_STILL, _PACED, _LAST_BYTE))
