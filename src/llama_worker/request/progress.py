@@ -71,6 +71,12 @@ class Progress:
         return streams and not self.concluding
 
     @property
+    def awaits_one_piece(self) -> bool:
+        """Whether the server may work on its reply, of which nothing is heard."""
+        waits = self.phase is RequestPhase.WAITING and not self.concluding
+        return self.in_one_piece and waits
+
+    @property
     def data_at(self) -> float | None:
         """When this turn's latest data came; None if none did. Headers do not count as data."""
         times = [at for at in (self.last_data_at, self.prompt_progress_at) if at is not None]

@@ -85,6 +85,8 @@ class RequestWatch:
         progress = self.progress.pop(request_id, None)
         if order.completed:
             self._history = self._history.completed(request_id)
+            if progress is not None and progress.in_one_piece:  # its data are its client's
+                self._note_data(_ENDED_ID, now)
         if order.is_broken_off:
             self._broken_off(order, progress, now)
         given_up = self._judge_if_all_answered(now)
@@ -96,10 +98,10 @@ class RequestWatch:
         """The server may compute its batch now or later. `progress` None: it never reported."""
         had_headers = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
         # Before the headers the first batch may be in progress; in one piece, any.
-        in_a_batch = had_headers or progress is None or progress.is_served or progress.in_one_piece
-        since, limit_s = self._leftover_batch_since(), self._profile.idle_stream_timeout_s
-        had_its_time = since is None or (limit_s is not None and now - since >= limit_s)
-        if in_a_batch and had_its_time:
+        in_a_batch = (
+            had_headers or progress is None or progress.is_served or progress.awaits_one_piece
+        )
+        if in_a_batch and self._is_leftover_over(now):
             self._leftover_batch.begin(now)
         if order.has_media and order.ended_in is not RequestPhase.GENERATING:
             self._leftover_media.begin(now)
@@ -107,6 +109,19 @@ class RequestWatch:
             self._leftover_batch.queue(order.request_id, now)
             if order.has_media:
                 self._leftover_media.queue(order.request_id, now)
+
+    def _is_leftover_over(self, now: float) -> bool:
+        """Whether what was left over is done, or had its time. It had if somebody has waited ever
+        since: a server that does nothing for that one begins no other batch."""
+        since, limit_s = self._leftover_batch_since(), self._profile.idle_stream_timeout_s
+        if since is None:
+            return True
+        waiting = (RequestPhase.WAITING, RequestPhase.PREFILL)
+        has_waited = any(
+            each.phase in waiting and each.turn_started_at <= since
+            for each in self.progress.values()
+        )
+        return limit_s is not None and now - since >= limit_s and not has_waited
 
     def record_evidence(self, seen: EvidenceSeen) -> None:
         """Record what a liveness probe saw the server do."""
@@ -224,7 +239,7 @@ class RequestWatch:
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
                 any_is_served=any(other.is_served for other in others),
-                any_in_one_piece=any(other.in_one_piece for other in others),
+                any_awaits_one_piece=any(other.awaits_one_piece for other in others),
                 leftover_since=self._leftover_batch_since(),
             ),
             slots=SlotSigns(

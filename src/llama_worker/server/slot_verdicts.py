@@ -19,8 +19,9 @@ from llama_worker.server.slots import Slot, SlotsLook, moved, moved_every_time
 from llama_worker.server.timeouts import describe
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
-# A standstill is a hang only beyond this many times the longest time between two tokens. Not more:
-# text that comes fast is delivered in portions, which must not prolong a round of looks.
+# A standstill is a hang only beyond this many times the longest time between two tokens. Text that
+# comes fast is delivered in portions (`lazy_reading.MAX_HOLD_S` apart); so many of those are below
+# the time that a round of looks takes, or they would prolong it.
 STEP_MULTIPLE = 6.0
 
 _PREFILL, _GENERATING = RequestPhase.PREFILL, RequestPhase.GENERATING
@@ -99,7 +100,7 @@ class SlotsRound:
         still_s = self.now - self.unchanged_since
         what = f"no slot of the server made progress for {still_s:.1f} s"
         if all(slot.decoded_tokens for slot in busy):
-            # Tokens that no request receives show only here, and one may take longer than a round.
+            # One token may take longer than a round, also one that no request here receives.
             if not self.all_stood_still and still_s < self._longest_step_s(len(busy)):
                 return None
             return self._stalled(f"{what}, and none is in prefill")

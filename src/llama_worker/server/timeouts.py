@@ -24,7 +24,7 @@ class Neighbours(Struct, frozen=True, kw_only=True):
     data_at: float | None = None  # the latest data of any of them
     any_is_served: bool = False  # one of them has its headers, and limits of its own
     # a reply in one piece is awaited: unseen, its batches may hold back the headers of this request
-    any_in_one_piece: bool = False
+    any_awaits_one_piece: bool = False
     # when one was broken off (canceled, or given up) whose batch may still be computed
     leftover_since: float | None = None
 
@@ -116,32 +116,36 @@ class _Limits:
 
     def __iter__(self) -> Iterator[_Limit]:
         progress = self._progress
-        match progress.phase:
-            case RequestPhase.DONE:
-                return
-            case _ if progress.concluding:
-                pass
+        if progress.phase is RequestPhase.DONE:
+            return
+        if not progress.concluding:
+            yield from self._of_phase()
+        reason = RequestFailReason.ABSOLUTE_TIMEOUT
+        yield _Limit("absolute_timeout_s", reason, "not finished", progress.dispatched_at)
+
+    def _of_phase(self) -> Iterator[_Limit]:
+        match self._progress.phase:
             case RequestPhase.WAITING:
                 yield from self._waiting()
             case RequestPhase.PREFILL:
                 yield from self._prefill()
             case RequestPhase.GENERATING:
                 yield from self._generating()
-            case RequestPhase.TOOL:
-                pass
-        reason = RequestFailReason.ABSOLUTE_TIMEOUT
-        yield _Limit("absolute_timeout_s", reason, "not finished", progress.dispatched_at)
+            case _:
+                pass  # a tool has its own
 
     def _waiting(self) -> Iterator[_Limit]:
-        in_one_piece = self._progress.in_one_piece or self._neighbours.any_in_one_piece
-        if not self._neighbours.any_is_served:  # else the limits of those apply
-            if not in_one_piece:
-                yield self._no_headers()
-            elif self._slots.shows_all:  # what a slot shows takes the place of progress reports
-                since = newest(self._any_sign_at, self._neighbours.leftover_since)
-                yield self._idle("no slot moved and there was no sign of work", since)
+        # what the server does for a reply in one piece, also for another's, only slots show
+        is_unseen = self._progress.in_one_piece or self._neighbours.any_awaits_one_piece
+        if self._neighbours.any_is_served:
+            pass  # a dead server is found by the limits of that one
+        elif not is_unseen:
+            yield self._no_headers()
+        elif self._slots.shows_all:
+            since = newest(self._any_sign_at, self._neighbours.leftover_since)
+            yield self._idle("no slot moved and there was no sign of work", since)
         yield self._no_token()
-        yield self._no_data(waits=in_one_piece)
+        yield self._no_data(by_slots=is_unseen)
 
     def _prefill(self) -> Iterator[_Limit]:
         if self._progress.prompt_progress_at is not None:
@@ -152,14 +156,15 @@ class _Limits:
         if not self._slots.may_progress_unseen:  # else it may wait behind another client
             yield from self._only_repeats(self._any_progress_at)
         yield self._no_token()
-        yield self._no_data(waits=self._progress.only_repeats_since(self._progress.turn_started_at))
+        waits = self._progress.only_repeats_since(self._progress.turn_started_at)
+        yield self._no_data(by_slots=waits or self._progress.in_one_piece)
 
     def _generating(self) -> Iterator[_Limit]:
         yield self._idle("no data and no sign of work", self._working_at)
         since = newest(self._data_at, self._slots.moved_at)
         yield from self._only_repeats(since)
         yield from self._no_data_beside_others(since)
-        yield self._no_data(waits=False)
+        yield self._no_data(by_slots=self._progress.in_one_piece)
 
     def _no_headers(self) -> _Limit:
         """Connecting has a timeout of its own. Builds of October 2025 to May 2026 hold the headers
@@ -193,12 +198,10 @@ class _Limits:
         reason, since = RequestFailReason.TTFT_TIMEOUT, self._progress.turn_started_at
         return _Limit("ttft_timeout_s", reason, "no token", since)
 
-    def _no_data(self, *, waits: bool) -> _Limit:
-        """A server that spins gives evidence of work for ever. Slot movement counts for a request
-        that `waits` behind another, and for a reply in one piece, which brings no data until it is
-        complete."""
-        counts_slots = waits or self._progress.in_one_piece
-        since = self._any_progress_at if counts_slots else self._any_data_at
+    def _no_data(self, *, by_slots: bool) -> _Limit:
+        """A server that spins gives evidence of work for ever. `by_slots`: their movement counts,
+        too, since no data are to be expected."""
+        since = self._any_progress_at if by_slots else self._any_data_at
         return self._stalled("silent_work_timeout_s", "no data for any request", since)
 
     def _idle(self, what: str, since: float) -> _Limit:

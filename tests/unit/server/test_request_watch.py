@@ -14,6 +14,7 @@ from llama_worker.request.progress import Progress
 from llama_worker.server.messages import Unwatch
 from llama_worker.server.request_watch import RequestWatch
 from llama_worker.types.request import RequestPhase
+from tests.tables import cases
 from tests.virtual_watch import generating
 
 IDS = (1, 2, 3, 4, 5, 6)
@@ -96,21 +97,64 @@ def test_an_aborted_requests_batch_may_delay_headers(
         assert bool(watch.record_progress(waiting, now, for_verdict=True)) is is_given_up
 
 
-def test_an_aborted_reply_in_one_piece_may_delay_headers() -> None:
-    profile = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
-    waiting = Progress(
-        request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0
-    )
-    in_one_piece = replace(waiting, request_id=1, in_one_piece=True)
-    gone: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITING}
-    for now, is_given_up in ((169.9, False), (170.0, True)):
-        watch = RequestWatch(profile, epoch=1)
+LIMITS = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
+WAITS = Progress(request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0)
+IN_ONE_PIECE = replace(WAITS, request_id=1, in_one_piece=True)
+ABORTED: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITING}
+
+
+@cases(
+    "one, ended, given_up_at",
+    {
+        "aborted": (IN_ONE_PIECE, ABORTED, 170.0),
+        "complete: a sign of work": (IN_ONE_PIECE, {"completed": True}, 80.0),
+        "aborted when nothing was left to do": (
+            replace(IN_ONE_PIECE, concluding=True),
+            {**ABORTED, "ended_in": RequestPhase.DONE},
+            75.0,
+        ),
+    },
+)
+def test_who_waited_beside_a_reply_in_one_piece_has_its_time(
+    one: Progress, ended: dict[str, Any], given_up_at: float
+) -> None:
+    waits = replace(WAITS, turn_started_at=45.0)
+    for now, is_given_up in ((given_up_at - 0.1, False), (given_up_at, True)):
+        watch = RequestWatch(LIMITS, epoch=1)
         for request_id in (1, 2):
             watch.begin(request_id)
-        watch.record_progress(in_one_piece, 40.0, for_verdict=False)
-        watch.end(Unwatch(request_id=1, data_at=None, completed=False, **gone), 50.0)
+        watch.record_progress(one, 49.0, for_verdict=False)
+        watch.end(Unwatch(**{"request_id": 1, "data_at": None, "completed": False, **ended}), 50.0)
         watch.begin_round(now)
-        assert bool(watch.record_progress(waiting, now, for_verdict=True)) is is_given_up
+        assert bool(watch.record_progress(waits, now, for_verdict=True)) is is_given_up
+
+
+def test_only_one_that_is_awaited_excuses_others() -> None:
+    for one, is_given_up in ((IN_ONE_PIECE, False), (replace(IN_ONE_PIECE, concluding=True), True)):
+        watch = RequestWatch(LIMITS, epoch=1)
+        for request_id in (1, 2):
+            watch.begin(request_id)
+        watch.record_progress(one, 30.0, for_verdict=False)
+        watch.begin_round(30.0)
+        watch.record_progress(WAITS, 30.0, for_verdict=True)
+        assert bool(watch.record_progress(one, 30.0, for_verdict=True)) is is_given_up
+
+
+def test_aborts_one_after_the_other_hide_no_dead_server() -> None:
+    watch = RequestWatch(LIMITS, epoch=1)
+    watch.begin(2)
+    watch.record_progress(WAITS, 0.0, for_verdict=False)
+    found: list[float] = []
+    for number in range(3, 10):  # clients that give up after 60 s, and try again
+        watch.begin(number)
+        sent_at = 60.0 * (number - 3)
+        one = replace(IN_ONE_PIECE, request_id=number, turn_started_at=sent_at)
+        watch.record_progress(one, sent_at + 59.0, for_verdict=False)
+        gone_at = sent_at + 60.0
+        watch.end(Unwatch(request_id=number, data_at=None, completed=False, **ABORTED), gone_at)
+        watch.begin_round(gone_at)
+        found += [gone_at] * bool(watch.record_progress(WAITS, gone_at, for_verdict=True))
+    assert found[0] == 60.0 + 120.0
 
 
 @pytest.mark.parametrize(

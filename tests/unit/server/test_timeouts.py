@@ -52,7 +52,10 @@ def heard(
     return {
         "liveness_at": work,
         "neighbours": Neighbours(
-            data_at=neighbour, any_is_served=beside, any_in_one_piece=behind, leftover_since=left
+            data_at=neighbour,
+            any_is_served=beside,
+            any_awaits_one_piece=behind,
+            leftover_since=left,
         ),
         "slots": slots,
         "profile": replace(PROFILE, **limits),
@@ -298,7 +301,7 @@ neighbours = st.builds(
     Neighbours,
     data_at=maybe,
     any_is_served=st.booleans(),
-    any_in_one_piece=st.booleans(),
+    any_awaits_one_piece=st.booleans(),
     leftover_since=maybe,
 )
 what_is_heard = st.fixed_dictionaries(
