@@ -357,6 +357,8 @@ class Nature:
             server.send(exchange, data)
             server.hang_up(exchange, regular=regular)
             return
+        if name in ("repeated lines", "endless characters", "endless arguments"):
+            exchange.advanced_at = self._scheduler.host_time  # nonsense, but new
         match name:
             case "crash in the answer":
                 server.send_words(exchange, "the last words")
