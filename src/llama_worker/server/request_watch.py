@@ -101,7 +101,7 @@ class RequestWatch:
         in_a_batch = (
             had_headers or progress is None or progress.is_served or progress.awaits_one_piece
         )
-        if in_a_batch and self._is_leftover_over(now):
+        if in_a_batch and self._may_leave_a_batch(now):
             self._leftover_batch.begin(now)
         if order.has_media and order.ended_in is not RequestPhase.GENERATING:
             self._leftover_media.begin(now)
@@ -110,9 +110,9 @@ class RequestWatch:
             if order.has_media:
                 self._leftover_media.queue(order.request_id, now)
 
-    def _is_leftover_over(self, now: float) -> bool:
-        """Whether what was left over is done, or had its time. It had if somebody has waited ever
-        since: a server that does nothing for that one begins no other batch."""
+    def _may_leave_a_batch(self, now: float) -> bool:
+        """Whether one more batch may be left over: there is none, or that one has had its time. Not
+        if somebody has waited ever since: a server that does nothing for it begins no batch."""
         since, limit_s = self._leftover_batch_since(), self._profile.idle_stream_timeout_s
         if since is None:
             return True
