@@ -202,17 +202,7 @@ class RequestDispatcher:
         """Call it when a request is terminal: it is no longer watched, and every reply that waits
         for its end, or that its actor has not answered, is answered."""
         running = self._in_flight.pop(record.request_id)
-        self._children.watchdog.tell(
-            Unwatch(
-                request_id=record.request_id,
-                data_at=record.last_data_at,
-                batches=record.batches,
-                completed=record.result["state"] is RequestState.COMPLETED,
-                is_broken_off=record.is_broken_off,
-                ended_in=record.ended_in,
-                has_media=record.has_media,
-            )
-        )
+        self._children.watchdog.tell(Unwatch.of(record))
         if running.lease is not None and not running.lease.has_ended:
             # Its actor died without ending the lease.
             detail = record.result.get("fail_detail", "")

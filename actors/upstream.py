@@ -17,7 +17,9 @@ from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.ports import Abortable, UpstreamRuntime
-from llama_worker.request.messages import Abandon, ProgressReported, ServerChecked
+from llama_worker.request.leased import LeaseEffects
+from llama_worker.request.messages import Abandon, ProgressReported, RequestEnded, ServerChecked
+from llama_worker.request.table import RequestRecord
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server import messages
 from llama_worker.server.watch import ServerWatch
@@ -47,10 +49,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                 self._lease(message, now)
             case EndLease(exchange=exchange):
                 if self._exchanges.pop(exchange.request_id, None) is not None:
-                    if exchange.end(now) is None:  # its connection broke; nobody can tell why
-                        unknown = ServerChecked(request_id=exchange.request_id, is_gone=False)
-                        exchange.step(unknown, now)
-                    self._step(_unwatch(exchange), now)
+                    self._step(messages.Unwatch.of(_end(exchange, now)), now)
             case _:
                 self._step(message, now)
         self._alarm.set(self._watch.deadline)
@@ -114,11 +113,11 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         self, request_id: int, reason: RequestFailReason, detail: str, now: float
     ) -> messages.Unwatch:
         exchange = self._exchanges.pop(request_id)
-        exchange.step(Abandon(reason=reason, detail=detail), now)
+        given_up = exchange.step(Abandon(reason=reason, detail=detail), now)
         self._runner.write_log(
             logging.WARNING, f"upstream server: gave up a request: {reason}: {detail}"
         )
-        return _unwatch(exchange)
+        return messages.Unwatch.of(_record(given_up))
 
     def _abort_probes(self) -> None:
         for probe in self._probes.values():
@@ -126,11 +125,13 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         self._probes.clear()
 
 
-def _unwatch(exchange: LeasedExchange) -> messages.Unwatch:
-    progress = exchange.progress()
-    return messages.Unwatch(
-        request_id=exchange.request_id,
-        data_at=progress.data_at,
-        batches=progress.batches,
-        completed=False,
-    )
+def _end(exchange: LeasedExchange, now: float) -> RequestRecord:
+    record = exchange.end(now)
+    if record is None:  # its connection broke; nobody can tell why
+        unknown = ServerChecked(request_id=exchange.request_id, is_gone=False)
+        record = _record(exchange.step(unknown, now))
+    return record
+
+
+def _record(effects: LeaseEffects) -> RequestRecord:
+    return next(effect.record for effect in effects if isinstance(effect, RequestEnded))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from msgspec import Struct
 
@@ -16,11 +16,12 @@ from llama_worker.request.messages import (
     StreamsClosed,
 )
 from llama_worker.request.progress import Batch, Progress
+from llama_worker.request.table import RequestRecord
 from llama_worker.server.blame import GpuFault, ProbeNow, Verdict
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import SlotsLook, SlotsTimeout
 from llama_worker.server.traits import ServerTraits
-from llama_worker.types.request import RequestPhase
+from llama_worker.types.request import RequestPhase, RequestState
 from llama_worker.types.worker import StartFailReason, WorkerStatus
 
 
@@ -190,6 +191,19 @@ class Unwatch(Struct, frozen=True, kw_only=True):
     is_broken_off: bool = False  # the server may still compute a batch of this request
     ended_in: RequestPhase = RequestPhase.DONE  # DONE: the server had no work left for it
     has_media: bool = False
+
+    @classmethod
+    def of(cls, record: RequestRecord) -> Self:
+        """For the request of this record."""
+        return cls(
+            request_id=record.request_id,
+            data_at=record.last_data_at,
+            batches=record.batches,
+            completed=record.result["state"] is RequestState.COMPLETED,
+            is_broken_off=record.is_broken_off,
+            ended_in=record.ended_in,
+            has_media=record.has_media,
+        )
 
 
 class StopWatching(Struct, frozen=True, kw_only=True):

@@ -293,6 +293,19 @@ def test_a_hang_costs_only_its_own_request() -> None:
     assert (hung.given_up, well.given_up) == ("stall_timeout", None)
 
 
+def test_replies_in_one_piece_that_complete_are_progress() -> None:
+    waits, upstream = Client(), World()
+    upstream.begin(waits)
+    for n in range(1, int(HOUR_S / 300.0) + 1):
+        served = Client(in_one_piece=True)
+        upstream.begin(served)
+        upstream.run(waits, until=300.0 * n)
+        upstream.at = 300.0 * n
+        served.exchange.closed(None)
+        upstream.tell(EndLease(exchange=served.exchange))
+    assert waits.given_up is None
+
+
 def test_a_slow_client_is_not_the_servers_fault() -> None:
     client, upstream = Client(), World()
     upstream.begin(client)
