@@ -160,6 +160,8 @@ class ServerLife:
     def request_ended(self, record: RequestRecord, now: float) -> None:
         """Call it when a request has its record: go on with what waits for the last request, and
         find out whether its end is a reason to probe or restart the server."""
+        if succeeded(record, self._config.restart):  # perhaps just before its server died
+            self._life = lifecycle.request_completed(self._life)
         self._continue_if_drained(now)
         if self._life.public_state is not WorkerState.READY:
             return
@@ -168,8 +170,6 @@ class ServerLife:
             self.handle(messages.Died(epoch=self._life.epoch, returncode=None), now)
             return
         self._requests_count += 1
-        if succeeded(record, self._config.restart):
-            self._life = lifecycle.request_completed(self._life)
         self._failure_counts, cause = self._failure_counts.after(record, self._config.restart)
         match cause:
             case _ if self._life.is_draining:

@@ -137,7 +137,7 @@ class Backoff:
         self._recent.clear()
 
     def completed(self) -> None:
-        """A request, by a server that is READY."""
+        """A request."""
         self._row = 0
 
     def ready(self, now: float) -> None:

@@ -38,7 +38,6 @@ from llama_worker.server.blame import is_degenerate
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle_states import (
     BackingOff,
-    Draining,
     Ending,
     Launching,
     Lifecycle,
@@ -177,18 +176,16 @@ class Invariants:
 
         def ended(record: RequestRecord, *how: Any) -> bool:
             self._records[record.request_id] = record
-            state, others = self.lifecycle.state, len(self.active) - 1
-            serves = isinstance(state, Ready) or (isinstance(state, Draining) and others > 0)
             has_ended = end(record, *how)
             speaks_well = (
                 self._policy.degenerate_outputs_before_restart is None or not is_degenerate(record)
             )
             completed = record.result["state"] is RequestState.COMPLETED
-            if has_ended and serves and completed and speaks_well:
+            if has_ended and completed and speaks_well:
                 self._backoff.completed()
             if has_ended and record.request_id in self.requests:
                 truth = self.requests[record.request_id]
-                counts = isinstance(state, Ready)  # or nobody comes after
+                counts = isinstance(self.lifecycle.state, Ready)  # or nobody comes after
                 self._costs.ended(truth, record, counts=counts, speaks_well=speaks_well)
             return has_ended
 

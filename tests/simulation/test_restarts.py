@@ -84,3 +84,22 @@ def test_a_server_that_a_request_found_dead_gets_no_other(monkeypatch: pytest.Mo
         bench.answer(worker.wait_slot())
         (restart,) = bench.answer(worker.get_debug_info())["recent_restarts"]
         assert restart["reason"] == "server_died"
+
+
+def test_a_server_that_dies_behind_each_answer_is_not_locked_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its death is told before the end of the answer was read."""
+    bench = quiet_bench()
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: A_PROMPT
+    monkeypatch.setattr(bench.machine, "read_delay_s", lambda: 0.25)
+    with bench.ready():
+        for _ in range(2 * bench.config.restart.max_restarts_per_window):
+            answer = worker.ask("a question")
+            scheduler.run_until(lambda: bool(bench.server.busy), scheduler.now + 60.0)
+            scheduler.run_until(lambda: not bench.server.busy, scheduler.now + 60.0)
+            bench.server.die(-11)
+            assert bench.answer(answer)["state"] is RequestState.COMPLETED
+            bench.answer(worker.wait_slot())
+            scheduler.run_for(60.0)  # the window allows five in two minutes
