@@ -50,9 +50,7 @@ class Turn(TurnProgress):
         self._runaway_tokens = runaway_tokens
         self._prompted = prompted
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
-        self._filter = (
-            TaggedCallFilter(strict=prompted, loop_detector=loop_detector) if with_tools else None
-        )
+        self._filter = TaggedCallFilter(strict=prompted) if with_tools else None
         self._assembler = ToolCallAssembler()
         # A loop in what is not shown: in the arguments of calls, or in what is held back.
         self.hidden_loop: TextLoopFound | None = None

@@ -9,9 +9,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from llama_worker.bios import CALL_CLOSE, CALL_OPEN
-from llama_worker.config.profiles import LoopDetector
 from llama_worker.stream.calls import MalformedCall, RawCall, parse_arguments
-from llama_worker.stream.loops import LoopWatch
 
 MAX_TAGGED_CALL_CHARS = 1 << 20
 """The longest tagged call, tags included; a longer one is malformed. Bounds what the filter holds
@@ -28,20 +26,19 @@ class TaggedCallFilter:
     strict (prompted mode): a malformed call is in `calls` as well as in the text.
     Not strict (native mode): a malformed call is just text, and tagged calls count only in a turn
     without structured ones. So all text from the first call on is held back, until the end
-    (`finish`) or a structured call (`put_back`). It is searched for loops here, and released once
-    it has one both with the calls and without, so that the reader of the text will find one.
+    (`finish`) or a structured call (`put_back`).
     """
 
-    def __init__(self, *, strict: bool, loop_detector: LoopDetector | None = None) -> None:
+    def __init__(self, *, strict: bool) -> None:
         self.calls: list[RawCall | MalformedCall] = []
         self._seen_count = 0  # how many of `calls` `take` has seen
         self._strict = strict
-        self._loop_detector = loop_detector
         self._scanner: _CallScanner | None = None  # None: not inside a call
         self._held: list[str] = []  # undecided text, from the start of a tag
         self._visible: list[str] = []  # decided, not returned yet
         self._malformed: list[str] | None = None  # the malformed call under way
-        self._undecided: _Undecided | None = None  # not strict: all text from the first call on
+        # not strict, from the first call on: all text, with the calls and without
+        self._undecided: tuple[list[str], list[str]] | None = None
 
     def feed(self, text: str) -> str:
         """Take more of the text; returns what may be shown."""
@@ -61,14 +58,15 @@ class TaggedCallFilter:
     def put_back(self) -> str:
         """Tagged calls are text after all; returns what was held back. Call nothing after it."""
         self.calls.clear()
-        literal = self._undecided.with_calls.read() if self._undecided is not None else ""
-        return literal + "".join(self._held)
+        literal = self._undecided[0] if self._undecided is not None else []
+        return "".join([*literal, *self._held])
 
     def finish(self) -> str:
         """The turn ended in any way; returns the rest of the text. Call nothing after it."""
         self._run("", final=True)
         self._end_malformed()
-        self._show_undecided()
+        if self._undecided is not None:
+            self._visible += self._undecided[1]
         return self._take_visible()
 
     def _run(self, text: str, *, final: bool) -> None:
@@ -123,66 +121,20 @@ class TaggedCallFilter:
             self._malformed.append(text)
         if self._undecided is None:
             self._visible.append(text)
-            return
-        self._undecided.add(text)
-        if self._undecided.loops:
-            self._show_undecided()
-
-    def _show_undecided(self) -> None:
-        if self._undecided is not None:
-            self._visible.append(self._undecided.without_calls.read())
-            self._undecided = None
+        else:
+            for form in self._undecided:
+                form.append(text)
 
     def _take_call(self, call: RawCall, whole: str) -> None:
         self.calls.append(call)
         if not self._strict:
-            if self._undecided is None:
-                self._undecided = _Undecided(self._loop_detector)
-            self._undecided.with_calls.add(whole)
+            self._undecided = self._undecided or ([], [])
+            self._undecided[0].append(whole)
 
     def _end_malformed(self) -> None:
         if self._malformed is not None:
             self.calls.append(MalformedCall("".join(self._malformed)))
             self._malformed = None
-
-
-class _Undecided:
-    """Text that will be shown in one of two forms: with the tagged calls or without them."""
-
-    def __init__(self, detector: LoopDetector | None) -> None:
-        self.with_calls = _UnseenText(detector)
-        self.without_calls = _UnseenText(detector)
-
-    def add(self, text: str) -> None:
-        self.with_calls.add(text)
-        self.without_calls.add(text)
-
-    @property
-    def loops(self) -> bool:
-        """Whether both forms have a loop."""
-        return self.with_calls.loops and self.without_calls.loops
-
-
-class _UnseenText:
-    """Text that is not shown yet. `loops`: a watch over all of it would have found a loop."""
-
-    def __init__(self, detector: LoopDetector | None) -> None:
-        self.loops = False
-        self._parts: list[str] = []
-        self._watch = LoopWatch(detector) if detector is not None else None
-        self._watching = False  # False in the first line, which began before
-
-    def add(self, piece: str) -> None:
-        self._parts.append(piece)
-        if self._watch is None or self.loops:
-            return
-        if not self._watching:
-            _, newline, piece = piece.partition("\n")
-            self._watching = bool(newline)
-        self.loops = self._watching and self._watch.feed(piece) is not None
-
-    def read(self) -> str:
-        return "".join(self._parts)
 
 
 _TAG = re.compile(r"</?tool_call>")

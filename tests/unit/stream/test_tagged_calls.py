@@ -8,8 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llama_worker.bios import tagged_call
-from llama_worker.config.profiles import LoopDetector
-from llama_worker.request.output import Output
 from llama_worker.stream.calls import MalformedCall, RawCall, parse_arguments
 from llama_worker.stream.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter
 from tests.timing import is_linear
@@ -209,82 +207,3 @@ def test_a_structured_call_puts_back_what_was_held(text: str, places: list[int])
     tool_filter = TaggedCallFilter(strict=False)
     shown = [tool_filter.feed(piece) for piece in cut(text, places)]
     assert ("".join(shown) + tool_filter.put_back(), tool_filter.calls) == (text, [])
-
-
-LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
-OTHER = [tagged_call("add", f'{{"a": {number}}}') for number in range(20)]
-
-
-def shown_at_once(text: str, detector: LoopDetector | None = LoopDetector()) -> str:  # noqa: B008 (frozen)
-    return TaggedCallFilter(strict=False, loop_detector=detector).feed(text)
-
-
-def test_what_is_held_back_ends_in_a_loop() -> None:
-    tool_filter = TaggedCallFilter(strict=False, loop_detector=LoopDetector())
-    assert tool_filter.feed(f"a {ADD} b\n" + LINE * 11) == "a "
-    assert tool_filter.feed(LINE) == f" b\n{LINE * 12}"
-    assert [call.name for call in tool_filter.calls if isinstance(call, RawCall)] == ["add"]
-
-
-def test_the_calls_own_line_counts_for_no_loop() -> None:
-    unit = ADD + LINE
-    assert shown_at_once("x" + unit * 12) == shown_at_once("x" + unit * 13, None) == "x"
-    assert shown_at_once("x" + unit * 13) == "x" + LINE * 13
-
-
-@pytest.mark.parametrize(
-    ("unit", "loops"),
-    [
-        ([LINE + call for call in OTHER], False),  # with the calls in it, no line comes twice
-        ([ADD + "\n"] * 20, False),  # without them, nothing is left
-        ([f"{LINE}{ADD}\n"] * 20, True),
-    ],
-    ids=["same lines, other calls", "the same call alone", "same lines, same call"],
-)
-def test_both_readings_must_loop(unit: list[str], loops: bool) -> None:
-    assert bool(shown_at_once("".join([ADD, "\n", *unit]))) is loops
-
-
-KEEN = LoopDetector(
-    min_line_chars=4,
-    long_line_chars=6,
-    short_line_repeats=3,
-    long_line_repeats=2,
-    min_output_chars=1,
-    max_period=3,
-)
-SCRAPS = [
-    "once\n",
-    "again\n",
-    "and again\n",
-    "x",
-    "\n",
-    ADD,
-    ADD,
-    ISSUE,
-    f"{ADD}\n",
-    "<tool_call>",
-    "once ",
-    "</tool_",
-]
-
-
-@given(st.lists(st.sampled_from(SCRAPS), max_size=30))
-def test_holding_back_changes_neither_the_text_nor_its_loop(scraps: list[str]) -> None:
-    text, at_once, bit_by_bit = "".join(scraps), Output(KEEN), Output(KEEN)
-    at_once.add("", filtered([text], strict=False)[0])
-    tool_filter = TaggedCallFilter(strict=False, loop_detector=KEEN)
-    for scrap in scraps:
-        bit_by_bit.add("", tool_filter.feed(scrap))
-    bit_by_bit.add("", tool_filter.finish())
-    assert (bit_by_bit.text, bit_by_bit.loop) == (at_once.text, at_once.loop)
-
-
-@given(st.lists(st.sampled_from(SCRAPS), max_size=30))
-def test_text_released_early_always_ends_in_a_loop(scraps: list[str]) -> None:
-    text, seen, literal = "".join(scraps), Output(KEEN), Output(KEEN)
-    seen.add("", shown_at_once(text, KEEN))
-    literal.add("", text)
-    if len(shown_at_once(text, KEEN)) > len(shown_at_once(text, None)):
-        assert seen.loop is not None
-        assert literal.loop is not None
