@@ -39,7 +39,7 @@ server: $(VENV)/.package ## a llama-server and a small model: found or built, an
 test-server: $(VENV)/.test $(if $(BUILD),,server) ## the tests that need a real server; BUILD=N: on that build of it
 	$(ON_BUILD) $(BIN)/python -m pytest tests/server $(PYTEST_ARGS)
 
-unit: $(VENV)/.test ## the tests that need no server
+unit: $(VENV)/.test ## the tests of single parts, and of a worker with a scripted server
 	$(BIN)/python -m pytest tests/unit tests/actors $(PYTEST_ARGS)
 
 simulate: $(VENV)/.test ## the worker in virtual time: HOURS worker-hours (a year) with FAULTS faults from SEED (a new one), by JOBS processes

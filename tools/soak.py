@@ -53,7 +53,6 @@ class Condition:
 
 
 CONDITIONS = (
-    # One layer of the model, but where a test wants all of it; scripted servers without pauses.
     Condition("alone, as fast as it can", processes=1, env=(("SCRIPTED_SERVER_PACE", "0"),)),
     Condition("on one core", prefix=("taskset", "-c", "0")),
     Condition("beside two burners", beside=(BURNER, BURNER)),

@@ -226,7 +226,7 @@ class OutputLoop(TypedDict, total=False):
         line: the repeated line, or the last line of the repeated block; at most 200 characters of
             it.
         text: the repeated text; at most 200 characters of it.
-        repeats: how many times it came in a row.
+        repeats: how many times it came in a row when it was found; of text, at least.
     """
 
     line: str

@@ -153,10 +153,8 @@ class GuardedServer:
         self, cleanup: contextlib.ExitStack
     ) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start the guard, which starts the server; returns it and the socket of its reports."""
-        host = host_environment()
-        environment = server_environment(host, self._config.env)
-        # The server does not inherit LLAMA_SERVER, which is needed here to find it.
-        command = located(self._config.server_cmd, {**host, **environment}, self._folder)
+        environment = server_environment(host_environment(), self._config.env)
+        command = located(self._config.server_cmd, environment, self._folder)
         guard_end, control = _socket_pair(cleanup)
         _controls.add(control)
         cleanup.callback(_controls.discard, control)
