@@ -24,7 +24,8 @@ NOT_EXECUTED = (
 ILLEGAL = re.compile("illegal instruction", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(
     r"insufficient memory|failed to allocate|unable to allocate|out of memory|alloc.* failed"
-    r"|bad_alloc|cannot allocate memory|ErrorOutOf\w*Memory|unable to fit|mem_buffer != NULL",
+    r"|bad_alloc|(?m:^(?!.*mlock).*cannot allocate memory)|ErrorOutOf\w*Memory|unable to fit"
+    r"|mem_buffer != NULL",
     re.IGNORECASE,
 )
 # Resources that the system refuses to the server or to this program.
@@ -47,7 +48,7 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
     (
         (
             r"(?:invalid|unknown) argument:? (?P<option>--\S+)"
-            r"|invalid argument|unknown argument|error while handling argument"
+            r"|invalid argument: |unknown argument|error while handling argument"
         ),
         "the server rejects {option} as it was given: {suggestion}compare it with the options in "
         "`llama-server --help`",

@@ -107,6 +107,12 @@ def test_unknown_reasons_are_refused() -> None:
         (1, "error loading model: unknown model architecture: 'new'", "newer build"),
         (127, "error while loading shared libraries: libggml.so: cannot open", "libraries"),
         (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
+        (
+            1,
+            "failed to mlock 9-byte buffer: Cannot allocate memory\ninvalid magic",
+            "GGUF",
+        ),
+        (1, "posix_madvise(POSIX_MADV_RANDOM) failed: Invalid argument\ninvalid magic", "GGUF"),
         (-signal.SIGABRT, "CUDA error: invalid argument", "the GPU or its driver fails"),
         (1, "couldn't bind HTTP server socket, hostname: 10.9.9.9", "address of this machine"),
         (-signal.SIGILL, "", "add --no-repack, which avoids AMX; or take a portable build"),
