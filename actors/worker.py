@@ -59,7 +59,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         self._table = RequestTable(config.slots, config.result_ttl_s)
         feed = EventFeed(config.on_event, runtime.call_host) if config.on_event else None
         self._journal = Journal(config.name, runtime.unix_offset, runtime.write_log, feed)
-        for line in config.warnings:
+        for line in (*config.warnings, *runtime.warnings):
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
         self._slot_waiters: WeakList[Reply[None]] = WeakList()

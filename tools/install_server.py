@@ -28,7 +28,7 @@ from llama_worker import (
 from llama_worker.cli import run_report
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.servers import find_server
-from llama_worker.config.command_flags import PROGRAM
+from llama_worker.config.command import PROGRAM
 from llama_worker.config.server_program import IN_ENVIRONMENT, FoundServer
 from tools.build_server import built_server, pip, planned
 from tools.found import find_model

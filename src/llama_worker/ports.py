@@ -8,7 +8,7 @@ OSError or RuntimeError and has begun nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from llama_worker.mailbox import Mailbox
@@ -135,6 +135,10 @@ class Runtime(Host, Protocol):
     @property
     def log(self) -> ServerLog:
         """The server's last lines; read by the ProcessActor and the WorkerActor."""
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What on this machine reconfigures a server; a line each."""
 
     @property
     def probes_count(self) -> int:

@@ -46,6 +46,13 @@ def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -
     assert rig.status()["restart_count"] == 0
 
 
+def test_a_file_with_options_is_among_the_warnings(make_worker: MakeWorker, tmp_path: Path) -> None:
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "config.ini").touch()
+    rig = make_worker(env={"XDG_CONFIG_HOME": str(tmp_path)})
+    assert [line for line in rig.status()["warnings"] if str(tmp_path) in line]
+
+
 # ------------------------------------------------------------ close
 
 

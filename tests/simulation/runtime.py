@@ -68,6 +68,8 @@ _THREAD_START_S, _PROBE_S = 0.0002, 0.004  # until a new thread runs, until a pr
 class SimRuntime:
     """One worker's runtime; see llama_worker.ports."""
 
+    warnings = ()
+
     def __init__(
         self, config: WorkerConfig, scheduler: Scheduler, machine: Machine, dice: Dice
     ) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from llama_worker.config.validation import checked_int, checked_path, checked_str, optional, shown
 from llama_worker.errors import MASK, ConfigError, masked
 
+PROGRAM = "llama-server"
 SLOT_FLAGS = ("-np", "--parallel", "--n-parallel")
 BATCH_FLAGS = ("-b", "--batch-size")
 _UBATCH_FLAGS = ("-ub", "--ubatch-size")
@@ -54,7 +55,7 @@ def llama_server_cmd(
     if isinstance(extra_args, Iterable) and not isinstance(extra_args, (str, bytes)):
         extra_args = tuple(extra_args)
     extra_words = checked_words("extra_args", extra_args, may_be_empty=True)
-    if flag_values(extra_words, (*BATCH_FLAGS, *_UBATCH_FLAGS)):
+    if flag_values((PROGRAM, *extra_words), (*BATCH_FLAGS, *_UBATCH_FLAGS)):
         batch_size = None
     return (
         checked_path("executable", executable),
@@ -130,14 +131,23 @@ def without_brackets(host: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
+def program_at(command: Sequence[str]) -> int | None:
+    """Index of the llama-server's name, which a wrapper (`numactl`, `nice`) may precede; None if
+    there is none."""
+    return next(
+        (i for i, word in enumerate(command) if os.path.basename(word).startswith(PROGRAM)), None
+    )
+
+
 def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Each of the flags that the command has, with its value: what follows `=`, or the next word
-    ("" if there is none)."""
+    """Each of the flags that the command gives its server, with its value: what follows `=`, or the
+    next word ("" if there is none)."""
     values = []
-    for index, word in enumerate(command):
+    words = command[program_at(command) or 0 :]
+    for index, word in enumerate(words):
         given, equals, value = word.partition("=")
         if (flag := flag_of(given)) in flags:
-            values.append((flag, value if equals else "".join(command[index + 1 : index + 2])))
+            values.append((flag, value if equals else "".join(words[index + 1 : index + 2])))
     return values
 
 

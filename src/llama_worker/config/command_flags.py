@@ -3,18 +3,23 @@ or time, and finds options that a build does not know. Pure."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
 
-from llama_worker.config.command import BATCH_FLAGS, BATCH_SIZE, SLOT_FLAGS, flag_of, flag_values
+from llama_worker.config.command import (
+    BATCH_FLAGS,
+    BATCH_SIZE,
+    SLOT_FLAGS,
+    flag_of,
+    flag_values,
+    program_at,
+)
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.config.validation import did_you_mean
 
-PROGRAM = "llama-server"
 DEFAULT_CACHE_RAM_MIB = 8192  # of every server since October 2025
 DEFAULT_BATCH_SIZE = 2048
 
@@ -83,6 +88,13 @@ _UNSAFE_OPTIONS = (
         negations=("--no-context-shift",),
     ),
     _UnsafeOption(
+        ("-nocb", "--no-cont-batching"),
+        "no prompt is read while another request generates; one that waits may be taken for hung",
+        variables=("LLAMA_ARG_NO_CONT_BATCHING",),
+        negations=("-cb", "--cont-batching"),
+        among_slots=True,
+    ),
+    _UnsafeOption(
         ("--reuse-port",),
         "another process may listen on the same port, and receive the worker's requests",
         variables=("LLAMA_ARG_REUSE_PORT",),
@@ -107,7 +119,7 @@ def command_warnings(
         named = _given(option, command, env)
         if named and not (option.among_slots and slots == 1):
             lines.append(f"server_cmd has {', '.join(named)}: {option.why}")
-    if _program_at(command) is not None and not _names_model(command, env):
+    if program_at(command) is not None and not _names_model(command, env):
         lines.append(
             "server_cmd names no model: llama-server then runs as a router, which starts a server "
             "of its own for each model; give --model, and use one worker per model"
@@ -118,7 +130,7 @@ def command_warnings(
             "even with -no-kvu; requests that fill it together are all aborted; give "
             f"--parallel {slots}"
         )
-    lines += _timeout_warnings(command, timeouts)
+    lines += _timeout_warnings(command, env, timeouts)
     return lines
 
 
@@ -191,14 +203,14 @@ def read_help(text: str) -> KnownFlags | None:
 def program_of(command: Sequence[str]) -> str:
     """The llama-server of the command, also after a wrapper (`nice`, `numactl`); else the first
     word."""
-    at = _program_at(command)
+    at = program_at(command)
     return command[at or 0]
 
 
 def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
     """Words that the build does not know, each with what may have been meant; [] if no word of the
     command names a llama-server."""
-    at = _program_at(command)
+    at = program_at(command)
     words = list(command[at + 1 :]) if at is not None else []
     unknown = []
     while words:
@@ -227,14 +239,6 @@ def _last_value(command: Sequence[str], flags: tuple[str, ...], variable: str = 
     return ([variable] + [value for _, value in flag_values(command, flags)])[-1]
 
 
-def _program_at(command: Sequence[str]) -> int | None:
-    """Index of the llama-server's name, which a wrapper (`numactl`, `nice`) may precede; None if
-    there is none."""
-    return next(
-        (i for i, word in enumerate(command) if os.path.basename(word).startswith(PROGRAM)), None
-    )
-
-
 def _given(option: _UnsafeOption, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """The flags and variables of the option that are in effect."""
     given = flag_values(command, (*option.flags, *option.negations))
@@ -250,22 +254,26 @@ def _given(option: _UnsafeOption, command: Sequence[str], env: Mapping[str, str]
 def _sets_slots(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether the number of slots is set. True for another program, too: it may pass the flag."""
     said = flag_values(command, SLOT_FLAGS) or env.get("LLAMA_ARG_N_PARALLEL")
-    return bool(said) or _program_at(command) is None
+    return bool(said) or program_at(command) is None
 
 
 def _names_model(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    by_default = any(flag_of(word).endswith("-default") for word in command)
+    flags = {flag_of(word) for word in command} - {"--spec-default"}
+    by_default = any(flag.endswith("-default") for flag in flags)
     return bool(by_default or flag_values(command, _MODEL_FLAGS)) or any(
         env.get(name) for name in _MODEL_VARIABLES
     )
 
 
-def _timeout_warnings(command: Sequence[str], timeouts: TimeoutProfile) -> Iterator[str]:
+def _timeout_warnings(
+    command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile
+) -> Iterator[str]:
     limits = {
         name: getattr(timeouts, name)
         for name in ("prefill_liveness_timeout_s", "idle_stream_timeout_s", "silent_work_timeout_s")
     }
-    for flag, value in flag_values(command, _TIMEOUT_FLAGS):
+    by_variable = [("LLAMA_ARG_TIMEOUT", env.get("LLAMA_ARG_TIMEOUT", ""))]
+    for flag, value in flag_values(command, _TIMEOUT_FLAGS) or by_variable:
         longer = [
             name
             for name, limit_s in limits.items()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from llama_worker.config.command_flags import PROGRAM
+from llama_worker.config.command import PROGRAM
 from llama_worker.errors import ConfigError
 
 IN_ENVIRONMENT = "in this Python environment"
@@ -158,6 +158,21 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
         if name not in _SCRUBBED and not name.startswith(_SCRUBBED_PREFIXES)
     }
     return {**kept, "GGML_NO_BACKTRACE": "1", **configured}
+
+
+def options_file_warnings(environment: Mapping[str, str]) -> list[str]:
+    """Lines for the user: the files from which a llama-server in this environment takes options
+    that its command does not show (b11434)."""
+    home = environment.get("XDG_CONFIG_HOME") or os.path.join(
+        environment.get("HOME", ""), ".config"
+    )
+    files = (os.path.join(folder, "llama.cpp/config.ini") for folder in ("/etc", home))
+    return [
+        f"llama-server takes options from {path}, which are not checked; put those of servers into "
+        "the command"
+        for path in files
+        if os.path.isfile(path)
+    ]
 
 
 def interpreter() -> str:

@@ -9,6 +9,9 @@ from functools import partial
 from typing import Any
 
 from llama_worker.config.server_program import (
+    host_environment,
+    options_file_warnings,
+    server_environment,
     working_folder,
 )
 from llama_worker.config.settings import Endpoint, WorkerConfig
@@ -90,6 +93,8 @@ class RealRuntime(UpstreamQuestions):
         probes = default_probes() if config.liveness_probes is None else config.liveness_probes
         self._probes = [SerializedProbe(probe) for probe in probes]
         self.probes_count = len(self._probes)
+        environment = server_environment(host_environment(), config.env)
+        self.warnings = options_file_warnings(environment)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:

