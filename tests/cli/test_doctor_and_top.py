@@ -6,20 +6,15 @@ import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from llama_worker.cli import doctor_facts, top, top_rows
+from llama_worker.cli import top, top_rows
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.interrupts import Interrupts
-from llama_worker.config.server_program import FoundServer
 from llama_worker.metrics import WorkerCollector
 from llama_worker.testing.scripts import Exit, HttpError, Script, Text, WaitClose, plain_reply
 from tests.actors.conftest import HOST, MakeWorker, eventually, running
@@ -134,6 +129,37 @@ def test_the_doctor_examines_a_fleet(
     assert (done.returncode, "fleet.toml:1: workers.a: host is missing" in done.stdout) == (1, True)
 
 
+LISTS_A_GPU = """[ "$LLAMA_ARG_ODD" ] && exit 1
+case $1 in
+--version) echo "version: 7 (fake)" ;;
+--list-devices) cat <<'END'
+Available devices:
+  BLAS: OpenBLAS (0 MiB, 0 MiB free)
+  CUDA0: A (999999999 MiB, 999999999 MiB free)
+END
+;;
+--help) printf -- '%s N\n' --model --host --port --parallel --batch-size --cache-ram ;;
+esac"""
+
+
+def test_a_fleets_model_may_be_on_its_gpus(run: Run, tmp_path: Path) -> None:
+    server, fleet = tmp_path / "llama-server", tmp_path / "fleet.toml"
+    shell_program(server, LISTS_A_GPU)
+    with (tmp_path / "m.gguf").open("wb") as file:
+        file.write(b"GGUF")
+        file.truncate(1 << 43)
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp/config.ini").touch()
+    fleet.write_text(
+        f'[workers.a]\nhost = "{HOST}"\nport = 21001\ncache_ram_mib = 1\n'
+        f'model = "{tmp_path}/m.gguf"\nexecutable = "{server}"\n'
+    )
+    # the variable would break a server of the shell's, but not a worker's
+    done = run("doctor", str(fleet), LLAMA_ARG_ODD="1", XDG_CONFIG_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert re.search("note +a +llama-server takes options from .*config.ini", done.stdout)
+
+
 def test_a_fleets_model_is_looked_for_as_its_server_does(
     run: Run, program: MakeProgram, model: str, tmp_path: Path
 ) -> None:
@@ -224,24 +250,6 @@ def test_the_doctor_leaves_no_silent_program_running(
     assert screen.wait() == 143
     seen = {int(pid_file.read_text()): time.time()}
     eventually(lambda: not running(seen), "the program's end")
-
-
-def test_a_signal_while_a_program_is_started_ends_it_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    started: list[Any] = []
-
-    class Interrupted(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            started.append(self)
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    program = FoundServer(shell_program(tmp_path / "silent", "exec sleep 1000"), "")
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.raising():
-        doctor_facts.ask_version(program, interrupts)
-    assert started[0].returncode == -signal.SIGKILL
 
 
 # ---------------------------------------------------------------- top

@@ -203,7 +203,7 @@ def run_command(
     except Problem as problem:
         if as_json:
             report = run_report.json_without_answer("not_started", problem.reason, problem.what)
-            print(json.dumps(report))
+            print(json.dumps(report), flush=True)
         raise
 
 

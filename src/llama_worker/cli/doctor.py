@@ -13,6 +13,7 @@ from rich.text import Text
 
 from llama_worker import ConfigError, WorkerConfig
 from llama_worker.cli import doctor_facts, doctor_findings, exits
+from llama_worker.cli.doctor_facts import ServerFacts
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
@@ -20,12 +21,13 @@ from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
 from llama_worker.cli.servers import find_server, worker_config
 from llama_worker.cli.text import printable
-from llama_worker.config.command import flag_values
-from llama_worker.config.command_flags import PROGRAM, program_of
+from llama_worker.config.command import PROGRAM, flag_values
+from llama_worker.config.command_flags import program_of
 from llama_worker.config.file import read_fleet
 from llama_worker.config.server_program import (
     FoundServer,
     host_environment,
+    options_file_warnings,
     server_environment,
 )
 
@@ -52,6 +54,8 @@ def examine(
                 findings, facts = _examine(named, server_named, server_args, interrupts)
         except KeyboardInterrupt:
             return interrupts.exit_code
+        if interrupts.asked:
+            return interrupts.exit_code
     is_well = all(finding.level != "problem" for finding in findings)
     if as_json:
         listed = [asdict(finding) for finding in findings]
@@ -68,29 +72,31 @@ def _examine(
     interrupts: Interrupts,
 ) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
+    environment = server_environment(host_environment(), {})
     with interrupts.raising():  # a signal also ends a program that hangs
         found = _found(findings, "llama-server", find_server, server_named)
-        server = doctor_facts.look_at_server(found, interrupts) if found is not None else None
-        machine = doctor_facts.look_at_machine(interrupts)
+        server = doctor_facts.look_at_server(found, environment) if found is not None else None
+        machine = doctor_facts.look_at_machine()
     if server is not None:
         findings += doctor_findings.of_server(server)
+        files = options_file_warnings(environment)
+        findings += [doctor_findings.of_warning("options", line) for line in files]
     findings += doctor_findings.of_gpus(machine, server)
-    model, trial = None, None
-    command: Sequence[str] = ()
+    model, config, trial = None, None, None
     if model_named is None:
         todo = "llama-worker doctor MODEL.gguf tries it out"
         findings.append(Finding("note", "model", "none was given", todo))
     else:
         model = _found(findings, "model", find_model, model_named)
-    if model is not None:
-        findings += doctor_findings.of_model(model, machine, server)
     port = machine.free_port
     if model and server and server.version is not None and port:
         config = worker_config(model, server.path, port=port, server_args=server_args)
-        command = config.server_cmd
+    if model is not None:
+        findings += doctor_findings.of_model(model, machine, server, config)
+    if server is not None and config is not None:
         if server_args:
             with interrupts.raising():
-                known = doctor_facts.known_flags(server.path, interrupts)
+                known = doctor_facts.known_flags(server.path, environment)
             findings += doctor_findings.of_command("command", config, known)
         findings += doctor_findings.of_batch("batches", config)
         findings += doctor_findings.of_caches({"it": config}, machine.memory_bytes)
@@ -98,6 +104,7 @@ def _examine(
         if trial is not None:
             findings += doctor_findings.of_trial(trial, server)
     if server is not None:
+        command = config.server_cmd if config is not None else ()
         findings += doctor_findings.of_build("build", server.build, command)
     findings += doctor_findings.of_machine(machine, trial)
     facts = {"server": server, "model": model, "machine": machine, "trial": trial}
@@ -113,9 +120,9 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
         except (ConfigError, OSError) as error:
             todo = "docs/fleet.md describes the file"
             return [Finding("problem", "fleet", printable(str(error)), todo)], {}
-        machine = doctor_facts.look_at_machine(interrupts)
+        machine = doctor_facts.look_at_machine()
         for name, config in fleet.items():
-            findings += _examine_program(name, config, interrupts)
+            server = _examine_program(findings, name, config)
             for _, named in flag_values(config.server_cmd, ("-m", "--model")):
                 if os.path.expanduser(named) != named:
                     text = f"there is no file {printable(named)}: llama-server does not expand ~"
@@ -123,7 +130,7 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
                         Finding("problem", "model", text, "write the home folder in full")
                     )
                 elif (model := _found(findings, "model", find_model, named)) is not None:
-                    findings += doctor_findings.of_model(model, machine, None)
+                    findings += doctor_findings.of_model(model, machine, server, config)
     findings += doctor_findings.of_caches(fleet, machine.memory_bytes)
     findings += doctor_findings.of_machine(machine, None)
     return findings, {"workers": sorted(fleet), "machine": asdict(machine)}
@@ -140,25 +147,29 @@ def _found(
         return None
 
 
-def _examine_program(name: str, config: WorkerConfig, interrupts: Interrupts) -> list[Finding]:
-    """Check a worker's command, and its program in the environment that the server would get."""
+def _examine_program(
+    findings: list[Finding], name: str, config: WorkerConfig
+) -> ServerFacts | None:
+    """Check a worker's command, and its program in the environment that the server would get; adds
+    to the findings. None: there is no such program."""
     environment = server_environment(host_environment(), config.env)
     first, *words = config.server_cmd
-    try:
-        found = find_server(first, option="executable", environment=environment)
-    except Problem as problem:
-        return [doctor_findings.of_problem(name, problem)]
+    found = _found(findings, name, find_server, first, option="executable", environment=environment)
+    if found is None:
+        return None
     program = program_of((found.path, *words))
-    server = doctor_facts.ask_version(FoundServer(program, found.how), interrupts, environment)
+    server = doctor_facts.look_at_server(FoundServer(program, found.how), environment)
     # any other program may be a script that starts a server and takes no options
     if server.version is None and os.path.basename(first).startswith(PROGRAM):
-        return [doctor_findings.of_broken_server(name, server)]
-    known = doctor_facts.known_flags(program, interrupts, environment)
-    return [
-        *doctor_findings.of_command(name, config, known),
-        *doctor_findings.of_build(name, server.build, config.server_cmd),
-        *doctor_findings.of_batch(name, config),
-    ]
+        findings.append(doctor_findings.of_broken_server(name, server))
+        return server
+    known = doctor_facts.known_flags(program, environment)
+    files = options_file_warnings(environment)
+    findings += [doctor_findings.of_warning(name, line) for line in files]
+    findings += doctor_findings.of_command(name, config, known)
+    findings += doctor_findings.of_build(name, server.build, config.server_cmd)
+    findings += doctor_findings.of_batch(name, config)
+    return server
 
 
 def _print_findings(findings: list[Finding]) -> None:

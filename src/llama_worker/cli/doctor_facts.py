@@ -7,12 +7,11 @@ import contextlib
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +54,13 @@ class MachineFacts:
     """This machine's devices and limits. Sizes are in bytes; a limit that is not set is None."""
 
     free_port: int | None
-    # name, memory and driver, from nvidia-smi; None: there is no working nvidia-smi
+    # name, memory, free memory and driver, by nvidia-smi; None: there is no working nvidia-smi
     gpus: tuple[str, ...] | None
     nvml: bool  # the library can see what processes do on these GPUs
     proc_stat: bool
     proc_io: bool
-    hidepid: str | None  # the mount option of /proc
     memory_bytes: int  # total, of the machine or the container
     available_bytes: int
-    address_space_bytes: int | None
     open_files: int | None
     threads_left: int | None
     pidfd: bool
@@ -80,47 +77,38 @@ class Trial:
     slots: int | None
     gpus: tuple[str, ...] | None  # where NVML sees the server; None: there is no NVML or no GPU
     tools: bool | None  # the chat template can offer tools and show calls
-    system_role: bool | None
 
 
-def look_at_server(found: FoundServer, interrupts: Interrupts) -> ServerFacts:
-    """Run the program for its version and its devices."""
-    server = ask_version(found, interrupts)
-    return replace(server, devices=_devices(found.path, interrupts)) if server.version else server
-
-
-def ask_version(
-    found: FoundServer, interrupts: Interrupts, environment: Mapping[str, str] | None = None
-) -> ServerFacts:
-    """Run the program for its version only. `environment` None: that of this process."""
-    code, said = _run(interrupts, found.path, "--version", environment=environment)
+def look_at_server(found: FoundServer, environment: Mapping[str, str]) -> ServerFacts:
+    """Run the program for its version and its devices, in the environment of a worker's server."""
+    code, said = _run(found.path, "--version", environment=environment)
     found_versions = re.findall("^version:(.*)", said, re.MULTILINE) if code == 0 else []
     return ServerFacts(
         path=found.path,
         how=found.how,
         version=found_versions[0].strip() if found_versions else None,
         build=build_number(said) if code == 0 else None,
-        devices=None,
+        devices=_devices(found.path, environment) if found_versions else None,
         said=said.strip(),
         returncode=code,
     )
 
 
-def _devices(program: str, interrupts: Interrupts) -> tuple[str, ...] | None:
-    code, listed = _run(interrupts, program, "--list-devices")
+def _devices(program: str, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """What the program lists, without what has no memory: a library for the CPU, such as BLAS."""
+    code, listed = _run(program, "--list-devices", environment=environment)
+    if code != 0:
+        return None
     lines = map(str.strip, listed.partition("Available devices:")[2].splitlines())
-    return tuple(line for line in lines if line not in ("", "(none)")) if code == 0 else None
+    return tuple(line for line in lines if line not in ("", "(none)") and "(0 MiB" not in line)
 
 
-def known_flags(
-    program: str, interrupts: Interrupts, environment: Mapping[str, str] | None = None
-) -> KnownFlags | None:
+def known_flags(program: str, environment: Mapping[str, str]) -> KnownFlags | None:
     """The flags that the program's --help lists; None if it lists none, or cannot be run."""
-    _, said = _run(interrupts, program, "--help", environment=environment)
-    return read_help(said)
+    return read_help(_run(program, "--help", environment=environment)[1])
 
 
-def look_at_machine(interrupts: Interrupts) -> MachineFacts:
+def look_at_machine() -> MachineFacts:
     """Read limits and /proc, run nvidia-smi."""
     try:
         port = free_port()
@@ -129,14 +117,12 @@ def look_at_machine(interrupts: Interrupts) -> MachineFacts:
     me = os.getpid()
     return MachineFacts(
         free_port=port,
-        gpus=_gpus(interrupts),
+        gpus=_gpus(),
         nvml=_has_nvml(),
         proc_stat=bool(_read(f"/proc/{me}/stat")),
         proc_io=bool(_read(f"/proc/{me}/io")),
-        hidepid=_hidepid(),
         memory_bytes=memory_bytes(),
         available_bytes=_available_bytes(),
-        address_space_bytes=_limit(resource.RLIMIT_AS),
         open_files=_limit(resource.RLIMIT_NOFILE),
         threads_left=_threads_left(),
         pidfd=_has_pidfd(),
@@ -163,15 +149,7 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
 def trial_of(props: Mapping[str, Any], **seen: Any) -> Trial:
     """Combine `seen` with the body of `/props`, whose content differs between builds. Pure."""
     traits = server_traits(props, {})
-    caps = props.get("chat_template_caps")
-    system_role = caps.get("supports_system_role") if isinstance(caps, Mapping) else None
-    return Trial(
-        n_ctx=traits.n_ctx,
-        slots=traits.slots,
-        tools=traits.tools,
-        system_role=system_role if isinstance(system_role, bool) else None,
-        **seen,
-    )
+    return Trial(n_ctx=traits.n_ctx, slots=traits.slots, tools=traits.tools, **seen)
 
 
 def _props(endpoint: Endpoint) -> dict[str, Any]:
@@ -182,50 +160,30 @@ def _props(endpoint: Endpoint) -> dict[str, Any]:
     return props if isinstance(props, dict) else {}
 
 
-def _run(
-    interrupts: Interrupts, *command: str, environment: Mapping[str, str] | None = None
-) -> tuple[int | None, str]:
+def _run(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int | None, str]:
     """(return code, output); the code is None if it did not end, or could not be run. A signal that
     raises ends the program, too."""
-    with contextlib.ExitStack() as cleanup:
-        try:
-            with interrupts.deferring():  # raised during the start, it would lose the process
-                process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
-                cleanup.enter_context(process)
-                cleanup.callback(process.kill)
-            output, _ = process.communicate(timeout=_ASK_S)
-        except subprocess.TimeoutExpired:
-            return None, f"it did not end within {_ASK_S:g} s"
-        except OSError as error:
-            return None, str(error)
-    return process.returncode, output.decode(errors="replace")
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_ASK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it did not end within {_ASK_S:g} s"
+    except OSError as error:
+        return None, str(error)
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
-def _gpus(interrupts: Interrupts) -> tuple[str, ...] | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    code, said = _run(
-        interrupts,
-        "nvidia-smi",
-        "--query-gpu=name,memory.total,memory.free,driver_version",
-        "--format=csv,noheader",
-    )
-    return tuple(_gpu(line) for line in said.splitlines() if line.strip()) if code == 0 else None
-
-
-def _gpu(line: str) -> str:
-    """`NVIDIA H200 (143771 MiB, 143156 MiB free, driver 580.159.04)`; any other line unchanged."""
-    match [field.strip() for field in line.rsplit(",", 3)]:
-        case [name, total, free, driver]:
-            return f"{name} ({total}, {free} free, driver {driver})"
-        case _:
-            return line.strip()
+def _gpus() -> tuple[str, ...] | None:
+    fields = "name,memory.total,memory.free,driver_version"
+    code, said = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    return tuple(line.strip() for line in said.splitlines() if line.strip()) if code == 0 else None
 
 
 def _has_nvml() -> bool:
@@ -234,16 +192,6 @@ def _has_nvml() -> bool:
     except Exception:  # whatever a missing package or driver raises
         return False
     return True
-
-
-def _hidepid() -> str | None:
-    for line in _read("/proc/self/mounts").splitlines():
-        words = line.split()
-        if words[1:3] == ["/proc", "proc"]:
-            for option in words[3].split(","):
-                if option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off"):
-                    return option
-    return None
 
 
 def _available_bytes() -> int:

@@ -17,6 +17,7 @@ from llama_worker.config.command_flags import (
     KnownFlags,
     batch_warning,
     cache_ram_mib,
+    commanded_n_ctx,
     memory_warning,
     program_of,
     unknown_flags,
@@ -28,9 +29,7 @@ Level = Literal["ok", "note", "problem"]
 
 MIN_OPEN_FILES = 256  # a worker needs some 30, each request a few, and the host its own
 MIN_THREADS = 128  # a server starts several per core, a worker ten
-_CONTEXT_SHARE = 0.15  # context and buffers take at least this share of the model's size
-# address space that threads reserve for their stacks and heaps
-_THREADS_BYTES = 2 << 30
+_SAME_MEMORY = 0.02  # free memory that differs by no more than this is the same
 _TOKENS_STEP = 256  # the server rounds the context up to a multiple of this
 _FREE_MIB = re.compile(r"(\d+) MiB free")
 _SAID_CHARS = 200
@@ -119,62 +118,41 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
         yield Finding("problem", "GPUs", text, "pip install 'llama-worker[nvidia]'")
 
 
-def of_model(model: Model, machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
-    """Compare the model and its context with the memory."""
+def of_model(
+    model: Model, machine: MachineFacts, server: ServerFacts | None, config: WorkerConfig | None
+) -> Iterator[Finding]:
+    """Compare the model and its context with the memory; `config`: the worker's, if it has one."""
     yield Finding("ok", "model", f"{model.path}, {size(model.size_bytes)}")
-    if (
-        machine.address_space_bytes is not None
-        and machine.address_space_bytes < 2 * model.size_bytes + _THREADS_BYTES
-    ):
-        text = f"a process may use only {size(machine.address_space_bytes)}"
-        yield Finding("problem", "address space", text, "raise `ulimit -v`")
-    on_gpus = sum(
-        int(mib) << 20
-        for text in (server and server.devices) or ()
-        for mib in _FREE_MIB.findall(text)
-    )
-    available = machine.available_bytes + on_gpus
-    yield _of_memory("memory", model, available, f"{size(available)} available")
+    devices = (server and server.devices) or ()
+    free_bytes = [int(mib) << 20 for text in devices for mib in _FREE_MIB.findall(text)]
+    main = machine.available_bytes  # an integrated GPU has no other memory, and reports this
+    on_gpus = sum(each for each in free_bytes if abs(each - main) > _SAME_MEMORY * main)
+    asked = commanded_n_ctx(config.server_cmd, config.env, 1) if config is not None else None
+    available = main + on_gpus
+    yield _of_memory("memory", model, asked, available, f"{size(available)} available")
     if on_gpus:
-        yield _of_memory("GPU memory", model, on_gpus, f"{size(on_gpus)} free on the GPUs")
+        yield _of_memory("GPU memory", model, asked, on_gpus, f"{size(on_gpus)} free on the GPUs")
 
 
-def _of_memory(kind: str, model: Model, free_bytes: int, free: str) -> Finding:
-    """Compare the model and its full context with one kind of memory."""
-    compared = f"{free}, {_needs(model)}"
+def _of_memory(kind: str, model: Model, asked: int | None, free_bytes: int, free: str) -> Finding:
+    """Compare the model and its context with one kind of memory. `asked`: how many tokens of
+    context the command asks for; None: as many as the model was trained for."""
+    compared, context_bytes, per_token = f"{free}, the model takes {size(model.size_bytes)}", 0, 0
+    if model.context is not None:
+        tokens, per_token = asked or model.context.trained_tokens, model.context.bytes_per_token
+        context_bytes = tokens * per_token
+        compared += f", its context of {tokens} tokens at most {size(context_bytes)}"
     if model.size_bytes > free_bytes:
         level, consequence, todo = _TOO_BIG[kind]
         return Finding(level, kind, compared + consequence, todo)
-    if _full_bytes(model) > free_bytes:
-        todo = _smaller_context(model, free_bytes)
+    left_bytes = free_bytes - model.size_bytes
+    if context_bytes > left_bytes:
+        fitting = left_bytes // per_token // _TOKENS_STEP * _TOKENS_STEP
+        todo = f"use a --ctx-size of at most {fitting}, for all slots together"
+        if not fitting:
+            todo = "use a smaller quantisation"
         return Finding("note", kind, f"{compared}: not all of it fits", todo)
     return Finding("ok", kind, compared)
-
-
-def _needs(model: Model) -> str:
-    if model.context is None:
-        return f"the model file is {size(model.size_bytes)}"
-    tokens, context_bytes = model.context.trained_tokens, _full_bytes(model) - model.size_bytes
-    full = f"its full context of {tokens} tokens at most {size(context_bytes)}"
-    return f"the model takes {size(model.size_bytes)}, {full}"
-
-
-def _full_bytes(model: Model) -> int:
-    """Size of the model with the longest context that it was trained for, or with a short one if
-    the file does not say."""
-    if model.context is None:
-        return int(model.size_bytes * (1 + _CONTEXT_SHARE))
-    return model.size_bytes + model.context.trained_tokens * model.context.bytes_per_token
-
-
-def _smaller_context(model: Model, available_bytes: int) -> str:
-    if model.context is None or not model.context.bytes_per_token:
-        return "use a small --ctx-size"
-    fitting = (available_bytes - model.size_bytes) // model.context.bytes_per_token
-    tokens = fitting // _TOKENS_STEP * _TOKENS_STEP
-    if not tokens:
-        return "use a smaller quantisation"
-    return f"use a --ctx-size of at most {tokens}, for all slots together"
 
 
 def of_trial(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
@@ -200,9 +178,6 @@ def of_trial(trial: Trial, server: ServerFacts) -> Iterator[Finding]:
             "--chat-template-file ...)"
         )
         yield Finding("note", "tools", f"prompted: {text}", todo)
-    if trial.system_role is False:
-        text = "it has no system role: system prompts may be moved or lost"
-        yield Finding("note", "template", text)
     uses_cuda = any(device.startswith("CUDA") for device in server.devices or ())
     if trial.gpus:
         yield Finding("ok", "GPUs", f"the server was seen on {', '.join(trial.gpus)}")
@@ -226,22 +201,19 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
         todo="end programs that listen on ports; `ss -ltn` lists them",
     )
     stat, io = (trial.proc_stat, trial.proc_io) if trial else (machine.proc_stat, machine.proc_io)
-    hidden = f" (/proc is mounted with {machine.hidepid})" if machine.hidepid else ""
     if not stat:
         text = (
-            f"the CPU time of processes cannot be read{hidden}: a slow server cannot be told from "
-            "a hung one"
+            "the CPU time of processes cannot be read: a slow server cannot be told from a hung one"
         )
         yield Finding("problem", "/proc", text, "mount /proc in the container, without hidepid")
     elif not io:
         text = (
-            f"CPU time can be read, but disk reads cannot{hidden}: a model that loads slowly may "
-            "look hung"
+            "CPU time can be read, but disk reads cannot: a model that loads slowly may look hung"
         )
         todo = "run the server as the same user; or use --timeouts slow_prefill"
         yield Finding("note", "/proc", text, todo)
     else:
-        yield Finding("ok", "/proc", f"CPU time and disk reads can be seen{hidden}")
+        yield Finding("ok", "/proc", "CPU time and disk reads can be seen")
     files, threads = machine.open_files, machine.threads_left  # None: no limit
     yield _checked(
         "open files",
@@ -289,13 +261,13 @@ def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> 
 
 def of_build(subject: str, build: int | None, command: Sequence[str]) -> Iterator[Finding]:
     """Known vulnerabilities of the build that the command runs."""
-    return (_of_warning(subject, line) for line in known_flaws(build, command))
+    return (of_warning(subject, line) for line in known_flaws(build, command))
 
 
 def of_batch(subject: str, config: WorkerConfig) -> Iterator[Finding]:
     """A note if prompt batches are so large that everything else waits for them."""
     if line := batch_warning(config.server_cmd, config.env):
-        yield _of_warning(subject, line)
+        yield of_warning(subject, line)
 
 
 def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterator[Finding]:
@@ -306,7 +278,7 @@ def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterato
         yield Finding("note", "prompt caches", printable(what), f"set {todo}")
 
 
-def _of_warning(subject: str, line: str) -> Finding:
+def of_warning(subject: str, line: str) -> Finding:
     """The finding for a warning of the library, which says what to do after its last semicolon."""
     what, _, todo = line.rpartition("; ")
     return Finding("note", subject, what, todo)

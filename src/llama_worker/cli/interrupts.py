@@ -73,17 +73,6 @@ class Interrupts:
         finally:
             self._raises = False
 
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        """In this block no signal raises; one that would have raised does so at its end."""
-        raises, self._raises = self._raises, False
-        try:
-            yield
-        finally:
-            self._raises = raises
-            if raises and self.asked:
-                raise KeyboardInterrupt
-
     def wait(self) -> None:
         """Block until a signal comes."""
         while not self.asked:

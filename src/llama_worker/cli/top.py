@@ -113,7 +113,8 @@ def _single_keys() -> Iterator[None]:
         tty.setcbreak(sys.stdin, termios.TCSADRAIN)
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # the terminal was closed
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
