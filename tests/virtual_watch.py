@@ -46,8 +46,8 @@ class Nobody:
         return True
 
 
-def probed(outcome: ProbeOutcome, epoch: int = 1, build: int | None = None) -> Probed:
-    return Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits(build=build))
+def probed(outcome: ProbeOutcome, epoch: int = 1, **traits: Any) -> Probed:
+    return Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits(**traits))
 
 
 def generating(data_at: float, request_id: int = 1) -> Progress:
@@ -89,7 +89,8 @@ class VirtualWatch:
     At each instant `evidence` tells whether the server's processes are at work (it knows whether
     the look is a fresh one), `readiness` what a probe brings, `slots` what `/slots` says (None:
     nothing), `reads` whether its memory comes from disk, `blind` whether nobody can see. It is
-    llama-server b`build`; the answer to a probe takes `probes_take_s`.
+    llama-server b`build`, with a model of these `modalities`; the answer to a probe takes
+    `probes_take_s`.
     """
 
     def __init__(
@@ -102,11 +103,12 @@ class VirtualWatch:
         blind: Callable[[float], bool] = lambda now: False,
         reads: Callable[[float], bool] = lambda now: False,
         build: int | None = 11434,
+        modalities: dict[str, bool] | None = None,
         probes_take_s: Callable[[float], float] = lambda now: 0.0,
         now: float = 0.0,
     ) -> None:
         self.now = now
-        self._build = build
+        self._traits = {"build": build, "modalities": modalities}
         self._probes_take_s = probes_take_s
         self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
         self.news: list[tuple[float, WatchReport]] = []
@@ -147,7 +149,7 @@ class VirtualWatch:
                     case Look():
                         messages.append(self._seen(effect))
                     case ProbeReadiness():
-                        answer = probed(self._readiness(self.now), build=self._build)
+                        answer = probed(self._readiness(self.now), **self._traits)
                         takes_s = self._probes_take_s(self.now)
                         if takes_s:
                             self._answer = (self.now + takes_s, answer)

@@ -90,6 +90,11 @@ class Build:
         """Whether `/slots` tells how far a prompt is read."""
         return self.number is None or self.number >= 9544
 
+    @property
+    def keeps_counts(self) -> bool:
+        """Whether `/slots` tells in prefill what the task before has generated."""
+        return self.number is not None and self.number < 10453
+
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
@@ -443,22 +448,26 @@ class LlamaServer:
             last = exchange or self._used.get(index)
             if last is not None:
                 active = exchange is not None
-                total = last.reply.prompt_tokens
+                total, cached = last.reply.prompt_tokens, last.reply.cached_tokens
+                decoded = last.decoded if active else 0
+                if active and not decoded and self.build.keeps_counts and index in self._used:
+                    decoded = self._used[index].decoded
                 shown.update(
                     is_processing=active,
                     id_task=last.request_id,
                     n_prompt_tokens=last.processed + last.in_batch if active else total,
-                    n_prompt_tokens_cache=0,
+                    n_prompt_tokens_cache=cached if active else 0,
                     next_token=[
                         {
                             "has_next_token": active,
                             "n_remain": -1,
-                            "n_decoded": last.decoded if active else 0,
+                            "n_decoded": decoded,
                         }
                     ],
                 )
                 if self.build.shows_prompt_progress:
-                    shown.update(n_prompt_tokens_processed=last.processed if active else 0)
+                    done = last.processed - cached if active else 0
+                    shown.update(n_prompt_tokens_processed=done)
             view.append(shown)
         return view
 

@@ -98,18 +98,9 @@ class TimeoutProfile:
         """The same limits for a server whose processes cannot be seen.
 
         Some builds hold the response headers back until the prompt is read: missing headers are
-        then no sign of a hang. Only `/slots` may show work: it is asked before a limit is over.
+        then no sign of a hang. Only `/slots` may show work.
         """
-        suspect_after_s = self.suspect_after_s
-        if suspect_after_s is not None:
-            limits = (self.prefill_liveness_timeout_s, self.idle_stream_timeout_s)
-            halves = (limit_s / 2 for limit_s in limits if limit_s is not None)
-            suspect_after_s = min([suspect_after_s, *halves])
-        return replace(
-            self,
-            headers_timeout_s=self.silent_work_timeout_s or _NEVER_S,
-            suspect_after_s=suspect_after_s,
-        )
+        return replace(self, headers_timeout_s=self.silent_work_timeout_s or _NEVER_S)
 
 
 TIMEOUT_PRESETS: dict[str, Callable[[], TimeoutProfile]] = {

@@ -16,7 +16,7 @@ from llama_worker.server.blame import Verdict, VerdictHistory, is_busy
 from llama_worker.server.messages import EvidenceSeen, Stalled, Unwatch
 from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
-from llama_worker.server.slots import SILENT_LOOKS, SILENT_S, SlotsLook, SlotsWatch
+from llama_worker.server.slots import SILENT_S, SlotsLook, SlotsWatch
 from llama_worker.server.timeouts import Neighbours, SlotSigns, describe, timeout_verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
@@ -36,6 +36,7 @@ class RequestWatch:
         self.slots_are_reliable = True
         self.liveness_at: float | None = None
         self.build_answers_during_batches = False
+        self.takes_media = False  # the model does, so that another client may have sent some
         # when the latest readiness probe began that was answered within `LOOK_TIMEOUT_S`
         self.probe_answered_at: float | None = None
         self._epoch = epoch
@@ -187,7 +188,7 @@ class RequestWatch:
         ]
         if self.slots.complete:
             self.slots.end_round(now)
-        if any(self._is_suspect(progress, now) for progress in reports):
+        if any(self._is_looked_at(progress, now) for progress in reports):
             self.slots.start_looking(now)
         else:
             self.slots.stop_looking()
@@ -209,20 +210,21 @@ class RequestWatch:
         )
 
     def _judge(self, progress: Progress, reports: Sequence[Progress], now: float) -> Verdict | None:
-        is_suspect, slots = self._is_suspect(progress, now), self.slots
+        is_looked_at, slots = self._is_looked_at(progress, now), self.slots
         around = slots.around_interruption
-        if is_suspect and around is not None:
+        if is_looked_at and around is not None:
             # Looks without an answer may leave no round complete, so the looks before and after
             # them are compared, too. If nothing moved between these, that gives up no request.
             self._judge_looks(around, around[0].asked_at, progress, reports, now)
         verdict = self._judge_by_times(progress, now)
-        if verdict is not None or not is_suspect:
+        if verdict is not None or not is_looked_at:
             return verdict
         verdict = self._judge_silent_slots(progress, reports, now)
         if verdict is None and slots.complete:
             moved_at = slots.looks[-1].asked_at
             verdict = self._judge_looks(slots.looks, moved_at, progress, reports, now)
-        return verdict if self.slots_are_reliable else None
+        is_suspect = self._is_silent(progress, self._profile.suspect_after_s, now)
+        return verdict if is_suspect and self.slots_are_reliable else None
 
     def _judge_by_times(self, progress: Progress, now: float) -> Verdict | None:
         request_id, slots = progress.request_id, self.slots
@@ -270,7 +272,7 @@ class RequestWatch:
             return None
         may_encode = self._may_encode_media() or any(each.may_encode for each in reports)
         answers_during_batches = self.build_answers_during_batches or slots.answers_during_batches
-        if slots.silent_looks < SILENT_LOOKS or may_encode or not answers_during_batches:
+        if may_encode or not answers_during_batches:
             return None
         since = newest(since, self.data_at, self._reads_at)
         silent_s = now - since
@@ -299,7 +301,10 @@ class RequestWatch:
             all_are_silent=all(self._is_suspect_age(at, now) for at in signs),
             all_stood_still=self._is_suspect_age(unchanged_since, now),
             unchanged_since=unchanged_since,
-            pace=Pace() if self._may_encode_media() else self.pace,
+            pace=self.pace,
+            may_encode=self._may_encode_media()
+            or any(each.may_encode for each in reports)
+            or self._others_may_encode(looks[-1], reports),
             is_cold=self._is_cold,
             liveness_at=self.liveness_at,
             now=now,
@@ -311,10 +316,23 @@ class RequestWatch:
         self._moved_at[request_id] = max(moved_at, self._moved_at.get(request_id, moved_at))
         return None
 
-    def _is_suspect(self, progress: Progress, now: float) -> bool:
+    def _is_looked_at(self, progress: Progress, now: float) -> bool:
+        """Whether the slots are looked at because of the request: it is suspected, or half of a
+        limit is over that a slot lifts if it is seen to move."""
+        profile = self._profile
+        if profile.suspect_after_s is None:
+            return False
+        limits = [profile.idle_stream_timeout_s, profile.prefill_liveness_timeout_s]
+        if progress.phase is RequestPhase.WAITING:
+            limits.append(profile.headers_timeout_s)
+        halves = [limit_s / 2 for limit_s in limits if limit_s is not None]
+        return self._is_silent(progress, min([profile.suspect_after_s, *halves]), now)
+
+    def _is_silent(self, progress: Progress, for_s: float | None, now: float) -> bool:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at
         streams = progress.phase not in (RequestPhase.TOOL, RequestPhase.DONE)
-        return streams and not progress.concluding and self._is_suspect_age(heard_at, now)
+        is_old = for_s is not None and now - heard_at >= for_s
+        return streams and not progress.concluding and is_old
 
     def _is_suspect_age(self, at: float | None, now: float) -> bool:
         """Whether data or a slot's movement at `at` is so old that a request is suspected."""
@@ -329,6 +347,17 @@ class RequestWatch:
         """Whether the server may still encode media of a broken-off request. Its processes work
         meanwhile, so `liveness_at` does not show that it is done."""
         return self._leftover_media.since(self.data_at, self.slots.moved_at) is not None
+
+    def _others_may_encode(self, look: SlotsLook, reports: Sequence[Progress]) -> bool:
+        """Whether a slot may encode media of another client, whose request is not watched: more
+        slots work than requests have one for certain."""
+        busy_count = sum(slot.is_processing for slot in look.slots)
+        one_is_free = busy_count < len(look.slots)
+        own_count = sum(
+            each.is_served or (one_is_free and each.phase is RequestPhase.WAITING)
+            for each in reports
+        )
+        return self.takes_media and busy_count > own_count
 
     def _worked_at(self, request_id: int) -> float | None:
         """The newest sign of work: by the server's processes, or by a slot that may be the

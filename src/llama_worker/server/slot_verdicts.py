@@ -47,6 +47,7 @@ class SlotsRound:
     # since when nothing moved, and nothing was read from disk; it may lie before this round
     unchanged_since: float
     pace: Pace  # the times of earlier batches
+    may_encode: bool  # images or sounds, of any client
     is_cold: bool  # this launch has computed nothing so far
     liveness_at: float | None  # the latest work of the server's processes; for `Verdict.detail`
     now: float
@@ -121,7 +122,7 @@ class SlotsRound:
 
     def _longest_batch_s(self, busy: Sequence[Slot]) -> float | None:
         """The limit for the batch in progress, from earlier ones; None if they do not compare."""
-        if any(each.may_encode for each in (self.suspect, *self.others)):
+        if self.may_encode:
             return None
         tokens, depth = 0, 0
         for slot in busy:
@@ -130,7 +131,8 @@ class SlotsRound:
             elif slot.context_tokens is None:
                 return None
             else:
-                tokens += max(0, slot.context_tokens - slot.prompt_tokens)
+                done = slot.cached_tokens + slot.prompt_tokens
+                tokens += max(0, slot.context_tokens - done)
                 depth = max(depth, slot.context_tokens)
         return self.pace.longest_standstill_s(tokens, depth, is_cold=self.is_cold)
 

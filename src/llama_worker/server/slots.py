@@ -15,8 +15,7 @@ from llama_worker.config.validation import as_count
 
 LOOKS_COUNT = 4  # in one round
 LOOK_TIMEOUT_S = 2.0  # it answers within 0.21 s, even in the middle of a long batch (b11434)
-SILENT_S = 60.0  # silence counts only after this time,
-SILENT_LOOKS = 3  # and after so many looks without an answer
+SILENT_S = 60.0  # silence counts only after this time
 # more often would disturb the server, which restarts its own 1 s waits at every answer
 LOOK_INTERVAL_S = 2.0
 PAUSE_S = 5.0  # after a round without a verdict
@@ -34,7 +33,8 @@ class Slot:
     prompt_tokens: int = 0  # of the prompt, processed so far; grows with each finished batch
     decoded_tokens: int = 0  # 0 in prefill
     context_tokens: int | None = field(default=None, compare=False)  # with the batch in progress
-    # by `prompt_tokens`; b9093 does not
+    cached_tokens: int = field(default=0, compare=False)  # of the context; were not processed
+    # by `prompt_tokens`. b9093 does not, and in prefill shows what the task before has generated
     shows_prompt_progress: bool = field(default=True, compare=False)
     speculates: bool = field(default=False, compare=False)  # a draft model may work for it
 
@@ -43,8 +43,7 @@ class Slot:
         """Whether the slot may work while its counters stand still. A draft model reads the whole
         prompt by itself, in one go, after the first token."""
         drafts_first = self.speculates and self.decoded_tokens == 1
-        unseen = not self.decoded_tokens and not self.shows_prompt_progress
-        return self.is_processing and (unseen or drafts_first)
+        return self.is_processing and (drafts_first or not self.shows_prompt_progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +98,7 @@ def _slot(entry: Any) -> Slot | None:
         shows_prompt_progress=prompt_tokens is not None,
         decoded_tokens=decoded or 0,
         context_tokens=as_count(entry.get("n_prompt_tokens")),
+        cached_tokens=as_count(entry.get("n_prompt_tokens_cache")) or 0,
         speculates=entry.get("speculative") is True,
     )
 
@@ -145,7 +145,6 @@ class SlotsWatch:
         self.answers_during_batches = False
         self._last_unchanged: SlotsLook | None = None  # the latest look that showed no change
         self.silent_since: float | None = None  # the first of the latest looks without an answer
-        self.silent_looks = 0
         self._has_answered = False
         self._is_looking = False  # a look is in progress
         self._asked_at = 0.0
@@ -167,8 +166,7 @@ class SlotsWatch:
     def stop_looking(self) -> None:
         """Stop looking: no request is suspected any more, or there is no usable answer."""
         self.deadline, self._was_interrupted, self._active = None, True, False
-        self.silent_since, self.silent_looks = None, 0
-        self.looks = []
+        self.silent_since, self.looks = None, []
 
     def begin_look(self, now: float) -> bool:
         """Whether to look now; False: a look is in progress, whose answer serves for this one."""
@@ -199,7 +197,7 @@ class SlotsWatch:
 
     def _record_answer(self, look: SlotsLook, now: float) -> None:
         self.may_progress_unseen = any(slot.may_progress_unseen for slot in look.slots)
-        self.silent_since, self.silent_looks = None, 0
+        self.silent_since = None
         if self._was_interrupted and self._last_look is not None:
             self.around_interruption = (self._last_look, look)
         if self._last_look is not None and moved_between(self._last_look, look):
@@ -220,7 +218,6 @@ class SlotsWatch:
         """No answer from a launch that has answered before: keep asking."""
         if self.silent_since is None:
             self.silent_since = self._asked_at
-        self.silent_looks += 1
         self.looks, self._was_interrupted = [], True
         self.deadline = now + PAUSE_S
 

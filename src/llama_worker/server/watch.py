@@ -202,6 +202,7 @@ class ServerWatch:
                 self._stage = health.HealthCounter(since=now)
                 traits = probed.traits
                 self._requests.build_answers_during_batches = answers_during_batches(traits.build)
+                self._requests.takes_media = any((traits.modalities or {}).values())
                 self._probe_at = health.next_probe_at(self._profile, now)
                 self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
                 self._look_at_slots(now)  # silence counts only if it ever answered

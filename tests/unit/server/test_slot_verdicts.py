@@ -69,6 +69,7 @@ def judge(
     times: Any = {"unchanged_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
     times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
     times |= {"all_stood_still": still_s >= 60.0}
+    times |= {"may_encode": any(each.may_encode for each in (suspect, *others))}
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
 
@@ -215,9 +216,10 @@ def test_a_prefill_without_reports_may_stand_still() -> None:
     assert found.reason is STALL
 
 
-def in_batch(tokens: int, depth: int) -> Track:
+def in_batch(tokens: int, depth: int, cached: int = 0) -> Track:
     """A slot that reads so many tokens, the last of which lies so deep."""
-    return [replace(slot(prompt=depth - tokens), context_tokens=depth)] * LOOKS_COUNT
+    reads = replace(slot(prompt=depth - tokens - cached), cached_tokens=cached)
+    return [replace(reads, context_tokens=depth)] * LOOKS_COUNT
 
 
 LIMIT_OF_60_S = PACE_MULTIPLE * 60.0
@@ -235,6 +237,7 @@ AS_DEEP, NEARLY_AS_DEEP = ([(512, 512, 60.0), (512, depth, 70.0)] for depth in (
         "more": (A_MINUTE, [(2048, 2048)], 4 * LIMIT_OF_60_S),
         "deeper": (A_MINUTE, [(512, 8192)], 2 * LIMIT_OF_60_S),
         "beside another in it": (A_MINUTE, [(512, 512), (512, 1024)], 2 * LIMIT_OF_60_S),
+        "behind a prompt in the cache": (A_MINUTE, [(512, 4096, 3584)], LIMIT_OF_60_S),
         "never before a minimum": ([(512, 4096, 1.0)], [(512, 512)], PACE_MIN_S),
         "one that was as deep tells more": (AS_DEEP, [(512, 8192)], PACE_MULTIPLE * 70.0),
         "one nearly as deep tells more": (NEARLY_AS_DEEP, [(512, 8192)], 2 * PACE_MULTIPLE * 70.0),
@@ -243,7 +246,7 @@ AS_DEEP, NEARLY_AS_DEEP = ([(512, 512, 60.0), (512, depth, 70.0)] for depth in (
     },
 )
 def test_a_prefill_is_judged_by_earlier_ones(
-    earlier: list[tuple[int, int, float]], batches: list[tuple[int, int]], limit_s: float
+    earlier: list[tuple[int, int, float]], batches: list[tuple[int, ...]], limit_s: float
 ) -> None:
     seen, pace = looks(*(in_batch(*batch) for batch in batches)), learnt(*earlier)
 

@@ -99,7 +99,7 @@ def decoded(count: int) -> list[dict[str, int]]:
     "body, unseen",
     {
         "no token, and no reading shown": (hiding(next_token=decoded(0)), True),
-        "tokens": (hiding(next_token=decoded(3)), False),
+        "tokens, perhaps of the task before": (hiding(next_token=decoded(3)), True),
         "its reading is shown": (hiding(next_token=decoded(0), n_prompt_tokens_processed=0), False),
         "a draft model, one token": (told(speculative=True, next_token=decoded(1)), True),
         "a draft model, two tokens": (told(speculative=True, next_token=decoded(2)), False),
@@ -158,6 +158,44 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     at_ready, *asked = watch.slots_asked_at
     assert at_ready == 0.0
     assert 99.9 + ANSWER_S <= min(asked) <= max(asked) < 180.0
+
+
+def test_a_slot_that_moves_is_seen_before_a_short_limit() -> None:
+    """The old report comes again after each batch of another client's long prompt."""
+
+    def slots(now: float) -> tuple[Slot, ...]:
+        return slot(prompt=64 * int(now)), replace(slot(prompt=512), slot_id=1, task=2)
+
+    def waits_half_read(now: float) -> Progress:
+        last = now // 2 * 2
+        repeated_at = (last - 4.0, last - 2.0, last)
+        return silent(PREFILL, prompt_progress_at=0.0, repeated_at=repeated_at)
+
+    fast = TimeoutProfile.fast()
+    watch = VirtualWatch.ready(fast, evidence=lambda now, fresh: not fresh, slots=slots)
+    watch.begin(waits_half_read)
+    assert watch.run((fast.silent_work_timeout_s or 0.0) - 1.0, Stalled) is None
+
+
+def test_a_slot_that_moves_is_seen_before_the_limit_of_headers() -> None:
+    """Where no work of the processes is seen: those of a GPU."""
+    watch = VirtualWatch.ready(PROFILE, slots=lambda now: (slot(prompt=64 * int(now)),))
+    watch.begin(waits)
+    assert watch.run(1000.0, Stalled) is None
+
+
+@pytest.mark.parametrize("modalities", [None, {"vision": False}, {"vision": True}])
+def test_an_image_of_another_client_is_encoded_to_its_end(
+    modalities: dict[str, bool] | None,
+) -> None:
+    encodes = replace(slot(prompt=10), slot_id=1, task=2, context_tokens=10)
+    watch = watched(
+        lambda now: (slot(decoded=int(min(now, 20.0))), encodes),
+        writes_until(20.0),
+        modalities=modalities,
+    )
+    watch.watch._requests.pace.learn(7, [Batch(0.0, 1.0, 512, 512)])
+    assert (watch.run(1000.0, Stalled) is None) is (modalities == {"vision": True})
 
 
 @pytest.mark.parametrize("answer", [None, SlotsTimeout()])
@@ -337,6 +375,8 @@ def cannot_be_asked_once(now: float) -> SlotsTimeout | None:
     ("slots", "build"),
     [
         (lambda now: (UNSEEN_SLOT, replace(UNSEEN_SLOT, slot_id=1, task=2)), 9093),
+        # the count is of the task before
+        (lambda now: (replace(UNSEEN_SLOT, decoded_tokens=37),), 9093),
         (lambda now: SlotsTimeout(), 10019),
         (lambda now: SlotsTimeout(), None),
         (lambda now: in_a_batch(now) if now < 0.1 else cannot_be_asked_once(now), 10019),
