@@ -108,7 +108,7 @@ class VirtualWatch:
         now: float = 0.0,
     ) -> None:
         self.now = now
-        self._traits = {"build": build, "modalities": modalities}
+        self._traits: dict[str, Any] = {"build": build, "modalities": modalities}
         self._probes_take_s = probes_take_s
         self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
         self.news: list[tuple[float, WatchReport]] = []

@@ -12,8 +12,8 @@ The table lists every transition; any other event leaves the state unchanged.
     Streaming     [DONE] | error record | HTTP error | the reply is whole  Over
     Streaming     connection lost                                         Disconnected
     Streaming     server died                                             ReadingRest
-    ReadingRest   [DONE] | error record | HTTP error                      Over
-    ReadingRest   connection lost                                         Disconnected
+    ReadingRest   [DONE] | error record | HTTP error | the reply is whole  Over
+    ReadingRest   connection lost                                         Over
     Disconnected  server is alive | deadline, after the server was asked  Ended
     ReadingRest | Over  deadline                                          Ended
     any but Ended and Disconnected  sender is done                        Ended
@@ -293,11 +293,8 @@ class LeasedRequest:
             case Finished(reason=reason):
                 outcome = ending.TOKEN_LIMIT if reason == "length" else ending.COMPLETED
                 self._state = _Over(outcome, self._state.until)
-            case StreamFailure(reason=reason) if reason in _DISCONNECTS:
-                until, known = self._state.until, self.given_up
-                self._state = _Disconnected(
-                    known or ending.failed_by(ended), until, known is not None
-                )
+            case StreamFailure(reason=reason) if reason in _DISCONNECTS and self.given_up is None:
+                self._state = _Disconnected(ending.failed_by(ended))
             case ServerError() | StreamFailure():
                 outcome = ending.failed_by(ended, offers_tools=self._offers_tools)
                 self._state = _Over(outcome, self._state.until)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from llama_worker.mailbox import Tick
@@ -17,6 +19,7 @@ from llama_worker.request.messages import (
 from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S, READ_REST_S
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.blame import is_degenerate
 from llama_worker.stream.events import (
     Done,
@@ -30,6 +33,7 @@ from llama_worker.stream.events import (
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types.request import RequestFailReason as Reason
 from llama_worker.types.request import RequestResult
+from tests.simulation.leases import SimAbort
 
 DIED = Abandon(reason=Reason.SERVER_DIED, detail="exit code -9")
 STALLED = Abandon(reason=Reason.STALL_TIMEOUT, detail="no data")
@@ -168,6 +172,25 @@ def test_a_dead_servers_request_ends_in_time() -> None:
     assert result(ended)["fail_reason"] is Reason.SERVER_DIED
 
 
+@pytest.mark.parametrize(
+    ("failure", "reason"), [(None, None), (BROKEN, Reason.SERVER_DIED)], ids=["whole", "broken"]
+)
+def test_a_reply_in_one_piece_may_be_read_after_its_servers_death(
+    failure: StreamFailure | None, reason: Reason | None
+) -> None:
+    exchange = LeasedExchange(
+        SimAbort(),  # type: ignore[arg-type]
+        new=partial(LeasedRequest, in_one_piece=True),
+    )
+    exchange.begin(Admitted(7, 0, "responses:r", 0.0), api_key=None, unix_offset=0.0)
+    exchange.started_waiting()
+    assert exchange.step(DIED, 3.0) == []
+    assert not exchange.record_closed(failure)
+    record = exchange.end(3.1)
+    assert record is not None
+    assert record.result["fail_reason"] is reason
+
+
 GONE, ALIVE = (ServerChecked(request_id=7, is_gone=gone) for gone in (True, False))
 
 
@@ -179,10 +202,6 @@ def broken() -> LeasedRequest:
     request.await_cause(3.0)
     assert request.deadline == 3.0 + EXIT_REPORT_WAIT_S
     return request
-
-
-def test_a_broken_connection_waits_for_its_reason() -> None:
-    assert result(broken().step(DIED, 3.1))["fail_reason"] is Reason.SERVER_DIED
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ class LeasedExchange:
         then send `EndLease`, and wait for the request's end before `failure_for_client`."""
         request = self._request
         with self._lock:
-            if request.has_finished or (request.given_up is None and self._abort.error is None):
+            if request.has_finished or self._abort.error is None:
                 request.closed(failure)
             return request.is_broken and not request.has_ended
 
