@@ -48,7 +48,7 @@ class Children:
         """Start the actors of a launch; the one before must be over. Returns False if the system
         has no thread left; the WorkerActor then gets LaunchFailed."""
         self.end()
-        for member in self.members:  # only those that are blocked are still alive
+        for member in self.members:  # those that are blocked, or have not ended yet
             self.give_up(member, "its launch is over")
         self._actors, self.requests_end_at = {}, None
         try:

@@ -82,7 +82,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                 try:
                     look = self._runtime.look_at_slots(epoch, self.me())
                     self._probes[messages.LookAtSlots] = look
-                except (OSError, RuntimeError):  # no thread, descriptor or port left
+                except RuntimeError:
                     self.me().tell(messages.SlotsSeen(epoch=epoch, look=None))
             case messages.StopWatching():
                 self._abort_probes()

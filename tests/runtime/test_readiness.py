@@ -77,9 +77,10 @@ def test_a_look_at_slots_is_answered_during_any_shortage(
     [
         (OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NOT_ASKED),
         (TimeoutError("no complete reply within 10 s"), ProbeOutcome.READY),
+        (ConnectionResetError("it has ended"), ProbeOutcome.FAILED),
     ],
 )
-def test_questions_during_a_shortage_are_repeated(
+def test_questions_that_could_not_be_asked_are_repeated(
     monkeypatch: pytest.MonkeyPatch, failure: Exception, outcome: ProbeOutcome
 ) -> None:
     """Once only is it asked for its traits: what is unknown then is unknown for its whole life."""

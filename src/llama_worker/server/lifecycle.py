@@ -64,9 +64,7 @@ LifecycleMessage = ServerMessage | Drained | RestartCause | RecycleDue | Tick
 def step(  # noqa: C901  one line per case
     life: Lifecycle, message: LifecycleMessage, now: float
 ) -> tuple[Lifecycle, Effects]:
-    """The next lifecycle and the effects. A message about another launch changes nothing."""
-    if getattr(message, "epoch", life.epoch) != life.epoch:
-        return life, ()
+    """The next lifecycle and the effects; the message is not about another launch."""
     match life.state, message:
         case _, Start():
             return _start(life)
@@ -88,7 +86,9 @@ def step(  # noqa: C901  one line per case
             return endings.launch_over(life, ending, now)
         case _, Restart(reason=reason):
             return _manual_restart(life, now, reason)
-        case Launching(), BecameReady():
+        case Launching() as launching, Died():
+            return replace(life, state=replace(launching, has_died=True)), ()
+        case Launching(has_died=False), BecameReady():
             ready = replace(life, state=Ready(), budget=life.budget.became_ready(now))
             return ready, (Resolve(Start),)
         case _, LaunchFailed(reason=reason, detail=detail):

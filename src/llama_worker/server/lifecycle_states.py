@@ -29,6 +29,7 @@ class Launching(Struct, frozen=True, kw_only=True):
     """The process is being started, or loads its model."""
 
     first: bool  # by an explicit start: a failure is not retried
+    has_died: bool = False  # the server is dead; Exited follows
 
 
 class Ready(Struct, frozen=True):

@@ -323,20 +323,25 @@ def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing
     assert step(life, error, 2.1) == (life, ())
 
 
-def test_stale_and_expected_messages_change_nothing() -> None:
-    life = relaunched()
-    for older in (became_ready, exited, died, streams_closed):
-        assert older(life, 16.0, epoch=1) == (life, ())
-    assert startup_failed(life, 16.0, reason=TIMEOUT, epoch=1) == (life, ())
+def test_expected_messages_change_nothing() -> None:
     stopping, ending, backing_off = (
         stop(ready(), 5.0)[0],
         died(ready(), 5.0)[0],
         exited(ready(), 5.0)[0],
     )
-    for life in (launching(), stopping, exited(stopping, 6.0)[0], ending):
+    for life in (stopping, exited(stopping, 6.0)[0], ending):
         assert died(life, 10.0) == (life, ())
     for life in (ready(), launching(), backing_off, Lifecycle(policy=POLICY)):
         assert unkillable(life, 11.0) == (life, ())
+
+
+def test_a_server_that_is_dead_does_not_become_ready() -> None:
+    life, effects = died(launching(), 1.0)
+    assert effects == ()
+    assert became_ready(life, 1.1) == (life, ())
+    failed, (answered,) = exited(life, 1.2)
+    assert failed.public_state is WorkerState.FAILED
+    assert isinstance(answered, Resolve)
 
 
 def test_a_recycled_server_is_followed_at_once() -> None:

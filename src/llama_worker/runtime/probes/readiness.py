@@ -115,16 +115,14 @@ class ReadinessProbe(_Question):
         self._report(outcome, detail, traits)
 
     def _ask_traits(self) -> ServerTraits:
-        """The traits that the server reports. Raises a shortage of this machine: the probe must be
-        repeated."""
+        """The traits that the server reports, none if it takes too long. Raises OSError if it ended
+        or this machine is short of something: the probe must be repeated."""
         chat = {"messages": [{"role": "user", "content": "-"}]}
         answers: list[dict[str, Any]] = []
         for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
             try:
                 status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
-            except (OSError, ValueError) as error:
-                if is_shortage(error):
-                    raise
+            except (TimeoutError, ValueError):
                 status, answer = 0, b""
             value = json_of(answer) if status == 200 else None
             answers.append(value if isinstance(value, dict) else {})
