@@ -232,6 +232,18 @@ def test_an_upstream_that_takes_no_request_is_watched(make_client: MakeClient) -
     assert "headers_timeout" in reply.json["error"]["message"]
 
 
+def test_the_client_of_an_upstream_that_takes_no_request_hears_of_it(
+    make_client: MakeClient,
+) -> None:
+    with socket.create_server((HOST, 0)) as upstream:
+        url = f"http://{HOST}:{upstream.getsockname()[1]}"
+        client = make_client(upstream=url, heartbeat_s=0.02)
+        with client.ask(stream=True, input="x" * (16 << 20)) as connection:
+            heard = b""
+            while heard.count(b"event: response.in_progress") < 5:
+                heard += connection.recv(4096)
+
+
 def test_who_would_run_unwatched_is_ended(make_client: MakeClient) -> None:
     client = make_client()
     watch = client.proxy._upstream
@@ -428,6 +440,24 @@ def test_who_is_canceled_before_the_headers_is_not_to_try_again(
         reply.begin()
     advice = reply.getheader("x-should-retry"), reply.getheader("retry-after")
     assert (reply.status, advice) == (499, ("false", None))
+
+
+def test_who_is_canceled_before_the_first_byte_is_not_to_try_again(make_stage: MakeStage) -> None:
+    """Its reply comes in one piece, and the server has begun with it."""
+    stage = make_stage(slots=1)
+    steps = fs.Headers(), fs.Text("a"), fs.WaitClose()
+    with stage.client.ask(*steps, input="x", stream=False) as connection:
+        (request_id,) = stage.wait_jobs(1)
+
+        def phase() -> str:
+            status: Any = stage.rig.worker.get_status(request_id).get(timeout=WAIT_S)
+            return str(status["phase"])
+
+        eventually(lambda: phase() == "generating", "its first token")
+        assert stage.rig.worker.cancel(request_id).get(timeout=WAIT_S) is True
+        reply = HTTPResponse(connection)
+        reply.begin()
+    assert (reply.status, reply.getheader("x-should-retry")) == (499, "false")
 
 
 # ---------------------------------------------------------------- the worker's own life

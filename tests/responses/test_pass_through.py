@@ -33,7 +33,10 @@ def test_bodies_pass_through_byte_for_byte(through: Through) -> None:
         answer(ODD_JSON, headers=b"Content-Type: application/json\r\nX-Own: a\r\n")
     )
     reply = client.send(
-        "POST", "/v1/chat/completions?x=%2F", ODD_JSON, {"X-Mine": "b", "Authorization": "Bearer k"}
+        "POST",
+        "/v1/chat/completions?x=%2F",
+        ODD_JSON,
+        {"X-Mine": "b", "Authorization": "Bearer k", "X-Conversation-Id": "c"},
     )
     assert (reply.status, reply.data) == (200, ODD_JSON)
     assert (reply.headers["x-own"], reply.headers["content-type"]) == ("a", "application/json")
@@ -41,6 +44,8 @@ def test_bodies_pass_through_byte_for_byte(through: Through) -> None:
     assert body == ODD_JSON
     assert head.startswith(b"POST /v1/chat/completions?x=%2F HTTP/1.1\r\n")
     assert {b"X-Mine: b", b"Authorization: Bearer k"} <= set(head.split(b"\r\n"))
+    # with it, the server would not stop when the client leaves
+    assert b"conversation" not in head.lower()
 
 
 @pytest.mark.parametrize(

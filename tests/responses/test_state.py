@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseItemList
 
+from llama_worker.responses import exchange
 from llama_worker.testing import scripts as fs
 from tests.responses.conftest import Client, MakeClient
 from tests.responses.oracle import check_events, read_sse
@@ -145,6 +146,23 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
         final = check_events(read_sse(data + response.read()))
         # as soon as it has ended
         assert fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final
+
+
+def test_a_deletion_that_was_refused_is_not_made_later(
+    fake: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_ANSWER_S", 0.05)
+    gate = tmp_path / "gate"
+    said = fs.plain_reply(fs.Text("Once"), fs.Gate(gate))
+    with fake.begun(*said, until=b"Once") as (data, response):
+        found = re.search(rb'"id":"(resp_[^"]+)"', data)
+        assert found is not None
+        target = f"/v1/responses/{found[1].decode()}"
+        assert fake.send("DELETE", target).status == 503
+        gate.touch()
+        response.read()
+    monkeypatch.undo()
+    assert fake.send("GET", target).status == 200
 
 
 def test_the_store_is_bounded(make_fake: MakeClient) -> None:

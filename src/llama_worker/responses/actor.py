@@ -108,9 +108,12 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
             me.tell(messages.ListenerEnded(error=None))
 
     def _answer_questions(self) -> None:
-        """Answer those that do not wait for a running response."""
+        """Answer those that do not wait for a running response, and forget those that are not
+        waited for."""
         waiting, self._questions = self._questions, []
         for question in waiting:
+            if question.reply.done():
+                continue  # nobody waits for the answer any more
             if question.response_ids() & self._running:
                 self._questions.append(question)
                 continue

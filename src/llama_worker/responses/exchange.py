@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import pykka
 from msgspec import Struct
 
 from llama_worker.actors.messages import EndLease, Lease
@@ -173,15 +172,15 @@ class Exchange:
 
 def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
     """Wait for the actor's answer; raises ApiError (503) without one. Not for an actor's thread."""
-    try:
-        if actor.tell(question):
-            with may_block_this_thread():
-                return reply.get(timeout=_ANSWER_S)
-    except pykka.Timeout:
-        pass
-    raise ApiError(
+    unanswered = ApiError(
         503, "the proxy is shutting down, or waits for a running response", retry_after_s=2
     )
+    if not actor.tell(question):
+        raise unanswered
+    with may_block_this_thread():
+        if not reply.wait(_ANSWER_S):
+            reply.fail(unanswered)  # what was asked for must not be done later
+        return reply.get()
 
 
 def _question(messages: object) -> str:

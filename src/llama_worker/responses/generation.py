@@ -30,7 +30,7 @@ from llama_worker.responses.api.store import response_id_of, stored_response
 from llama_worker.responses.errors import ApiError, error_code
 from llama_worker.responses.exchange import Exchange, Upstream
 from llama_worker.responses.http.request_reader import HttpRequest
-from llama_worker.responses.pass_through import forwarded
+from llama_worker.responses.pass_through import NOT_FOR_CHAT, forwarded
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.abortable_socket import Abort
@@ -39,6 +39,7 @@ from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatBody
+from llama_worker.types.request import RequestFailReason
 
 _QUERY_TIMEOUT_S = 2.0  # timeout of a small question, which the server answers within milliseconds
 _CLIENT_READ_INTERVAL_S = 1.0  # while the server is silent, a WebSocket is read at least this often
@@ -46,12 +47,9 @@ _SAMPLING_S = 60.0  # how long the server's sampling parameters are cached
 _SAMPLING_RETRY_S = 5.0  # and how long if it did not tell them: it is loading, or busy
 # the first text mostly comes right after the headers: wait so long to send both at once
 _FIRST_TEXT_WAIT_S = 0.002
-# The proxy sends its own: JSON, and a stream as the reply. `x-conversation-id` would let
-# llama-server go on working for a client that has left (b11434).
-_NOT_FOR_CHAT = frozenset(
-    {"accept", "accept-encoding", "content-encoding", "content-type", "x-conversation-id"}
-    | {f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol")}
-)
+# the proxy sends its own: JSON, and a stream as the reply
+_REPLACED = NOT_FOR_CHAT | {"accept", "content-encoding", "content-type"}
+_REPLACED |= {f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol")}
 _READ_BYTES = 16384
 
 
@@ -319,7 +317,7 @@ class ResponseGenerator:
         self, run: ResponseRun, exchange: Exchange, request: HttpRequest, chat_request: ChatRequest
     ) -> None:
         """Ask the upstream, and drive the response to its end. Raises ApiError if the upstream
-        refuses before the client was sent anything."""
+        refuses, or the host cancels, before the client was sent anything."""
 
         def before_reading() -> None:
             exchange.announce()
@@ -337,15 +335,15 @@ class ResponseGenerator:
         # with progress reports, a stalled prompt is found sooner
         body = {**chat_request.body, "messages": messages, "return_progress": True}
         try:
-            is_open = chat.open(body, forwarded(request, exclude=_NOT_FOR_CHAT))
+            is_open = chat.open(body, forwarded(request, exclude=_REPLACED))
         except OSError:
             run.abandon()
             raise
         if is_open:
             run.to_the_end(chat)
-        else:
-            assert chat.failure is not None
-            refused = exchange.error_for_client(chat.failure, chat.retry_after)
+        failure = chat.failure
+        if failure is not None and (not is_open or failure.reason is RequestFailReason.CANCELED):
+            refused = exchange.error_for_client(failure, chat.retry_after)
             if not run.has_begun:
                 raise refused
             run.fail(refused)

@@ -30,6 +30,9 @@ _HOP_BY_HOP = frozenset({
 })  # fmt: skip
 # origin: the proxy has allowed the page, but an upstream that checks origins might refuse it
 _NOT_FORWARDED = frozenset({"host", "content-length", "expect", "origin"})
+# A chat's stream is decoded here, too: compressed, it would look silent and be given up. And with
+# `x-conversation-id` llama-server would go on working for a client that has left (b11434).
+NOT_FOR_CHAT = frozenset({"accept-encoding", "x-conversation-id"})
 _CORS = "access-control-"
 _MAX_REFUSAL_BYTES = 64 * 1024  # of the body of an error reply, kept to tell the worker
 
@@ -75,8 +78,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
             endpoint,
             request.method,
             request.target,
-            # a chat's stream is decoded here, too: compressed, it would look silent and be given up
-            headers=forwarded(request, exclude=("accept-encoding",) if is_chat else ()),
+            headers=forwarded(request, exclude=NOT_FOR_CHAT if is_chat else ()),
             body=request.body if has_body else None,
             waiter=leased,
         )

@@ -101,7 +101,7 @@ class Abort:
 
 class Waiter(Protocol):
     """Called by the thread that waits for the server to take the request or to reply: before each
-    wait, and again after each `silence_s` in which nothing came (None: never again)."""
+    wait, and again after each `silence_s` in which nothing went on (None: never again)."""
 
     silence_s: float | None
 
@@ -153,10 +153,14 @@ class AbortableSocket(_Abortable, socket.socket):
             sent = self.send(data, flags | socket.MSG_DONTWAIT | more)
         except BlockingIOError:
             sent = 0
-        if sent < len(data):
+        left, silence_s = memoryview(data)[sent:], None
+        while left:
             if self.waiter is not None:
                 self.waiter.before_reading()
-            super().sendall(data[sent:], flags)
+                silence_s = self.waiter.silence_s
+            if _wait(self, select.POLLOUT, silence_s):
+                with contextlib.suppress(BlockingIOError):
+                    left = left[self.send(left, flags | socket.MSG_DONTWAIT) :]
 
     def set_silence(self, silence_s: float | None) -> None:
         """Set how long `receive` waits from now on; None: for ever."""
