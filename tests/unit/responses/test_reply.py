@@ -26,13 +26,6 @@ def test_an_ambiguous_reply_is_not_begun(status: int, headers: list[tuple[str, s
     assert reply.data(b"ok") + reply.end() == b"ok"
 
 
-def test_a_repeated_length_is_sent_once() -> None:
-    head = ReplyFramer(keep_alive=True).begin(
-        200, [("Content-Length", "2"), ("content-length", "2")]
-    )
-    assert head == b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
-
-
 def test_a_reply_is_as_long_as_it_says() -> None:
     for body in (b"a", b"abc"):
         reply = ReplyFramer()

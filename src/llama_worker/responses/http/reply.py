@@ -41,15 +41,8 @@ class ReplyFramer:
         """
         headers = list(headers)
         lengths = [value for name, value in headers if name.lower() == "content-length"]
-        if (
-            not 200 <= status < 1000
-            or len({*lengths}) > 1
-            or not all(map(_LENGTH.fullmatch, lengths))
-        ):
+        if not 200 <= status < 1000 or len(lengths) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
             raise MalformedReply(f"status {status}, Content-Length {lengths}")
-        if len(lengths) > 1:
-            headers = [header for header in headers if header[0].lower() != "content-length"]
-            headers.append(("Content-Length", lengths[0]))
         missing, is_chunked, keep_alive = None, False, self.keep_alive
         if status in _WITHOUT_BODY or self._method == "HEAD":
             missing = 0

@@ -38,8 +38,7 @@ class Phase(Enum):
 
     SILENT = auto()  # the first byte of a request
     HEAD = auto()  # the rest of a head
-    BODY = auto()  # the rest of a body
-    BUSY = auto()  # its reply
+    BODY = auto()  # the rest of a body, or its reply
     LINGER = auto()  # its end: no more requests are read
 
 
@@ -208,7 +207,6 @@ class RequestReader:
 
     def _complete(self) -> HttpRequest:
         assert self.head is not None
-        self.phase = Phase.BUSY
         body = bytes(self._body)
         self._body.clear()  # else this copy would be held, too, while the request runs
         return replace(self.head, body=body)
