@@ -43,6 +43,7 @@ class StubActor:
     def __init__(self) -> None:
         self.breaks = False
         self.breaks_first = False
+        self.stops_slowly = False  # not before its lease was renewed once more
         self._loop = asyncio.get_running_loop()
         self._reachable = asyncio.Event()
         self._reachable.set()
@@ -70,6 +71,9 @@ class StubActor:
         if method == "wait_failed":
             await asyncio.get_running_loop().create_future()
         await self._reachable.wait()
+        renewals = self.calls.count("renew")
+        while method == "stop" and self.stops_slowly and self.calls.count("renew") == renewals:
+            await asyncio.sleep(0.001)
         return self._values.get(method)
 
 

@@ -184,6 +184,19 @@ def test_a_silent_replica_is_not_replaced(stage: Stage) -> None:
         assert "drain" not in actor.calls
 
 
+def test_a_lease_is_renewed_until_the_server_has_stopped(stage: Stage) -> None:
+    with stage.started(replicas=1) as (actor,):
+        actor.stops_slowly = True
+    assert actor.calls[-1] == "renew"
+
+
+def test_a_host_may_change_what_it_is_told_of_a_place(stage: Stage) -> None:
+    with stage.started(replicas=1):
+        for _ in range(2):
+            (status,) = stage.replicas()
+            assert status["place"].pop("node_id") == "stub"
+
+
 def test_a_lease_that_is_over_replaces_the_replica(stage: Stage) -> None:
     with stage.started(1, lease_s=0.5) as (first,):
         first.set_reachable(False)

@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import copy
 import inspect
 import pickle
@@ -15,7 +16,12 @@ from unittest.mock import Mock
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorHandleNotFoundError,
+    ActorUnavailableError,
+    RayTaskError,
+)
 
 from llama_worker import (
     ConfigError,
@@ -23,6 +29,7 @@ from llama_worker import (
     LlamaWorkerError,
     RequestState,
     StartFailReason,
+    WorkerClosed,
     WorkerConfig,
     WorkerStartError,
     WorkerState,
@@ -35,9 +42,10 @@ from llama_worker.ray import (
     ReplicaLost,
     RequestUpdate,
 )
-from llama_worker.ray.replica import Replica, one_line
+from llama_worker.ray.replica import Replica, kill, one_line
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.request.submission import validate_submit
+from llama_worker.runtime.host.callbacks import run_callback
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types.request import RequestPhase, RequestStatus
 from tests.actors.conftest import HOST, WAIT_S, run_async
@@ -109,6 +117,65 @@ def test_a_request_that_no_worker_can_take_is_no_loss() -> None:
     run_async(admit())
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_close_beside_the_actors_death_ends(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """A task group that is about to end drops a cancel."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+
+    async def close() -> None:
+        death = asyncio.Event()
+
+        async def wait_failed() -> Any:
+            await death.wait()
+            raise ActorDiedError
+
+        async def answer(value: Any) -> Any:
+            return value
+
+        def create() -> Any:
+            actor = Mock()
+            actor.get_place.remote = lambda: answer({"node_id": "n", "node_ip": "i", "pid": 1})
+            actor.start.remote = lambda: answer({"slots_total": 1})
+            actor.stop.remote = lambda: answer(None)
+            actor.wait_failed.remote = wait_failed
+            actor.renew.remote = lambda _: Mock(future=concurrent.futures.Future)
+            return actor
+
+        replica = Replica("f", 0, create, retry_s=1e6, lease_s=30.0)
+        await replica.start()
+        death.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        death.clear()  # the next actor lives
+        await asyncio.wait_for(replica.close(1.0), WAIT_S)
+
+    run_async(close())
+
+
+def test_a_cancelled_request_that_is_lost_was_not_cancelled() -> None:
+    async def yes(_: int) -> bool:
+        return True
+
+    async def cancel() -> bool:
+        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
+        replica._actor = Mock(cancel=Mock(remote=yes))
+        request = RequestCopy(7, progress("Once"))
+        canceling = asyncio.create_task(replica.cancel(request))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        request.lose("its node is gone", 5.0)
+        return await canceling
+
+    assert run_async(cancel()) is False
+
+
+def test_an_actor_of_an_earlier_ray_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "kill", Mock(side_effect=ActorHandleNotFoundError("of before")))
+    kill(Mock())
+
+
 def ray_worker(**settings: Any) -> RayWorker:
     return RayWorker(lambda port: WorkerConfig("w", HOST, port, ["llama-server"], **settings))
 
@@ -159,6 +226,76 @@ def test_events_are_whole_and_end_with_the_worker(scripted_workers: list[Scripte
         return await listening, await events()
 
     assert run_async(listen()) == ([{"event": "launched"}], [])
+
+
+def test_events_that_wait_for_the_hosts_code_come_before_the_end(
+    scripted_workers: list[ScriptedWorker],
+) -> None:
+    blocked = threading.Event()
+
+    async def listen() -> Any:
+        worker = ray_worker()
+
+        async def events() -> list[dict[str, Any]]:
+            return [event async for event in worker.events()]
+
+        listening = asyncio.create_task(events())
+        await asyncio.sleep(0)
+        handler = scripted_workers[0].config.on_event
+        assert handler is not None
+        run_callback(lambda: blocked.wait(WAIT_S))
+        run_callback(lambda: handler({"event": "exited"}))
+        await worker.close()
+        blocked.set()
+        return await listening
+
+    assert run_async(listen()) == [{"event": "exited"}]
+
+
+def answers(*values: Any) -> Any:
+    """A method of a worker: what it answers, or raises, one after the other."""
+    left = iter(values)
+
+    async def answer(*_: Any, **__: Any) -> Any:
+        value = next(left)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return answer
+
+
+def test_no_update_says_more_than_its_output(scripted_workers: list[ScriptedWorker]) -> None:
+    """The request ends between two questions."""
+    whole: Any = {"text_offset": 1, "reasoning_offset": 0, "text": "a", "reasoning": "", "ok": True}
+    done = status(state=RequestState.COMPLETED, phase=RequestPhase.DONE)
+    outputs = [{**whole, "done": is_done} for is_done in (False, False, True, True)]
+
+    async def follow() -> list[RequestUpdate]:
+        worker: Any = ray_worker()
+        worker._worker = Mock(
+            read_output=answers(*outputs),
+            get_status=answers(done, done),
+            result=answers({"ok": True}),
+        )
+        return [update async for update in worker.follow(3)]
+
+    assert ["result" in update for update in run_async(follow())] == [True]
+
+
+def test_a_worker_that_has_failed_itself_is_found_without_an_event(
+    scripted_workers: list[ScriptedWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_worker.ray.worker._LOOK_INTERVAL_S", 0.001)
+
+    async def wait() -> Any:
+        worker: Any = ray_worker()
+        ready = {"state": WorkerState.READY}
+        worker._worker = Mock(get_worker_status=answers(ready, WorkerClosed("w")))
+        return await worker.wait_failed()
+
+    with pytest.raises(WorkerClosed):
+        run_async(wait())
 
 
 # ---------------------------------------------------------------- the copy

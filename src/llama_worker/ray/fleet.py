@@ -227,8 +227,8 @@ class Fleet(Startable):
         """Admit a request to a replica with a free slot, the emptiest first, or refuse it.
 
         If all refuse, the answer is NO_SLOT_AVAILABLE if one of them is merely busy. Raises
-        NoLiveReplica if none could be asked. Resolves within milliseconds, or 3 s if the node that
-        was asked has just gone out of reach.
+        NoLiveReplica if none could be asked. Resolves within milliseconds, or some seconds (15 at
+        most for each replica) if the node that was asked has just gone out of reach.
         """
         self._check_open()
         future: WorkerFuture[SubmitResult] = WorkerFuture()
@@ -329,7 +329,8 @@ class Fleet(Startable):
 
     async def _close(self, timeout_s: float) -> None:
         """Stop every server, end every actor and every task."""
-        await asyncio.gather(*(replica.close(timeout_s) for replica in self._replicas))
+        closing = (replica.close(timeout_s) for replica in self._replicas)
+        await asyncio.gather(*closing, return_exceptions=True)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

@@ -22,13 +22,20 @@ from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStat
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.types.request import SubmitErr, SubmitResult
+from llama_worker.types.request import (
+    NotFound,
+    RequestResult,
+    RequestState,
+    SubmitErr,
+    SubmitResult,
+)
 from llama_worker.types.worker import WorkerStatus
 
 _SETTLE_S = 5.0  # for receiving what an actor sent before its end
 # An actor answers in milliseconds. Ray 2.60 takes a minute to see that a machine has vanished.
 _RENEW_S = 1.0  # from an answer to the next renewal
 _SILENT_S = 3.0
+_CANCEL_S = 0.1  # until a task that still runs is cancelled again
 _MARGIN_S = 2.0  # on top of a lease: the last renewal may have arrived, and its answer been lost
 _ANSWER_S = 15.0  # to a submit
 _SHOWN_CHARS = 400
@@ -110,7 +117,7 @@ class Replica:
             "active_request_ids": sorted(self.requests),
         }
         if self._place is not None:
-            status["place"] = self._place
+            status["place"] = self._place.copy()
         if self._last_error is not None:
             status["last_error"] = self._last_error
         return status
@@ -149,13 +156,17 @@ class Replica:
 
     async def close(self, timeout_s: float) -> None:
         """Stop the server and end the actor; what has not stopped after `timeout_s` is killed."""
-        if self._keeper is not None:
+        while self._keeper is not None and not self._keeper.done():
+            # more than once: a task group that is about to end drops it (Python 3.11, 3.12)
             self._keeper.cancel()
-            await asyncio.wait({self._keeper})
+            await asyncio.wait({self._keeper}, timeout=_CANCEL_S)
         can_answer = self._place is not None and self.state is not ReplicaState.SILENT
         if self._actor is not None and can_answer and ray.is_initialized():
+            renewing = asyncio.create_task(self._renew(self._actor))
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._actor.stop.remote(), timeout_s)
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
         await self._settle()
         self._state = ReplicaState.LOST
         self._end_actor()
@@ -296,10 +307,10 @@ class Replica:
         """Cancel one of `requests`. True once it is cancelled; False if it ends otherwise."""
         with suppress(RayError):
             if await self._actor.cancel.remote(copy.remote_id):
-                ended = WorkerFuture[Any]()
+                ended = WorkerFuture[RequestResult | NotFound]()
                 copy.answer_at_end(ended)
-                await ended
-                return True
+                result = await ended
+                return result["ok"] and result["state"] is RequestState.CANCELED
         return False
 
     async def ask(self, method: Callable[[RayWorker], Coroutine[Any, Any, T]]) -> T:
@@ -371,7 +382,8 @@ def start_task(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) 
 def kill(actor: Any) -> None:
     """End an actor's process; the server's guard then ends the server."""
     if ray.is_initialized():
-        ray.kill(actor)
+        with suppress(RayError):  # the host has initialised Ray anew: the actor ended before
+            ray.kill(actor)
 
 
 def one_line(error: RayError) -> str:

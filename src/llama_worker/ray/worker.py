@@ -19,9 +19,10 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import checked_seconds
 from llama_worker.errors import ConfigError, WorkerClosed, WorkerStartError
 from llama_worker.ray.types import ConfigFor, Place, RequestUpdate
+from llama_worker.runtime.host.callbacks import run_callback
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process.free_port import free_port
-from llama_worker.types.request import RequestStatus
+from llama_worker.types.request import RequestPhase, RequestStatus
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from llama_worker.worker import LlamaWorker, no_such_request
 
@@ -29,6 +30,7 @@ _PORTS_TRIED = 10
 _RENEWAL_GRACE_S = 1.0  # after the end of a lease: for handling a renewal that has already arrived
 _FOLLOW_INTERVAL_S = 0.05  # between two updates
 _STATUS_INTERVAL_S = 0.5  # between two checks of a request without new output
+_LOOK_INTERVAL_S = 5.0  # between two checks of a worker without events
 _logger = logging.getLogger("llama_worker.ray")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,8 +58,8 @@ class RayWorker:
 
     `ray.remote(RayWorker).options(num_gpus=1).remote(config_for)` creates one. The methods are
     those of LlamaWorker; with `.remote` they return object refs, and they raise what LlamaWorker's
-    futures raise; `follow` replaces `iter_output`. It is an asynchronous actor: any number of calls
-    may wait at the same time, and none blocks another.
+    futures raise; `follow` replaces `iter_output`. It is an asynchronous actor: so many calls as
+    its `max_concurrency` says (1000) may wait at the same time, and none blocks another.
 
     The server gets the environment of the actor's process, including the `CUDA_VISIBLE_DEVICES`
     that Ray sets. When the process dies, however it dies, its server is gone within 5 seconds.
@@ -122,7 +124,7 @@ class RayWorker:
         """Stop the server and close the worker; the actor's process stays until Ray ends it."""
         self._is_closed = True  # first: a running `start` must make no other worker
         await asyncio.to_thread(self._worker.close)
-        self._publish(_CLOSED)
+        run_callback(lambda: self._publish(_CLOSED))  # behind the events, which come from there
 
     async def renew(self, lease_s: float) -> None:
         """Extend the lease of this process: it ends, and its server with it, in `lease_s` seconds
@@ -154,6 +156,8 @@ class RayWorker:
             status = await worker.get_status(request_id)
             if not status["ok"] or not output["ok"]:
                 raise LookupError(no_such_request(request_id))
+            if status["phase"] is RequestPhase.DONE and not output["done"]:
+                continue  # it ended between the two answers
             if output["done"]:
                 result = await worker.result(request_id)
                 if not result["ok"]:
@@ -186,7 +190,9 @@ class RayWorker:
                 status = await self._worker.get_worker_status()
                 if status["state"] is WorkerState.FAILED:
                     return status
-                await queue.get()
+                with suppress(TimeoutError):  # no event tells that the worker itself has failed
+                    async with asyncio.timeout(_LOOK_INTERVAL_S):
+                        await queue.get()
 
     @contextmanager
     def _listening(self) -> Iterator[asyncio.Queue[_Event]]:
