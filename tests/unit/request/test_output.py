@@ -27,12 +27,6 @@ def test_output_ends_with_the_line_that_decided() -> None:
     assert (it.reasoning, it.text) == ("", "a\n" + LINE * 12)
 
 
-def test_a_loop_in_the_reasoning_ends_the_text_too() -> None:
-    it = Output(LoopDetector())
-    it.add(LINE * 30, "a")
-    assert (it.reasoning, it.text) == (LINE * 12, "")
-
-
 def test_the_rest_is_added_whole_and_is_no_loop() -> None:
     it = Output(LoopDetector())
     it.add("hm", "a\n")

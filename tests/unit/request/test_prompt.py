@@ -147,12 +147,6 @@ def test_a_continuation_has_a_message_per_call() -> None:
     ]
 
 
-def test_content_is_never_null() -> None:
-    assistant = begin().go_on(BIOS, text="", reasoning="")[2]
-    assert assistant["content"] == ""
-    assert "reasoning_content" not in assistant
-
-
 def test_prompted_calls_go_back_as_written() -> None:
     written = '<tool_call>\n{"name":"add", "arguments":{"a" : 1}}\n</tool_call>'
     calls = [ParsedCall("c00000001", "add", {"a": 1}, '{"a": 1}', written), CALLS[1]]

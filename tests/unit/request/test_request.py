@@ -402,12 +402,6 @@ def test_who_is_abandoned_fails_with_the_reason_told(begin: Callable[[], Play]) 
     assert begin() >> RESTARTED << CLOSE << Ends(outcome, fail_detail=detail)
 
 
-def test_the_calls_of_an_abandoned_request_are_not_begun() -> None:
-    play = asked(WITH_TOOLS)
-    assert play >> (TextDelta("a"), call("add"), CALLS)
-    assert play >> RESTARTED << CLOSE << Ends("worker_restarted", text="a")
-
-
 @pytest.mark.parametrize("said", [(TextDelta("a"),), (TextDelta("a"), call("add"), CALLS)])
 def test_an_aborted_stream_waits_for_the_workers_reason(said: tuple[StreamEvent, ...]) -> None:
     play = asked(WITH_TOOLS)
@@ -499,11 +493,6 @@ def test_a_request_waits_while_the_bios_is_written() -> None:
 def test_a_late_bios_is_a_prompt_error(at: float) -> None:
     detail = "the BIOS provider did not return within bios_timeout_s 5 s"
     assert prompting() >> 104.9 >> at << Ends("prompt_error", fail_detail=detail) >> bios()
-
-
-@pytest.mark.parametrize(("event", "outcome"), [(CANCEL, "canceled"), (SERVER_DIED, "server_died")])
-def test_an_end_does_not_wait_for_the_bios(event: Event, outcome: str) -> None:
-    assert prompting() >> event << Ends(outcome)
 
 
 # ---------------------------------------------------------------- tools
@@ -656,14 +645,6 @@ def test_every_call_of_a_turn_is_traced(event: Event, outcome: str) -> None:
         ('{"n": 2}', f"not run: {outcome}", 1105.0, 0.0),
     ]
     assert trace_of(play, "iteration") == [(1,)] * 3
-
-
-def test_a_failure_traces_the_running_call() -> None:
-    play = in_tools()
-    assert play.fail("a bug") << DROP << Ends("unknown_error")
-    assert trace_of(play, "error") == [
-        ("the request ended while the tool was running: unknown_error",)
-    ]
 
 
 def test_a_turn_costs_one_iteration() -> None:

@@ -49,11 +49,6 @@ def test_content_parts_are_copied_as_they_are() -> None:
     assert got.messages == ({"role": "user", "content": PARTS, "extra": {"a": 1}},) * 2
 
 
-def test_params_and_messages_may_be_left_out() -> None:
-    bare = submit()
-    assert (bare.user_prompt, bare.params, bare.messages) == ("", {}, ())
-
-
 class Level(IntEnum):
     HIGH = 3
 

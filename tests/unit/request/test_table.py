@@ -63,13 +63,6 @@ def test_records_expire_by_the_time_they_are_kept() -> None:
     assert table.expires_at == 65.0
 
 
-def test_without_a_limit_records_are_kept_for_ever() -> None:
-    table = RequestTable(1)
-    table.admit("j", 0.0)
-    table.end(record(1), 3.0)
-    assert (table.expires_at, table.expire(1e9)) == (None, ())
-
-
 class Instant(float):
     """Counts how often one is compared."""
 

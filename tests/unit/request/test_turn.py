@@ -85,18 +85,6 @@ def test_prompted_tagged_calls_count_beside_structured_ones() -> None:
     assert it.calls() == [STRUCTURED, CALL, CALL]
 
 
-def test_without_a_loop_detector_no_loop_is_looked_for() -> None:
-    it = Turn(
-        started_at=0.0, prompted=False, with_tools=True, opens_thinking=False, loop_detector=None
-    )
-    endless = [
-        ToolCallDelta(0, "x", "add", '{"a": "'),
-        *[ToolCallDelta(0, None, None, "-" * 999)] * 9,
-    ]
-    take(it, *endless)
-    assert it.hidden_loop is None
-
-
 class Names(frozenset[str]):
     """Of exit tools; counts how many calls were compared with them."""
 

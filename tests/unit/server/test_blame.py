@@ -62,10 +62,6 @@ def test_which_verdicts_restart_the_server(
         assert after == blame
 
 
-def test_a_request_with_data_just_now_is_served() -> None:
-    assert not VerdictHistory().judge(1, STALLED, other_is_served=True, newest_request_id=9)[1]
-
-
 @pytest.mark.parametrize(
     ("interval_s", "age_s", "busy"),
     [(5.0, 10.0, True), (5.0, 10.1, False), (0.1, 1.0, True), (0.1, 1.1, False)],

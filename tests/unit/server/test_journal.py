@@ -101,17 +101,6 @@ def test_a_warning_is_kept_once_and_is_an_event(journal: Journal) -> None:
     assert [event["event"] for event in told(journal)["recent_events"]] == ["warning"]
 
 
-def test_a_lockout_is_recorded_and_is_no_restart(journal: Journal) -> None:
-    journal.restart_decided("exited", "code 1", 5.0, 100.0)
-    journal.restart_decided("exited", "too often", None, 101.0)
-    assert told(journal)["recent_restarts"] == [
-        {"at": 1100.0, "reason": "exited", "detail": "code 1"},
-        {"at": 1101.0, "reason": "exited", "detail": "too often"},
-    ]
-    assert [event["event"] for event in told(journal)["recent_events"]] == ["restart", "locked_out"]
-    assert told(journal)["totals"]["restarts"] == {"exited": 1}
-
-
 # ---------------------------------------------------------------- the host's on_event
 
 
@@ -253,40 +242,6 @@ def counted(journal: Journal, *records: RequestRecord) -> Any:
     for ended in records:
         journal.totals.request_ended(ended)
     return told(journal)["totals"]
-
-
-def test_requests_are_counted_by_outcome_and_reason(journal: Journal) -> None:
-    assert counted(journal)["requests"] == {"completed": {}, "failed": {}, "canceled": {}}
-    totals = counted(
-        journal,
-        record(),
-        record(),
-        record(finish_reason=RequestFinishReason.MAX_TOKENS),
-        record(RequestState.FAILED, fail_reason=RequestFailReason.SERVER_DIED),
-        record(RequestState.CANCELED, fail_reason=RequestFailReason.CANCELED),
-    )
-    completed = {"stop": 2, "max_tokens": 1}
-    assert totals["requests"] == {
-        "completed": completed,
-        "failed": {"server_died": 1},
-        "canceled": {"canceled": 1},
-    }
-
-
-def test_tokens_add_up_also_those_of_requests_without_usage(journal: Journal) -> None:
-    usage = {"prompt_tokens": 100, "completion_tokens": 5, "cached_tokens": 60}
-    totals = counted(
-        journal,
-        record(tokens=5, usage=usage),
-        record(tokens=3, usage=usage),
-        record(tokens=3),
-        record(),
-    )
-    assert (totals["prompt_tokens"], totals["cached_tokens"], totals["generated_tokens"]) == (
-        200,
-        120,
-        11,
-    )
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,6 @@ def test_stability_is_judged_also_when_ready_was_left_before() -> None:
     assert short.next(9000.0, POLICY)[1] == 10.0
 
 
-def test_ready_of_a_former_launch_does_not_make_the_next_one_stable() -> None:
-    budget = RestartBudget().became_ready(0.0)
-    budget, first = budget.next(1000.0, POLICY)
-    budget, second = budget.next(2000.0, POLICY)
-    assert (first, second) == (5.0, 10.0)
-
-
 def test_the_window_counts_what_is_younger_than_it() -> None:
     policy = replace(POLICY, max_restarts_per_window=2)
     budget, _ = RestartBudget().next(0.0, policy)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, ASK_INTERVAL_S, Member, RollCall
 
 MEMBERS = [Member(1, "process", None), Member(1, "request", 0)]
@@ -18,13 +16,6 @@ def asked_at(now: float) -> RollCall:
         roll_call.asked(member, now)
     roll_call.answered(MEMBERS[0])
     return roll_call
-
-
-@pytest.mark.parametrize(
-    ("now", "silent"), [(100.0 + ANSWER_TIMEOUT_S - 0.1, []), (100.0 + ANSWER_TIMEOUT_S, [STUCK])]
-)
-def test_an_actor_that_does_not_answer_counts_as_dead(now: float, silent: list[object]) -> None:
-    assert asked_at(100.0).overdue(now) == silent
 
 
 def test_an_answer_is_overdue_at_its_own_deadline() -> None:

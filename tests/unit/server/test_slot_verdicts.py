@@ -194,12 +194,6 @@ def test_a_working_server_is_not_given_up(
     assert judge(looks(*tracks), suspect, *others) == (SlotMoves() if works else None)
 
 
-def test_a_slot_of_nobodys_stands_still_for_as_long_as_a_request() -> None:
-    found = judge(looks(STUCK), WAITS, still_s=60.0)
-    assert isinstance(found, Verdict)
-    assert found.reason is STALL
-
-
 def test_looks_with_different_slots_give_no_verdict() -> None:
     seen = looks(IDLE)
     seen[2] = looks(IDLE, IDLE)[2]

@@ -331,13 +331,6 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
         assert stalled([]) is None
 
 
-def test_batches_of_an_ended_request_are_learnt() -> None:
-    watch = watched(lambda now: (slot(prompt=0),), reads)
-    batch = Batch(-3.0, -1.0, 512, 512)
-    watch.tell(Unwatch(request_id=1, data_at=0.0, batches=(batch,), completed=True))
-    assert watch.watch._requests.pace.expected_s(512, 512) == 2.0
-
-
 @pytest.mark.parametrize(
     ("has_media", "ended_in"), [(True, PREFILL), (True, GENERATING), (False, PREFILL)]
 )

@@ -17,7 +17,6 @@ from llama_worker.stream.calls import (
     ToolCallAssembler,
     parse_arguments,
     partition,
-    tool_call_id,
 )
 from llama_worker.stream.events import ToolCallDelta
 from tests.timing import is_linear
@@ -43,17 +42,6 @@ def assembled(*deltas: ToolCallDelta) -> tuple[RawCall, ...]:
     for item in deltas:
         assembler.feed(item)
     return assembler.calls()
-
-
-def test_ids_sent_back_are_nine_alphanumerics() -> None:
-    assert [tool_call_id(number) for number in (0, 1, 99_999_999)] == [
-        "c00000000",
-        "c00000001",
-        "c99999999",
-    ]
-    for number in (-1, 10**8):
-        with pytest.raises(ValueError, match="number must be from 0"):
-            tool_call_id(number)
 
 
 def test_arguments_are_appended_name_and_id_replaced() -> None:
