@@ -8,7 +8,7 @@ from functools import partial
 
 from llama_worker.server.slots import LOOK_INTERVAL_S, SILENT_S
 from tests.adversary.case import PROFILE, SLACK_S, Case
-from tests.simulation.server import Exchange
+from tests.simulation.server import Exchange, LlamaServer
 from tests.simulation.strangers import FOREIGN
 
 SUSPECT_S = PROFILE.suspect_after_s or 0.0
@@ -62,13 +62,25 @@ def _promise_by_steps(case: Case, *, clear: bool = True) -> float:
     return promised_s
 
 
+def _all_are_heard_of(server: LlamaServer) -> bool:
+    """Else a slot may work for another client, who may have sent an image."""
+    one_is_free = len(server.busy) < server.build.slots
+    return all(
+        each.request_id < FOREIGN
+        and not each.closed_by_client
+        and (each.has_headers or one_is_free)
+        for each in server.busy
+    )
+
+
 def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     """HTTP alive, nothing moves."""
     server = case.server
     server.freeze(spins=spins)
     if any(not each.decoded for each in server.busy):  # as a long batch looks, too
         case.promised_s = LAST_RESORT_S + SLACK_S
-        case.by_pace = case.slots_are_clear and not case.was_halted and not case.has_images
+        has_media = case.has_images or not _all_are_heard_of(server)
+        case.by_pace = case.slots_are_clear and not case.was_halted and not has_media
     else:
         case.promised_s = _promise_by_steps(case)
 

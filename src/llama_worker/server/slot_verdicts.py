@@ -184,13 +184,8 @@ class SlotsRound:
         if self.suspect.phase is _GENERATING:
             return True
         # In prefill only if no other prompt is read, which would fill the batches.
-        reading = [
-            track
-            for track in self._tracks
-            if any(slot.is_processing and not slot.decoded_tokens for slot in track)
-        ]
         is_reading = self.suspect.phase is _PREFILL and not track[0].decoded_tokens
-        return is_reading and len(reading) == 1
+        return is_reading and sum(map(_may_read, self._tracks)) == 1
 
     def _has_been_served(self, other: Progress) -> bool:
         """Whether the request had a slot at every look, and received data since the first one."""
@@ -204,6 +199,13 @@ class SlotsRound:
         slots = ", ".join(_shown(slot) for slot in self.looks[-1].slots)
         heard = describe(self.suspect, liveness_at=self.liveness_at, now=self.now)
         return Verdict(reason=reason, detail=f"{what}; slots: {slots}; {heard}", alone=alone)
+
+
+def _may_read(track: Sequence[Slot]) -> bool:
+    """Whether the slot may be reading a prompt: before b10453 it shows meanwhile what the task
+    before has generated."""
+    counts = {slot.decoded_tokens for slot in track if slot.is_processing}
+    return 0 in counts or len(counts) == 1
 
 
 def _shown(slot: Slot) -> str:

@@ -183,6 +183,12 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         "another's slow steps": ([STUCK, MOVES_AT_TIMES], WRITES, [QUIET], False),
         "data since the first look": ([STUCK], silent(GENERATING, last_data_at=100.0), [], False),
         "another fills batches": ([stands(prompt=0), READS], IN_PREFILL, [SERVED_PROMPT], False),
+        "its own count is of the task before": (
+            [[replace(each, decoded_tokens=32) for each in READS], MOVES, stands(prompt=4658)],
+            IN_PREFILL,
+            [SERVED],
+            True,
+        ),
         "one task after the other": ([IDLE, CHANGES_TASKS], IN_PREFILL, [], False),
         "a neighbour that came in between": ([IDLE, MOVES], IN_PREFILL, [LATE_NEIGHBOUR], True),
         "a neighbour's slow step": ([STUCK], WAITS, [replace(SERVED, last_data_at=99.0)], False),
