@@ -64,18 +64,9 @@ def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int]) -> N
     with socket.create_server(("127.0.0.1", free_port())) as elsewhere:
         elsewhere.setblocking(False)
         location = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/v1/chat/completions"
-        for status, to in (
-            (301, location),
-            (302, location),
-            (307, location),
-            (308, location),
-            (307, "http://[::1"),
-        ):
-            result = rig.run(fs.Redirect(to, status=status))
-            assert (result["fail_reason"], result["fail_detail"][:8]) == (
-                "http_error",
-                f"HTTP {status}",
-            )
+        for to in (location, "http://[::1"):
+            result = rig.run(fs.Redirect(to, status=307))
+            assert (result["fail_reason"], result["fail_detail"][:8]) == ("http_error", "HTTP 307")
         with pytest.raises(BlockingIOError):
             elsewhere.accept()
 
