@@ -64,11 +64,8 @@ def _promise_by_steps(case: Case, *, clear: bool = True) -> float:
 
 def _all_are_heard_of(server: LlamaServer) -> bool:
     """Else a slot may work for another client, who may have sent an image."""
-    one_is_free = len(server.busy) < server.build.slots
     return all(
-        each.request_id < FOREIGN
-        and not each.closed_by_client
-        and (each.has_headers or one_is_free)
+        each.request_id < FOREIGN and not each.closed_by_client and each.has_headers
         for each in server.busy
     )
 

@@ -90,6 +90,7 @@ def _facts(
         ),
         "fields of a slot in use": shown["slot"],
         "fields of `next_token`": shown["next_token"],
+        "`n_decoded` of a slot that reads a prompt": shown["counted"],
         "a prompt that is too long": f"`{shown['overflow']}`",
         "a body that is wrong": f"`{shown['wrong']}`",
         "SIGTERM with open streams": _shown_end(ended),

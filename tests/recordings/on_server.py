@@ -29,6 +29,7 @@ WAIT_S = 20.0  # no situation takes so long, unless the server never ends
 _INTO_THE_BATCH_S = 3e-5  # per token of a batch: a quarter of what a batch takes
 _ARGS = ("--threads", "1", "--no-warmup", "--ubatch-size", "128")
 _WORKS_TICKS_PER_S = 5.0
+_COUNT = 7  # tokens
 # What the log says when a slot begins a task and when it is done with it.
 _LOG = {
     re.compile(r"launch_slot_: id +(\d+) .*processing task"): "slot {} begins",
@@ -62,20 +63,34 @@ class _Play:
 
     async def probe(self, executable: str, model: str) -> dict[str, str]:
         async with self._running(executable, model):
-            await self._asked("POST", "/completion", {"prompt": "a b c", "n_predict": 2})
+            short = {"prompt": "a b c", "n_predict": _COUNT, "ignore_eos": True}
+            await self._asked("POST", "/completion", short)
             _, (slot,) = await self._asked("GET", "/slots")
             next_token = slot.pop("next_token")
-            one = next_token[0] if isinstance(next_token, list) else next_token
-            long = {"messages": [{"role": "user", "content": prompt(120)}]}
+            counted = await self._counted_while_it_reads()
+            long = {"messages": [{"role": "user", "content": prompt(600)}]}
             overflow = await self._asked("POST", "/v1/chat/completions", long)
             wrong = await self._asked("POST", "/v1/chat/completions", {"messages": "none"})
         return {
             "slot": ", ".join(sorted(slot)),
             "next_token": ("a list of one: " if isinstance(next_token, list) else "")
-            + ", ".join(sorted(one)),
+            + ", ".join(sorted(_one(next_token))),
+            "counted": "of the task before" if _COUNT in counted else "0",
             "overflow": f"{overflow[0]} {overflow[1]['error']['type']}",
             "wrong": f"{wrong[0]} {wrong[1]['error']['type']}",
         }
+
+    async def _counted_while_it_reads(self) -> set[int]:
+        """What the slot tells as generated, while it reads a prompt."""
+        body = {"prompt": prompt(150), "n_predict": 1}
+        reading = asyncio.create_task(self._asked("POST", "/completion", body))
+        counted = set()
+        while not reading.done():
+            _, (slot,) = await self._asked("GET", "/slots")
+            if slot["is_processing"]:
+                counted.add(_one(slot["next_token"])["n_decoded"])
+        await reading
+        return counted
 
     async def _asked(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         async with self._sent(method, path, body) as (status, reader):
@@ -243,8 +258,12 @@ class _Play:
 
 def probe(executable: str, model: str, port: int) -> dict[str, str]:
     """What a build answers where no order matters: the fields of a slot, and its errors."""
-    situation = Situation("probe", (), slot_tokens=512)
+    situation = Situation("probe", (), slot_tokens=2048, batch=64)
     return asyncio.run(_Play(situation, port, Path(os.devnull)).probe(executable, model))
+
+
+def _one(next_token: Any) -> Any:
+    return next_token[0] if isinstance(next_token, list) else next_token
 
 
 def prompt(items: int) -> str:

@@ -88,6 +88,10 @@ _UNSAFE_OPTIONS = (
         negations=("--no-context-shift",),
     ),
     _UnsafeOption(
+        ("--slot-save-path",),
+        "while a slot is saved, the server answers nothing else; it may be taken for hung",
+    ),
+    _UnsafeOption(
         ("-nocb", "--no-cont-batching"),
         "no prompt is read while another request generates; one that waits may be taken for hung",
         variables=("LLAMA_ARG_NO_CONT_BATCHING",),

@@ -23,6 +23,7 @@ The table lists every transition; any other event leaves the state unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from msgspec import Struct
 
@@ -100,7 +101,7 @@ class LeasedRequest:
         self.request_id = admitted.request_id
         self.given_up: ending.Outcome | None = None  # why the worker gave it up; None: it did not
         self._api_key = api_key
-        self._answers_left = answers
+        self._answers = self._answers_left = answers
         self._offers_tools = offers_tools
         self._totals = RequestTotals(
             request_id=admitted.request_id,
@@ -263,12 +264,9 @@ class LeasedRequest:
         """`concluding` also while a slow client is served: then nobody waits for the server."""
         reads = isinstance(self._state, _Streaming | _ReadingRest)
         concluding = not (self._is_waiting and reads and self._turn_end.finish_reason is None)
-        return build_progress(
-            self._totals,
-            self._turn,
-            RequestPhase.DONE if self.has_ended else self._turn.phase,
-            concluding=concluding,
-        )
+        phase = RequestPhase.DONE if self.has_ended else self._turn.phase
+        progress = build_progress(self._totals, self._turn, phase, concluding=concluding)
+        return replace(progress, tokens=progress.tokens // self._answers)  # of one slot
 
     def status(self) -> RequestStatus:
         return self._with_own_counts(build_status(self._totals, self._turn, self.progress()))

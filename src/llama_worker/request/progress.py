@@ -47,7 +47,7 @@ class Progress:
     batches: tuple[Batch, ...] = ()  # the latest few of the prompt
     has_media: bool = False  # images or sounds are no tokens until they are encoded
     needs_specific_slots: bool = False  # it may wait for its own slot while another is idle
-    tokens: int = 0  # generated, as far as reported
+    tokens: int = 0  # generated, as far as reported; of one answer, if several are asked for
     # between two pieces of generated content; None: fewer than two came
     longest_gap_s: float | None = None
     repeated_at: tuple[float, ...] = ()  # the latest repeats since the last new data

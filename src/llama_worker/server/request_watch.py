@@ -350,14 +350,10 @@ class RequestWatch:
 
     def _others_may_encode(self, look: SlotsLook, reports: Sequence[Progress]) -> bool:
         """Whether a slot may encode media of another client, whose request is not watched: more
-        slots work than requests have one for certain."""
+        slots work than requests have their headers. During an encode no other request gets a slot,
+        although one is idle (b10453 to b11434)."""
         busy_count = sum(slot.is_processing for slot in look.slots)
-        one_is_free = busy_count < len(look.slots)
-        own_count = sum(
-            each.is_served or (one_is_free and each.phase is RequestPhase.WAITING)
-            for each in reports
-        )
-        return self.takes_media and busy_count > own_count
+        return self.takes_media and busy_count > sum(each.is_served for each in reports)
 
     def _worked_at(self, request_id: int) -> float | None:
         """The newest sign of work: by the server's processes, or by a slot that may be the

@@ -77,9 +77,10 @@ class SlotsRound:
         A request without headers may still be on its way to a slot of a server that serves no other
         (one that loads its model on demand), or its media is being decoded: it is lost only if
         others are served and it has no media. One that picks its slots may wait for them until its
-        first data.
+        first data, and others behind it in the queue.
         """
-        if self.suspect.needs_specific_slots and self.suspect.data_at is None:
+        requests = (self.suspect, *self.others)
+        if any(each.needs_specific_slots and each.data_at is None for each in requests):
             return False
         one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
         others_use_the_rest = all(
@@ -138,8 +139,11 @@ class SlotsRound:
 
     def _is_stalled_alone(self) -> bool:
         """Another slot moves at every interval, one that may be the request's never does, and other
-        requests account for those that may be the request's and moved."""
+        requests account for those that may be the request's and moved; and for all that moved: a
+        client's task of another kind, such as `/infill`, is not computed beside the request's."""
         if not any(moved_every_time(track) for track in self._tracks):
+            return False
+        if sum(map(moved, self._tracks)) > sum(other.is_served for other in self.others):
             return False
         if any(track[0].may_progress_unseen for track in self._tracks):
             return False
@@ -188,8 +192,9 @@ class SlotsRound:
         return is_reading and sum(map(_may_read, self._tracks)) == 1
 
     def _has_been_served(self, other: Progress) -> bool:
-        """Whether the request had a slot at every look, and received data since the first one."""
-        heard = other.data_at is not None and other.data_at >= self._began_at
+        """Whether the request had a slot at every look, and received data between them."""
+        ended_at = self.looks[-1].asked_at
+        heard = other.data_at is not None and self._began_at <= other.data_at <= ended_at
         return other.is_served and heard and other.turn_started_at < self._began_at
 
     def _stalled(self, what: str, *, alone: bool = False) -> Verdict:

@@ -191,6 +191,16 @@ def test_a_reply_in_one_piece_may_be_read_after_its_servers_death(
     assert record.result["fail_reason"] is reason
 
 
+def test_of_several_answers_the_tokens_of_one_count() -> None:
+    admitted = Admitted(7, 0, "responses:r", 0.0)
+    request = LeasedRequest(admitted, api_key=None, unix_offset=0.0, answers=3)
+    request.started_waiting()
+    request.opened(1.0)
+    request.received([TextDelta("a", 300)], 2.0)
+    assert request.progress().tokens == 100
+    assert request.status()["tokens_received"] == 300
+
+
 GONE, ALIVE = (ServerChecked(request_id=7, is_gone=gone) for gone in (True, False))
 
 

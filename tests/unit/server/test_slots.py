@@ -189,13 +189,15 @@ def test_an_image_of_another_client_is_encoded_to_its_end(
     modalities: dict[str, bool] | None,
 ) -> None:
     encodes = replace(slot(prompt=10), slot_id=1, task=2, context_tokens=10)
-    watch = watched(
-        lambda now: (slot(decoded=int(min(now, 20.0))), encodes),
-        writes_until(20.0),
-        modalities=modalities,
-    )
-    watch.watch._requests.pace.learn(7, [Batch(0.0, 1.0, 512, 512)])
-    assert (watch.run(1000.0, Stalled) is None) is (modalities == {"vision": True})
+    idle = Slot(slot_id=0, is_processing=False)
+    for request_at, own in ((writes_until(20.0), slot(decoded=20)), (waits, idle)):
+        evidence = {"evidence": lambda now, fresh: not fresh}
+        watch = VirtualWatch.ready(
+            PROFILE, slots=lambda now, own=own: (own, encodes), modalities=modalities, **evidence
+        )
+        watch.begin(request_at)
+        watch.watch._requests.pace.learn(7, [Batch(0.0, 1.0, 512, 512)])
+        assert (watch.run(1000.0, Stalled) is None) is (modalities == {"vision": True})
 
 
 @pytest.mark.parametrize("answer", [None, SlotsTimeout()])
