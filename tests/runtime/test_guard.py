@@ -60,6 +60,15 @@ guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
 """
 
 
+# The guard's main, where /proc shows no process of another user.
+BLINDED = f"""
+import sys
+from llama_worker.runtime.process import guard
+guard.children = lambda: []
+guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
+"""
+
+
 class Guard:
     """A guard and its server. `say` gives it orders."""
 
@@ -123,6 +132,7 @@ ASKED, KILLED = (b"asked ", b"died 0\ngone\n"), (b"", b"died -9\ngone\n")
         "SIGTERM": (ITSELF, b"T", ASKED),
         "SIGKILL": (ITSELF, b"K", KILLED),
         "SIGKILL without descriptors": (("-c", STARVED), b"K", KILLED),
+        "SIGKILL of what is not shown": (("-c", BLINDED), b"K", KILLED),
     },
 )
 def test_the_guard_ends_its_tree(
@@ -145,6 +155,15 @@ def test_a_guard_without_permission_to_kill_waits(cleanup: contextlib.ExitStack)
     assert os.read(run.reports_from, 100) == b"refused\n"
     os.kill(run.server_pid, signal.SIGTERM)
     assert run.ended() == (b"asked ", b"died 0\ngone\n")
+
+
+def test_a_process_has_a_descriptor_on_every_python(cleanup: contextlib.ExitStack) -> None:
+    pidfd = guard.pidfd_open(os.getpid())
+    cleanup.callback(os.close, pidfd)
+    assert not os.get_inheritable(pidfd)
+    guard.pidfd_send_signal(pidfd, 0)
+    with pytest.raises(ProcessLookupError):
+        guard.pidfd_open(2**22 + 1)  # above the highest pid
 
 
 # ---------------------------------------------------------------- decisions

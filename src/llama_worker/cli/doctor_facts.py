@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import resource
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from llama_worker.config.validation import json_of
 from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.probes.gpu_watch import gpus_in_use
 from llama_worker.runtime.probes.liveness_probes import load_nvml
+from llama_worker.runtime.process.guard import pidfd_open, pidfd_send_signal
 from llama_worker.server.traits import build_number, server_traits
 
 _ASK_S = 20.0  # the first call into a GPU driver may take seconds
@@ -238,11 +238,11 @@ def _limit(which: int) -> int | None:
 
 def _has_pidfd() -> bool:
     try:
-        pidfd = os.pidfd_open(os.getpid())
+        pidfd = pidfd_open(os.getpid())
     except OSError:
         return False
     try:
-        signal.pidfd_send_signal(pidfd, 0)  # 0: only checks that a signal can be sent
+        pidfd_send_signal(pidfd, 0)  # 0: only checks that a signal can be sent
     except OSError:
         return False
     finally:

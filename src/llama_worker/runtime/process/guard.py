@@ -31,6 +31,7 @@ RETRY_S = 0.1
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # temporary shortages of the machine
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SYS_PIDFD_SEND_SIGNAL, _SYS_PIDFD_OPEN = 424, 434
 _IGNORED = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -50,14 +51,15 @@ def main(argv: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     # some hosts ignore SIGCHLD, and then no child could be waited for
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    host = os.pidfd_open(host_pid)
+    host = pidfd_open(host_pid)
     if os.getppid() != host_pid:  # the host died before it could be watched
         return
+    null = os.open(os.devnull, os.O_RDWR)  # now: a shortage must not end a server that runs
     server_pid = start_server(argv[4:], report_fd, (host, control_fd, report_fd), prctl)
     if server_pid is None:
         return
     report(report_fd, b"started %d\n" % server_pid)
-    detach_from_output()
+    detach_from_output(null)
     watch(server_pid, host, control_fd)
     end_tree(server_pid, report_fd)
     report(report_fd, b"gone\n")
@@ -99,9 +101,27 @@ def start_server(
     return None
 
 
-def detach_from_output() -> None:
+def pidfd_open(pid: int) -> int:
+    """A descriptor of the process. By a system call: a Python that was built on an old system, as
+    many of uv's are, has no `os.pidfd_open`. Raises OSError."""
+    return _system_call(_SYS_PIDFD_OPEN, pid, 0)
+
+
+def pidfd_send_signal(pidfd: int, number: int) -> None:
+    """As that of `signal`, which such a Python lacks, too. Raises OSError."""
+    _system_call(_SYS_PIDFD_SEND_SIGNAL, pidfd, number, None, 0)
+
+
+def _system_call(*words: "int | None") -> int:
+    result = int(ctypes.CDLL(None, use_errno=True).syscall(*words))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def detach_from_output(null: int) -> None:
     """Close the guard's copies of the log pipe, so that only the server has it open."""
-    null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
@@ -134,9 +154,20 @@ class ShutdownPlan:
         return TERMINATE
 
 
+def patient_pidfd_open(pid: int) -> int:
+    """Wait while this machine is short of something."""
+    while True:
+        try:
+            return pidfd_open(pid)
+        except OSError as error:
+            if error.errno not in SHORTAGES:
+                raise
+            time.sleep(RETRY_S)
+
+
 def watch(server_pid: int, host: int, control_fd: int) -> None:
     """Pass on SIGTERM when it is due; return when the tree must be killed."""
-    server, plan = os.pidfd_open(server_pid), ShutdownPlan()
+    server, plan = patient_pidfd_open(server_pid), ShutdownPlan()
     poll = select.poll()
     for fd in (server, host, control_fd):
         poll.register(fd, select.POLLIN)
@@ -179,7 +210,8 @@ def end_tree(server_pid: int, report_fd: int) -> None:
             report(report_fd, b"died %d\n" % os.waitstatus_to_exitcode(status))
             server = []
         try:
-            found, has_seen_all = children(), True
+            # /proc may hide a server with privileges of its own
+            found, has_seen_all = sorted({*server, *children()}), True
         except OSError as error:
             if error.errno not in SHORTAGES:
                 raise

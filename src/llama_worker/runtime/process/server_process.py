@@ -30,6 +30,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import never_block_this_thread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen
+from llama_worker.runtime.process.guard import pidfd_open, pidfd_send_signal
 from llama_worker.runtime.process.guard_program import guard_program
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
@@ -167,7 +168,7 @@ class GuardedServer:
                 *command,
             ],
             bufsize=0,
-            cwd=self._folder if self._folder and os.path.isdir(self._folder) else None,
+            cwd=self._folder if self._folder and may_enter(self._folder) else None,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -205,7 +206,7 @@ class GuardedServer:
         assert guard_process.stdout is not None
         output, report = guard_process.stdout.fileno(), reports_from.fileno()
         poll = select.poll()
-        ended = os.pidfd_open(guard_process.pid)
+        ended = pidfd_open(guard_process.pid)
         try:
             for fd in (ended, output, report):
                 poll.register(fd, select.POLLIN)
@@ -310,6 +311,12 @@ class GuardedServer:
         return bool(data)
 
 
+def may_enter(folder: str) -> bool:
+    """Whether a process may make it its working directory: who is in it already need not be allowed
+    to enter it."""
+    return os.path.isdir(folder) and os.access(folder, os.X_OK, effective_ids=True)
+
+
 def _signal(guard_process: subprocess.Popen[bytes], number: int) -> None:
     """No effect if the guard has ended, or if the host has changed its user since: orders still
     reach it then."""
@@ -326,7 +333,7 @@ def _has_ended(pidfd: int, timeout_ms: int | None = 0) -> bool:
 
 def _pidfd(pid: int) -> int | None:
     try:
-        return os.pidfd_open(pid)
+        return pidfd_open(pid)
     except ProcessLookupError:
         return None
 
@@ -337,7 +344,7 @@ def _kill(server: _Server) -> None:
     if server.pidfd is None:
         return
     try:
-        signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
+        pidfd_send_signal(server.pidfd, signal.SIGKILL)
         os.killpg(server.pid, signal.SIGKILL)
     except OSError:
         return
