@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -24,7 +24,7 @@ from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.lazy_reading import MAX_HOLD_S, WAKE_INTERVAL_S
 from llama_worker.types.chat import ChatMessage
-from llama_worker.types.hooks import BiosContext, BiosText, SystemPromptMode
+from llama_worker.types.hooks import BiosContext, BiosText
 
 SYSTEM_PROMPT_DELIMITER = "\n\n===== SYSTEM PROMPT OF THIS TASK =====\n\n"
 
@@ -39,10 +39,19 @@ class Prompts:
         self.prompted = prompted
         self._config = config
         self._submission = submission
+        earlier = submission.messages
+        # a second system message is lost, or refused, by many templates
+        leading = itertools.takewhile(_instructs, earlier if self._is_merged else ())
+        self._instructions = [_text_of(message) or "" for message in leading]
+        self._earlier = earlier[len(self._instructions) :]
         self._head: list[ChatMessage] = []  # system messages: BIOS, then the caller's
         self._body: list[ChatMessage] = []  # empty before a BIOS was written
         # where the user prompt is in the body, or would be; the caller's messages come before
         self._prompt_at = 0
+
+    @property
+    def _is_merged(self) -> bool:
+        return self._config.system_prompt_mode == "merged"
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -68,8 +77,9 @@ class Prompts:
         new head.
         """
         if turn is None or batch is None or isinstance(bios, str):
-            mode = self._config.system_prompt_mode
-            self._head = _system_messages(bios, self._submission, mode)
+            stable = bios if isinstance(bios, str) else bios.stable
+            texts = (stable, self._submission.system_prompt, *self._instructions)
+            self._head = _system_messages(texts, merged=self._is_merged)
         if turn is None or batch is None:
             self._body, added = [], self._first_messages()
         else:
@@ -85,7 +95,7 @@ class Prompts:
         An empty prompt is left out if the messages end in something to answer: two user messages in
         a row fail on templates that require the roles to alternate.
         """
-        messages, user_prompt = list(self._submission.messages), self._submission.user_prompt
+        messages, user_prompt = list(self._earlier), self._submission.user_prompt
         if self.prompted:
             messages = _as_prompted(messages)
         self._prompt_at = len(messages)
@@ -103,12 +113,13 @@ class Prompts:
         return [*self._body[self._prompt_at :], *answer]
 
 
-def _system_messages(
-    bios: BiosText | str, submission: Submission, mode: SystemPromptMode
-) -> list[ChatMessage]:
-    stable = bios if isinstance(bios, str) else bios.stable
-    texts = [text for text in (stable, submission.system_prompt) if text]
-    if mode == "merged":
+def _instructs(message: ChatMessage) -> bool:
+    return message.get("role") in ("system", "developer") and _text_of(message) is not None
+
+
+def _system_messages(texts: Iterable[str], *, merged: bool) -> list[ChatMessage]:
+    texts = [text for text in texts if text]
+    if merged:
         texts = [SYSTEM_PROMPT_DELIMITER.join(texts)] if texts else []
     return [{"role": "system", "content": text} for text in texts]
 

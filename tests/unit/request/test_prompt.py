@@ -94,6 +94,20 @@ def test_system_prompts_are_merged_or_separate(
         assert messages[-1] == {"role": "user", "content": "Hi"}
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_that_begin_a_conversation_are_system_prompts(role: str) -> None:
+    earlier: Any = [
+        {"role": role, "content": "In French."},
+        {"role": "user", "content": "Hello"},
+        {"role": role, "content": "Now in English."},
+    ]
+    first, *rest = begin(messages=earlier).messages
+    texts = ["BIOS", "SYS", "In French."]
+    assert first == {"role": "system", "content": SYSTEM_PROMPT_DELIMITER.join(texts)}
+    assert rest[:-1] == earlier[1:]
+    assert begin(messages=earlier, mode="separate").messages[2:-1] == earlier
+
+
 def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
     prior: list[ChatMessage] = [
         {"role": "user", "content": "q"},
