@@ -522,11 +522,23 @@ def test_a_models_malformed_call_blames_no_server(make_stage: MakeStage) -> None
 
 
 @pytest.mark.parametrize(("target", "status"), [(RESPONSES, 400), (CHAT, 500)])
-def test_a_refused_image_blames_no_server(make_stage: MakeStage, target: str, status: int) -> None:
+@pytest.mark.parametrize(
+    "says",
+    [
+        "image input is not supported - hint: provide the mmproj",
+        "Failed to parse tool call arguments as JSON: unexpected end of input",
+    ],
+    ids=["an image", "a malformed call"],
+)
+def test_what_is_refused_blames_no_server(
+    make_stage: MakeStage, target: str, status: int, says: str
+) -> None:
     """What b11434 answers where its model takes none, of a request that it never could serve."""
     stage = make_stage(restart=fast_restart(server_errors_before_restart=1))
-    refusal = fs.HttpError(500, "image input is not supported - hint: provide the mmproj")
-    assert stage.client.create(refusal, target=target, messages=WHOLE).status == status
+    tool = {"type": "function", "name": "look", "parameters": {}}
+    said: Any = {"messages": WHOLE, "tools": [tool | {"function": tool}]}
+    refusal = fs.HttpError(500, says)
+    assert stage.client.create(refusal, target=target, **said).status == status
     stage.wait_jobs(0)
     assert stage.rig.run()["state"] == "completed"
     assert stage.rig.status()["restart_count"] == 0

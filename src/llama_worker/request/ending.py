@@ -121,7 +121,8 @@ def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False)
             detail += f" ({cause.type})"
         if status is not None:
             detail += f", code {status}"
-    is_malformed_call = offers_tools and reports_malformed_call(detail)
+    # 400: it is one of those that were sent, in `messages`
+    is_malformed_call = offers_tools and status != 400 and reports_malformed_call(detail)
     if is_malformed_call and reason in (
         RequestFailReason.SERVER_ERROR,
         RequestFailReason.HTTP_ERROR,

@@ -13,8 +13,10 @@ from llama_worker.stream.events import encodable
 from llama_worker.types.request import ContextUse, RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000
-# b11434 says this with status 500, as if it had failed itself
-_REFUSES_MEDIA = re.compile("(image|audio|video) input is not supported")
+# b11434 says this with status 500, as if it had failed itself; arguments are those in `messages`
+_REFUSES = re.compile(
+    "(image|audio|video) input is not supported|Failed to parse tool call arguments as JSON"
+)
 
 
 class StreamFailure(Struct, frozen=True, kw_only=True):
@@ -41,8 +43,8 @@ def context_use(error: Mapping[str, Any]) -> ContextUse | None:
 
 
 def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
-    """The failure, with the server's own message and the status; a 500 that refuses media becomes
-    400."""
+    """The failure, with the server's own message and the status; a 500 that refuses what it was
+    sent becomes 400."""
     text = body.decode(errors="replace").strip()
     reply = json_of(text)
     error = reply.get("error") if isinstance(reply, Mapping) else None
@@ -58,7 +60,7 @@ def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
     return StreamFailure(
         reason=reason,
         detail=f"HTTP {status}: {encodable(text)[:_MAX_MESSAGE_CHARS] or 'no message'}",
-        http_status=400 if status == 500 and _REFUSES_MEDIA.match(text) else status,
+        http_status=400 if status == 500 and _REFUSES.match(text) else status,
         context=context,
     )
 
