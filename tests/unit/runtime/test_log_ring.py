@@ -13,8 +13,8 @@ from llama_worker.runtime.process.log_ring import LogRing
 NINE = b"".join(b"%d\n" % n for n in range(9))
 
 
-def fed(*pieces: bytes, lines: int = 5) -> LogRing:
-    ring = LogRing(lines)
+def fed(*pieces: bytes, lines: int = 5, api_key: str | None = None) -> LogRing:
+    ring = LogRing(lines, api_key=api_key)
     for piece in pieces:
         ring.feed(piece)
     return ring
@@ -60,6 +60,15 @@ def test_a_line_without_end_is_cut_and_memory_stays_bounded() -> None:
     assert len(lines) <= 4
     assert max(map(len, lines)) <= 8192
     assert len(ring._partial) <= 8192
+
+
+@pytest.mark.parametrize("before", range(8192 - 8, 8192 + 1))
+@pytest.mark.parametrize("split", range(0, 8))
+def test_the_key_is_masked_wherever_a_line_is_cut(before: int, split: int) -> None:
+    line = b"x" * before + b"api-key-" + b"y" * 9000
+    at = before + split
+    lines = fed(line[:at], line[at:], api_key="api-key-").lines()
+    assert "".join(lines) == "x" * before + "***" + "y" * 9000
 
 
 def test_the_log_may_be_read_while_it_is_fed() -> None:

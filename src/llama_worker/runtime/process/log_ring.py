@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from llama_worker.errors import masked
+from llama_worker.errors import MASK
 
 _MAX_LINE_BYTES = 8192  # an unfinished line is cut into pieces of this size
 
@@ -14,7 +14,7 @@ class LogRing:
     """Keeps the last lines, as `ports.ServerLog`, with the API key masked. Thread-safe."""
 
     def __init__(self, lines: int, *, api_key: str | None = None) -> None:
-        self._api_key = api_key
+        self._key = (api_key or "").encode()
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=lines)
         self._partial = b""
@@ -29,8 +29,11 @@ class LogRing:
 
     def feed(self, data: bytes) -> None:
         """Add output; bytes that are not UTF-8 are replaced."""
-        *whole, partial = (self._partial + data).split(b"\n")
-        while len(partial) > _MAX_LINE_BYTES:
+        output = self._partial + data
+        if self._key:
+            output = output.replace(self._key, MASK.encode())
+        *whole, partial = output.split(b"\n")
+        while len(partial) > _MAX_LINE_BYTES + len(self._key):  # the cut goes through no key
             whole.append(partial[:_MAX_LINE_BYTES])
             partial = partial[_MAX_LINE_BYTES:]
         keep = self._lines.maxlen or 0
@@ -56,4 +59,4 @@ class LogRing:
             if self._partial:
                 lines.append(self._partial.decode(errors="replace"))
                 of_launch += 1
-        return [masked(line, self._api_key) for line in lines], of_launch
+        return lines, of_launch
