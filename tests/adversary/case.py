@@ -22,7 +22,7 @@ from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import STEP_MULTIPLE
 from llama_worker.types.request import RequestState
-from tests.simulation.bench import IMAGE, Bench
+from tests.simulation.bench import IMAGE, LINKED_IMAGE, Bench
 from tests.simulation.dice import Dice
 from tests.simulation.scheduler import Choices
 from tests.simulation.server import Build, Exchange, Headers, LlamaServer, Reply
@@ -36,6 +36,7 @@ HORIZON_S = 3 * 3600.0
 SLACK_S = 25.0
 DEEPEST = 4.0  # how much longer a token at the end of the longest prompts takes than the first
 _MEDIA = 0x94D049BB133111EB
+_LINKS = 0x85EBCA6B27D4EB2F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,7 @@ class Case(Bench):
         dice = self.dice = Dice(seed)
         build, self.deepest, self.batch_s, self.longest_batch_s = _build(dice)
         self.for_media = Dice(seed ^ _MEDIA)  # so that other draws stay as they are
+        self.for_links = Dice(seed ^ _LINKS)
         build = replace(build, drafts=self.for_media.chance(0.05))
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
         # anybody works.
@@ -210,7 +212,10 @@ class Case(Bench):
         self.to_come -= 1
         has_image = self._draws_images and self.for_media.chance(0.5)
         self.has_images |= has_image
-        answer = self.worker.submit("job", "", IMAGE if has_image else "hello")
+        prompt = IMAGE if has_image else "hello"
+        if has_image and self.wedge is None:  # of a wedge beside one that is fetched nothing shows
+            prompt = self.for_links.choice((IMAGE, LINKED_IMAGE))
+        answer = self.worker.submit("job", "", prompt)
         self._running += 1
         answer._add_waker(partial(self._admitted, answer))
 
@@ -325,6 +330,7 @@ class Case(Bench):
             reasoning_tokens=0,
             text_tokens=steps * step_tokens,
             step_tokens=step_tokens,
+            fetch_s=self.for_links.log_between(0.1, 300.0),
             encode_s=self.for_media.log_between(0.1, self._longest_look_s()),
             draft_s=self.for_media.log_between(0.1, self._longest_look_s()) * build.drafts,
         )

@@ -25,6 +25,10 @@ IMAGE: list[dict[str, Any]] = [
     {"type": "text", "text": "what is it?"},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
 ]
+LINKED_IMAGE: list[dict[str, Any]] = [
+    IMAGE[0],
+    {"type": "image_url", "image_url": {"url": "http://192.0.2.1/a.png"}},
+]
 COMMAND = ("llama-server", "--model", "small.gguf")
 
 

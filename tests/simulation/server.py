@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from llama_worker.request.submission import is_link
 from llama_worker.server.messages import ProbeOutcome
 from tests.simulation.scheduler import Event, Scheduler
 
@@ -110,6 +111,7 @@ class Reply:
     finish: str = "stop"
     status: int = 200
     cached_tokens: int = 0  # of the prompt: they are not read again
+    fetch_s: float = 0.0  # until the server has its image, where that is a link
     encode_s: float = 0.0  # of its image, where it has one
     draft_s: float = 0.0  # of another model's first reading of the prompt, behind the first token
     twist: str | None = None  # a misbehaviour of faults.py
@@ -390,18 +392,28 @@ class LlamaServer:
             reply=reply,
             processed=reply.cached_tokens,
             request_id=turn_id[0],
-            has_image=_has_image(body),
+            has_image=any(part["type"] == "image_url" for part in _parts(body)),
             in_one_piece=body.get("stream") is False,
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
             advanced_at=self._scheduler.host_time,
         )
         self.exchanges.append(exchange)
         self._served_count += 1
+        if any(map(is_link, _parts(body))):
+            queue = partial(self._queue, exchange)
+            self._scheduler.after(reply.fetch_s, queue, "an image is fetched", of_host=False)
+        else:
+            self._queue(exchange)
+        return exchange
+
+    def _queue(self, exchange: Exchange) -> None:
+        """All that it is made of is there."""
+        if exchange.over or self.gone:
+            return
         if self.build.headers is Headers.AT_ONCE:
             self._send_headers(exchange)
         self.queue.append(exchange)
         self.work()
-        return exchange
 
     def client_closed(self, exchange: Exchange) -> None:
         """The client is gone; noticed between two batches, and while it waits for a slot not before
@@ -731,10 +743,9 @@ class LlamaServer:
             used.major_faults += used.rate.major_faults * span_s
 
 
-def _has_image(body: Mapping[str, Any]) -> bool:
+def _parts(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     contents = [message["content"] for message in body.get("messages", ())]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(part["type"] == "image_url" for part in parts)
+    return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def _record(chunk: dict[str, Any]) -> bytes:

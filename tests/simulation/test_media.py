@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from llama_worker.errors import RequestFailed
 from llama_worker.types.request import RequestState
-from tests.simulation.bench import FAST, IMAGE, quiet_bench
-from tests.simulation.server import Reply
+from tests.simulation.bench import FAST, IMAGE, LINKED_IMAGE, quiet_bench
+from tests.simulation.server import Headers, Reply
 
 PROMPT = Reply(key="p", prompt_tokens=4000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
 ENCODE_S = 400.0
@@ -40,3 +41,23 @@ def test_an_image_that_was_cancelled_in_the_queue_is_encoded_behind_the_next_bat
         scheduler.run_for(6.0)
         worker.cancel(3)
         assert bench.answer(beside, 3600.0)["state"] is RequestState.COMPLETED
+
+
+@pytest.mark.parametrize("headers", Headers)
+def test_a_server_that_waits_for_the_host_of_an_image_is_spared(headers: Headers) -> None:
+    bench = quiet_bench(replace(FAST, headers=headers))
+    two_connects_s = 2 * 127.0  # to hosts that do not answer
+    bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, fetch_s=two_connects_s)
+    with bench.ready():
+        look = bench.worker.ask(LINKED_IMAGE)
+        bench.scheduler.run_for(two_connects_s / 2)
+        assert not bench.server.queue
+        assert not bench.server.busy
+        assert bench.answer(look, 3600.0)["state"] is RequestState.COMPLETED
+
+
+def test_a_server_that_dies_while_an_image_is_fetched_is_found_at_last() -> None:
+    bench = quiet_bench()
+    bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, fetch_s=1e9)
+    with bench.ready(), pytest.raises(RequestFailed, match="silent_work_timeout_s 3600"):
+        bench.answer(bench.worker.ask(LINKED_IMAGE), 2 * 3600.0)

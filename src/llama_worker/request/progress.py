@@ -46,6 +46,7 @@ class Progress:
     last_stream_byte_at: float | None = None  # any byte, keepalives too; for the status
     batches: tuple[Batch, ...] = ()  # the latest few of the prompt
     has_media: bool = False  # images or sounds are no tokens until they are encoded
+    links_media: bool = False  # the server fetches it by its URL, before it gives any sign of work
     needs_specific_slots: bool = False  # it may wait for its own slot while another is idle
     tokens: int = 0  # generated, as far as reported; of one answer, if several are asked for
     # between two pieces of generated content; None: fewer than two came

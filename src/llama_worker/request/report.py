@@ -40,6 +40,7 @@ class RequestTotals(Struct, kw_only=True):
     iterations_left: int
     question: str = ""
     has_media: bool = False
+    links_media: bool = False
     needs_specific_slots: bool = False
     is_leased: bool = False
     in_one_piece: bool = False  # its reply is not a stream
@@ -97,6 +98,7 @@ def build_progress(
         last_stream_byte_at=turn.last_stream_byte_at,
         batches=turn.batches,
         has_media=totals.has_media,
+        links_media=totals.links_media,
         needs_specific_slots=totals.needs_specific_slots,
         tokens=turn.tokens,
         longest_gap_s=turn.longest_gap_s,

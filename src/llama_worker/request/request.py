@@ -62,6 +62,7 @@ class Request:
             iterations_left=config.max_tool_iterations,
             question=order.submission.question,
             has_media=bool(order.submission.part_kinds - {"text"}),
+            links_media=order.submission.links_media,
             needs_specific_slots=needs_specific_slots(self._prompts.params),
         )
         self._tools = ToolUse(config, self._totals, order.submission.messages)

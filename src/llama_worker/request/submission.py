@@ -34,6 +34,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     params: dict[str, Any]
     messages: tuple[ChatMessage, ...]
     part_kinds: frozenset[str] = frozenset()  # types of the content parts
+    links_media: bool = False
     question: str = ""  # what is asked, in short, if the host named no job
 
 
@@ -72,20 +73,30 @@ def validate_submit(
             _checked_content(f"{name}['content']", plain["content"])
         checked.append(plain)  # type: ignore[arg-type]
     prompt = _checked_content("user_prompt", user_prompt)
+    parts = [*_parts(prompt, *(message.get("content") for message in checked))]
     return Submission(
         job_name=plain_str(job_name),
         system_prompt=plain_str(system_prompt),
         user_prompt=prompt,
         params=checked_json_object("params", params if params is not None else {}),
         messages=tuple(checked),
-        part_kinds=frozenset(_part_kinds(prompt, *(message.get("content") for message in checked))),
+        part_kinds=frozenset(part["type"] for part in parts),
+        links_media=any(map(is_link, parts)),
     )
 
 
-def _part_kinds(*contents: str | Sequence[ContentPart] | None) -> Iterator[str]:
+def _parts(*contents: str | Sequence[ContentPart] | None) -> Iterator[ContentPart]:
     for content in contents:
         if content is not None and not isinstance(content, str):
-            yield from (part["type"] for part in content)
+            yield from content
+
+
+def is_link(part: ContentPart) -> bool:
+    """Whether the part is an image, a sound or a video that the server fetches by its URL. It does
+    so before anything else, unseen, and waits over two minutes for a host that does not answer."""
+    media = part.get(str(part.get("type")))
+    urls = [media.get(key) for key in ("url", "data")] if isinstance(media, Mapping) else []
+    return any(isinstance(url, str) and url.startswith("http") for url in urls)
 
 
 def _checked_content(name: str, value: object) -> str | list[ContentPart]:

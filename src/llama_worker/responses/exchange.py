@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from llama_worker.config.settings import Endpoint
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.prompt import needs_specific_slots
+from llama_worker.request.submission import is_link
 from llama_worker.request.table import Admitted
 from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
@@ -25,6 +26,7 @@ from llama_worker.runtime.host.futures import WorkerFuture, may_block_this_threa
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
+from llama_worker.types.chat import ContentPart
 from llama_worker.types.request import RequestFailReason, SubmitErrorCode, SubmitResult
 
 M = TypeVar("M")
@@ -93,6 +95,7 @@ class Exchange:
         Raises ApiError (503) if there is none. `chat`: the body to send, which may be invalid;
         `answers`: how many of the completion's answers are read."""
         upstream, watch, messages = self.upstream, self.upstream.watch, chat.get("messages")
+        parts = [*_parts(messages)]
 
         def order(reply: WorkerFuture[SubmitResult]) -> Lease:
             return Lease(job_name=job_name, exchange=self.leased, reply=reply)
@@ -107,7 +110,8 @@ class Exchange:
             tell_lease=None if upstream.restarts else tell_lease,
             new=partial(
                 LeasedRequest,
-                has_media=_has_media(messages),
+                has_media=any(part.get("type") != "text" for part in parts),
+                links_media=any(map(is_link, parts)),
                 needs_specific_slots=needs_specific_slots(chat),
                 in_one_piece=chat.get("stream") is not True,
                 answers=answers,
@@ -190,14 +194,10 @@ def _question(messages: object) -> str:
     return f"message {len(messages)}, {hash(repr(messages[-1:])):x}"
 
 
-def _has_media(messages: object) -> bool:
-    """Whether there are images or sounds among the messages."""
-    return isinstance(messages, Sequence) and any(
-        isinstance(message, Mapping) and _is_media(message.get("content")) for message in messages
-    )
-
-
-def _is_media(content: object) -> bool:
-    return isinstance(content, list) and any(
-        isinstance(part, Mapping) and part.get("type") != "text" for part in content
-    )
+def _parts(messages: object) -> Iterator[ContentPart]:
+    """The parts of what the messages say, where it is not just text."""
+    for message in messages if isinstance(messages, Sequence) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping):
+                yield part

@@ -137,8 +137,8 @@ class _Limits:
     def _waiting(self) -> Iterator[_Limit]:
         # what the server does for a reply in one piece, also for another's, only slots show
         is_unseen = self._progress.in_one_piece or self._neighbours.any_awaits_one_piece
-        if self._neighbours.any_is_served:
-            pass  # a dead server is found by the limits of that one
+        if self._neighbours.any_is_served or self._progress.links_media:
+            pass  # a dead server is found by the limits of that one; what is fetched is not seen
         elif not is_unseen:
             yield self._no_headers()
         elif self._slots.shows_all:

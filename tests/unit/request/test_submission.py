@@ -68,6 +68,25 @@ def types_in(value: object) -> set[type]:
     return {type(value)}
 
 
+@pytest.mark.parametrize(
+    ("part", "is_fetched"),
+    [
+        ({"type": "text", "text": "http://a/b.png"}, False),
+        ({"type": "image_url", "image_url": {"url": "http://a/b.png"}}, True),
+        ({"type": "image_url", "image_url": {"url": "https://a/b.png"}}, True),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aHR0cA=="}}, False),
+        ({"type": "input_audio", "input_audio": {"data": "http://a/b", "format": "wav"}}, True),
+        ({"type": "input_audio", "input_audio": {"data": "aHR0cA==", "format": "wav"}}, False),
+        ({"type": "video_url", "video_url": {"url": "http://a/b.mp4"}}, True),
+        ({"type": "input_file", "input_file": 7}, False),
+    ],
+)
+def test_media_by_link_is_fetched_by_the_server(part: dict[str, Any], is_fetched: bool) -> None:
+    in_prompt = validate_submit("job", "", [part], None, None)
+    in_messages = validate_submit("job", "", "", None, [{"role": "user", "content": [part]}])
+    assert in_prompt.links_media is in_messages.links_media is is_fetched
+
+
 def test_nothing_of_the_hosts_own_types_is_kept() -> None:
     text = OwnText("text")
     odd = {text: [text, Level.HIGH, Share(0.5), True, None]}
