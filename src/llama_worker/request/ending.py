@@ -8,7 +8,12 @@ from msgspec.structs import replace
 from llama_worker.errors import masked
 from llama_worker.stream.calls import Partition
 from llama_worker.stream.events import ServerError, encodable
-from llama_worker.stream.failure import StreamFailure, exceeds_context, reports_malformed_call
+from llama_worker.stream.failure import (
+    StreamFailure,
+    exceeds_context,
+    is_of_shared_context,
+    reports_malformed_call,
+)
 from llama_worker.stream.loops import LoopFound, TextLoopFound
 from llama_worker.types.request import (
     ContextUse,
@@ -121,6 +126,8 @@ def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False)
             detail += f" ({cause.type})"
         if status is not None:
             detail += f", code {status}"
+        if is_of_shared_context(cause.message):
+            status = None
     # 400: it is one of those that were sent, in `messages`
     is_malformed_call = offers_tools and status != 400 and reports_malformed_call(detail)
     if is_malformed_call and reason in (

@@ -13,9 +13,14 @@ from llama_worker.stream.events import encodable
 from llama_worker.types.request import ContextUse, RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000
-# b11434 says this with status 500, as if it had failed itself; arguments are those in `messages`
+# b11434 says this with status 500, as if it had failed itself: of media, of what is in `messages`
+# and `tools`, and where a template raises
 _REFUSES = re.compile(
-    "(image|audio|video) input is not supported|Failed to parse tool call arguments as JSON"
+    "(image|audio|video) input is not supported|does not support multimodal"
+    "|Failed to (download|load) image|cannot make GET request|Invalid base64 value"
+    "|unsupported URL scheme|invalid URL|HTTPS is not supported"
+    "|Failed to parse (messages|tools|tool call arguments)|Cannot (use|specify) both"
+    "|Cannot specify grammar with tools|While executing "
 )
 
 
@@ -32,6 +37,12 @@ class StreamFailure(Struct, frozen=True, kw_only=True):
 def exceeds_context(message: str, kind: str | None) -> bool:
     """Whether an error says that the prompt does not fit (b11434; before September 2025)."""
     return kind == "exceed_context_size_error" or "exceeds the available context size" in message
+
+
+def is_of_shared_context(message: str) -> bool:
+    """Whether an error says that a context which slots share is full (b11434). Then all of their
+    requests fail at once, by no fault of the server."""
+    return "Context size has been exceeded" in message
 
 
 def context_use(error: Mapping[str, Any]) -> ContextUse | None:
@@ -60,7 +71,7 @@ def describe_http_error(status: int, body: bytes | bytearray) -> StreamFailure:
     return StreamFailure(
         reason=reason,
         detail=f"HTTP {status}: {encodable(text)[:_MAX_MESSAGE_CHARS] or 'no message'}",
-        http_status=400 if status == 500 and _REFUSES.match(text) else status,
+        http_status=400 if status == 500 and _REFUSES.search(text) else status,
         context=context,
     )
 
@@ -92,7 +103,8 @@ def refuses_tools(failure: StreamFailure) -> bool:
 def reports_malformed_call(message: str) -> bool:
     """Whether the server says that the model wrote a malformed tool call (b11434 and older)."""
     text = message.lower()
-    said = ("failed to parse tool call", "failed to parse input at pos")  # the second: b8334, b9378
+    # the second: b8334, b9378; the third: what it had understood before does not fit any more
+    said = ("failed to parse tool call", "failed to parse input at pos", "invalid diff:")
     return ("does not match the expected" in text and "format" in text) or any(
         words in text for words in said
     )

@@ -289,6 +289,16 @@ def test_a_report_of_a_malformed_call_accuses_no_server() -> None:
         assert play.record.http_status == accused
 
 
+def test_a_full_context_that_slots_share_accuses_no_server() -> None:
+    """All that use it fail at once."""
+    play = generating()
+    error = ServerError("Context size has been exceeded.", 500, "server_error")
+    detail = "Context size has been exceeded. (server_error), code 500"
+    assert play >> error << CLOSE << Ends("server_error", text="a", fail_detail=detail)
+    assert play.record is not None
+    assert play.record.http_status is None
+
+
 # --------------------------------------------------------------- a broken connection, a dead server
 
 

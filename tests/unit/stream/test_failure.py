@@ -45,6 +45,40 @@ def test_the_servers_own_message_and_the_status(status: int, body: bytes, detail
     )
 
 
+JINJA = """------------
+While executing CallExpression at line 9, column 31 in source:
+...{{ raise_exception("roles must alternate") }}...
+Error: Jinja Exception: roles must alternate"""
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("audio input is not supported - hint: you may need to provide the mmproj", 400),
+        ("Multimodal data provided, but model does not support multimodal requests.", 400),
+        ("Failed to download image", 400),
+        ("Failed to load image or audio file", 400),
+        ("error: cannot make GET request", 400),
+        ("Invalid base64 value", 400),
+        ("unsupported URL scheme: ftp", 400),
+        ('Failed to parse messages: Missing tool call type: {"id": "c"}', 400),
+        ("Failed to parse tools: unknown type; tools = []", 400),
+        ("Failed to parse tool call arguments as JSON: unexpected end of input", 400),
+        ("Cannot use both json_schema and grammar", 400),
+        ("Cannot specify grammar with tools", 400),
+        (JINJA, 400),
+        ("Compute error.", 500),
+        ("got exception: bad allocation", 500),
+        ("failed to process mtmd chunk", 500),
+    ],
+)
+def test_a_refusal_of_what_was_sent_is_no_server_error(message: str, status: int) -> None:
+    body = json.dumps({"error": {"code": 500, "message": message, "type": "server_error"}})
+    failure = describe_http_error(500, body.encode())
+    assert failure.http_status == status
+    assert failure.detail.startswith(f"HTTP 500: {message.strip()[:40]}")
+
+
 MESSAGE = "the request exceeds the available context size"
 OVERFLOW = {"code": 400, "message": MESSAGE, "type": "exceed_context_size_error"}
 
@@ -92,6 +126,7 @@ def test_refusals_of_tools_are_recognised(detail: str, status: int | None, refus
         ("The model produced output that does not match the expected peg-native format", True),
         ("Failed to parse tool call arguments as JSON", True),
         ("Failed to parse input at pos 184: <tool_call>", True),
+        ("Invalid diff: now finding less tool calls!", True),
         ("Context size has been exceeded", False),
         ("expected format of the image", False),
     ],
