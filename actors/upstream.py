@@ -102,7 +102,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                     yield messages.Probed(epoch=epoch, outcome=outcome, detail=str(error))
             case messages.LookAtSlots(epoch=epoch):
                 try:
-                    look = self._runtime.look_at_slots(epoch, self.me())
+                    look = self._runtime.look_at_slots(effect, self.me())
                     self._probes[messages.LookAtSlots] = look
                 except RuntimeError:
                     yield messages.SlotsSeen(epoch=epoch, look=None)

@@ -80,7 +80,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                     self.me().tell(messages.Probed(epoch=epoch, outcome=outcome, detail=why))
             case messages.LookAtSlots(epoch=epoch):
                 try:
-                    look = self._runtime.look_at_slots(epoch, self.me())
+                    look = self._runtime.look_at_slots(effect, self.me())
                     self._probes[messages.LookAtSlots] = look
                 except RuntimeError:
                     self.me().tell(messages.SlotsSeen(epoch=epoch, look=None))

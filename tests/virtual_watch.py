@@ -4,7 +4,7 @@ clock."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Self
 
@@ -111,6 +111,7 @@ class VirtualWatch:
         self._traits: dict[str, Any] = {"build": build, "modalities": modalities}
         self._probes_take_s = probes_take_s
         self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
+        self._open_look: tuple[float, LookAtSlots] | None = None  # and until when
         self.news: list[tuple[float, WatchReport]] = []
         self.watch = ServerWatch(profile, epoch=1, probes_count=1)
         self._evidence, self._readiness, self._slots, self._blind = (
@@ -161,15 +162,10 @@ class VirtualWatch:
                             messages.append(
                                 ProgressReported(progress=progress, for_verdict=for_verdict)
                             )
-                    case LookAtSlots(epoch=epoch):
+                    case LookAtSlots():
                         self.slots_asked_at.append(self.now)
-                        slots = self._slots(self.now)
-                        look = (
-                            SlotsLook(asked_at=self.now, slots=slots)
-                            if isinstance(slots, tuple)
-                            else slots
-                        )
-                        messages.append(SlotsSeen(epoch=epoch, look=look))
+                        self._open_look = (self.now + effect.timeout_s, effect)
+                        messages += self._slots_seen()
                     case StopWatching():
                         pass
                     case _:
@@ -180,14 +176,33 @@ class VirtualWatch:
         while True:
             found = next((entry for entry in self.news if isinstance(entry[1], stop_at)), None)
             due_at = self.watch.deadline
+            if self._open_look is not None:
+                look_at = min(self.now + 0.5, self._open_look[0])
+                due_at = look_at if due_at is None else min(due_at, look_at)
             if found is not None or due_at is None or due_at >= until:
                 return found
             if self._answer is not None and self._answer[0] <= due_at:
                 (self.now, answer), self._answer = self._answer, None
                 self.tell(answer)
                 continue
+            if self._open_look is not None and due_at == look_at:
+                self.now = look_at
+                for seen in self._slots_seen():
+                    self.tell(seen)
+                continue
             self.now = max(self.now, due_at)
             self.tell(Tick())
+
+    def _slots_seen(self) -> Iterator[SlotsSeen]:
+        """The answer to the open look; nothing, as long as there is none."""
+        assert self._open_look is not None
+        until, order = self._open_look
+        slots = self._slots(self.now)
+        if isinstance(slots, SlotsTimeout) and self.now < until:
+            return
+        self._open_look = None
+        look = SlotsLook(asked_at=self.now, slots=slots) if isinstance(slots, tuple) else slots
+        yield SlotsSeen(epoch=order.epoch, look=look)
 
     def _seen(self, look: Look) -> EvidenceSeen:
         if self._blind(self.now):

@@ -125,7 +125,9 @@ class UpstreamRuntime(Host, Protocol):
     def probe(self, epoch: int, reply_to: Mailbox[server.Probed]) -> Abortable:
         """Ask whether the server answers; `reply_to` gets one Probed, READY for any answer."""
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[server.SlotsSeen]) -> Abortable:
+    def look_at_slots(
+        self, order: server.LookAtSlots, reply_to: Mailbox[server.SlotsSeen]
+    ) -> Abortable:
         """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
 
@@ -195,7 +197,9 @@ class Runtime(Host, Protocol):
         `reply_to` gets one GpuFaulted for each kind of error.
         """
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[server.SlotsSeen]) -> Abortable:
+    def look_at_slots(
+        self, order: server.LookAtSlots, reply_to: Mailbox[server.SlotsSeen]
+    ) -> Abortable:
         """Ask the server's `/slots`; `reply_to` gets one SlotsSeen."""
 
     def write_bios(self, order: request.WriteBios, reply_to: Mailbox[request.BiosWritten]) -> None:

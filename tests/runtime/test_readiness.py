@@ -29,7 +29,7 @@ from llama_worker.runtime.probes.readiness import (
     owns_port,
     unanswered,
 )
-from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
+from llama_worker.server.messages import LookAtSlots, Probed, ProbeOutcome, SlotsSeen
 from tests.actors.conftest import WAIT_S
 
 # A server that listens on a port which it prints, until its standard input is closed.
@@ -68,7 +68,8 @@ def test_a_look_at_slots_is_answered_during_any_shortage(
 ) -> None:
     monkeypatch.setattr(readiness, "ask", Mock(side_effect=lack))
     told: queue.SimpleQueue[SlotsSeen] = queue.SimpleQueue()
-    SlotsQuestion(Endpoint.of(CONFIG), epoch=3, reply_to=Mock(tell=told.put))
+    order = LookAtSlots(epoch=3, timeout_s=WAIT_S)
+    SlotsQuestion(Endpoint.of(CONFIG), order, Mock(tell=told.put))
     assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
 
 

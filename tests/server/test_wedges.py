@@ -23,6 +23,7 @@ from llama_worker import (
     TimeoutProfile,
 )
 from llama_worker.runtime import real
+from llama_worker.server.messages import LookAtSlots
 from llama_worker.server.slots import LOOKS_COUNT
 from tests.conftest import release, trace, wait_traced
 from tests.server.conftest import (
@@ -92,11 +93,11 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ready: set[int] = set()
     look = real.RealRuntime.look_at_slots
 
-    def counted(self: real.RealRuntime, epoch: int, *args: Any) -> Any:
-        if epoch in ready:
+    def counted(self: real.RealRuntime, order: LookAtSlots, *args: Any) -> Any:
+        if order.epoch in ready:
             asked.append(time.monotonic())
-        ready.add(epoch)
-        return look(self, epoch, *args)
+        ready.add(order.epoch)
+        return look(self, order, *args)
 
     monkeypatch.setattr(real.RealRuntime, "look_at_slots", counted)
     return asked

@@ -43,6 +43,7 @@ from llama_worker.server.messages import (
     Launched,
     LaunchFailed,
     Look,
+    LookAtSlots,
     Probed,
     ProbeOutcome,
     SlotsSeen,
@@ -63,6 +64,7 @@ from tests.simulation.server import Exchange, LlamaServer
 
 UNIX_EPOCH = 1_700_000_000.0
 _THREAD_START_S, _PROBE_S = 0.0002, 0.004  # until a new thread runs, until a probe has its answer
+_ASK_AGAIN_S = 1.0  # until a server that did not answer may answer
 
 
 class SimRuntime:
@@ -201,26 +203,33 @@ class SimRuntime:
         if look.probe == 0 or not self.machine.looks_hang:
             self.scheduler.after(_THREAD_START_S * self.machine.slowness, looked, "look")
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[SlotsSeen]) -> SimQuestion:
+    def look_at_slots(self, order: LookAtSlots, reply_to: Mailbox[SlotsSeen]) -> SimQuestion:
         self.machine.need_thread()
         self.slots_asked += 1
-        looks = self._looks.setdefault(epoch, Looks())
+        looks = self._looks.setdefault(order.epoch, Looks())
         looks.asked(self.now())
-        asked_at, nothing = self.now(), SlotsSeen(epoch=epoch, look=None)
+        asked_at, nothing = self.now(), SlotsSeen(epoch=order.epoch, look=None)
+        has_waited = False
 
-        def answer(server: LlamaServer | None) -> SlotsSeen | None:
+        def answer(server: LlamaServer | None) -> SlotsSeen | float:
+            nonlocal has_waited
             if server is None or not server.build.shows_slots or not server.loaded:
                 looks.refused(self.now())
                 return nothing
-            if not server.answers or server.slots_wait_s > LOOK_TIMEOUT_S:
-                return None
+            wait_s = server.slots_wait_s
+            if not server.answers or wait_s == math.inf:
+                return _ASK_AGAIN_S
+            if wait_s and not has_waited:
+                has_waited = True
+                return wait_s
             slots = parse_slots(server.slots_view())
             assert slots is not None
-            return SlotsSeen(epoch=epoch, look=SlotsLook(asked_at=asked_at, slots=slots))
+            since = max(asked_at, self.now() - LOOK_TIMEOUT_S)
+            return SlotsSeen(epoch=order.epoch, look=SlotsLook(asked_at=since, slots=slots))
 
-        silence = SlotsSeen(epoch=epoch, look=SlotsTimeout())
+        silence = SlotsSeen(epoch=order.epoch, look=SlotsTimeout())
         return SimQuestion(
-            self, "look at the slots", LOOK_TIMEOUT_S, reply_to, answer, otherwise=lambda: silence
+            self, "look at the slots", order.timeout_s, reply_to, answer, otherwise=lambda: silence
         )
 
     def count_tokens(self, order: CountTokens, *, prompted: bool, n_ctx: int) -> None:
@@ -620,8 +629,8 @@ class SimStream:
 
 
 class SimQuestion:
-    """One GET beside the streams; where `answer` finds none, `otherwise` is told after `limit_s`,
-    or once aborted."""
+    """One GET beside the streams. `answer` may say after how many seconds to ask it again; where it
+    finds none, `otherwise` is told after `limit_s`, or once aborted."""
 
     def __init__(
         self,
@@ -644,7 +653,9 @@ class SimQuestion:
 
     def _ask(self) -> None:
         answer = self._answer(self._machine.listening())
-        if answer is not None:
+        if isinstance(answer, float):
+            self._event = self._scheduler.after(answer, self._ask, self._what)
+        elif answer is not None:
             self._tell(answer)
 
     def _end_soon(self) -> None:

@@ -74,8 +74,10 @@ class UpstreamQuestions(RealHost):
     def probe(self, epoch: int, reply_to: Mailbox[server.Probed]) -> AnswerProbe:
         return AnswerProbe(self._endpoint, epoch=epoch, reply_to=reply_to)
 
-    def look_at_slots(self, epoch: int, reply_to: Mailbox[server.SlotsSeen]) -> SlotsQuestion:
-        return SlotsQuestion(self._endpoint, epoch=epoch, reply_to=reply_to)
+    def look_at_slots(
+        self, order: server.LookAtSlots, reply_to: Mailbox[server.SlotsSeen]
+    ) -> SlotsQuestion:
+        return SlotsQuestion(self._endpoint, order, reply_to)
 
 
 class RealRuntime(UpstreamQuestions):

@@ -272,6 +272,7 @@ class LookAtSlots(Struct, frozen=True, kw_only=True):
     """Ask the server's `/slots`; `SlotsSeen` follows."""
 
     epoch: int
+    timeout_s: float
 
 
 class SlotsSeen(Struct, frozen=True, kw_only=True):

@@ -15,7 +15,9 @@ from llama_worker.config.validation import as_count
 
 LOOKS_COUNT = 4  # in one round
 LOOK_TIMEOUT_S = 2.0  # it answers within 0.21 s, even in the middle of a long batch (b11434)
-SILENT_S = 60.0  # silence counts only after this time
+# Silence counts only after this time, in which a look is kept open: a server that copies prompts to
+# its cache, one after the other as requests come, answers only between two of these copies.
+SILENT_S = 60.0
 # more often would disturb the server, which restarts its own 1 s waits at every answer
 LOOK_INTERVAL_S = 2.0
 PAUSE_S = 5.0  # after a round without a verdict
@@ -50,13 +52,13 @@ class Slot:
 class SlotsLook:
     """One answer of `/slots`."""
 
-    asked_at: float
+    asked_at: float  # at most `LOOK_TIMEOUT_S` before the answer: what it shows is not older
     slots: tuple[Slot, ...]  # sorted by id
 
 
 @dataclass(frozen=True, slots=True)
 class SlotsTimeout:
-    """Neither an answer nor a refusal within `LOOK_TIMEOUT_S`."""
+    """Neither an answer nor a refusal in time."""
 
 
 def parse_slots(body: Any) -> tuple[Slot, ...] | None:
@@ -168,13 +170,14 @@ class SlotsWatch:
         self.deadline, self._was_interrupted, self._active = None, True, False
         self.silent_since, self.looks = None, []
 
-    def begin_look(self, now: float) -> bool:
-        """Whether to look now; False: a look is in progress, whose answer serves for this one."""
+    def begin_look(self, now: float) -> float | None:
+        """How many seconds to wait for an answer; None: a look is in progress, whose answer serves
+        for this one."""
         self.deadline = None
         if self._is_looking:
-            return False
+            return None
         self._is_looking, self._asked_at = True, now
-        return True
+        return LOOK_TIMEOUT_S if self.silent_since is None else SILENT_S
 
     def record_look(self, look: SlotsLook | SlotsTimeout | None, now: float) -> None:
         """Record the result of a look; None: no usable answer."""

@@ -152,8 +152,9 @@ class ServerWatch:
             self._look_at_slots(now)
 
     def _look_at_slots(self, now: float) -> None:
-        if self._requests.slots.begin_look(now):
-            self._effects.append(messages.LookAtSlots(epoch=self._epoch))
+        timeout_s = self._requests.slots.begin_look(now)
+        if timeout_s is not None:
+            self._effects.append(messages.LookAtSlots(epoch=self._epoch, timeout_s=timeout_s))
 
     # ------------------------------------------------------------ startup and health
 

@@ -20,7 +20,7 @@ from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
-from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
+from llama_worker.server.messages import LookAtSlots, Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import Slot, SlotsLook, SlotsTimeout
 from llama_worker.server.traits import ServerTraits
 from llama_worker.stream.events import PromptReport, StreamEvent, TextDelta
@@ -123,11 +123,11 @@ class World:
         reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits()))
         return Question()
 
-    def look_at_slots(self, epoch: int, reply_to: Any) -> Question:
+    def look_at_slots(self, order: LookAtSlots, reply_to: Any) -> Question:
         self.questions_count += 1
         slots = self.slots(self.at) if self.answers(self.at) else None
         look = SlotsLook(asked_at=self.at, slots=slots) if isinstance(slots, tuple) else slots
-        reply_to.tell(SlotsSeen(epoch=epoch, look=look))
+        reply_to.tell(SlotsSeen(epoch=order.epoch, look=look))
         return Question()
 
     # ------------------------------------------------------------ what happens

@@ -468,6 +468,11 @@ def now_and_then(now: float) -> tuple[Slot, ...] | SlotsTimeout:
     return SlotsTimeout() if int(now) // 50 % 2 else writes_on(now)
 
 
+def copies_prompts_to_its_cache(now: float) -> tuple[Slot, ...] | SlotsTimeout:
+    """One after the other, as requests come; it answers between two copies."""
+    return writes_on(now) if now < 180.0 or now % 20.0 < 1.0 else SlotsTimeout()
+
+
 def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
     """Of b9093, between two batches of a prompt that is read beside it."""
     return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_prompt_progress=False))
@@ -524,6 +529,7 @@ def is_loading(now: float) -> ProbeOutcome:
         "an image, perhaps": (SILENT_IN_PREFILL, reads_an_image, {}),
         "an image behind a batch": (falls_silent(180.0, reads_batches), reads_an_image, {}),
         "it answers now and then": (now_and_then, WROTE, {}),
+        "it answers between two prompts": (copies_prompts_to_its_cache, reads, {}),
         "all is slow": (SILENT_FROM_180, WROTE, {"probes_take_s": lambda now: 3.0 * (now > 180.0)}),
         "its memory comes from disk": (SILENT_FROM_180, WROTE, {"reads": lambda now: now > 180.0}),
         "its slot never went on": (falls_silent(180.0, in_a_batch), reads, {"build": None}),

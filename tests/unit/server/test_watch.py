@@ -64,7 +64,7 @@ def ready(profile: TimeoutProfile, *, probes_count: int = 0) -> Watched:
             step(EvidenceSeen(look=effect, at=0.1), 0.1)
     assert step(probed(ProbeOutcome.READY), 0.1) == [
         messages.BecameReady(epoch=1, traits=ServerTraits()),
-        LookAtSlots(epoch=1),
+        LookAtSlots(epoch=1, timeout_s=2.0),
     ]
     assert step(messages.SlotsSeen(epoch=1, look=None), 0.1) == []
     assert step.watch.root_pid == 7

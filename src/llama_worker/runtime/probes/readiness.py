@@ -30,7 +30,7 @@ from llama_worker.server.health import (
     models_outcome,
     probe_timeout_s,
 )
-from llama_worker.server.messages import Probed, ProbeOutcome, SlotsSeen
+from llama_worker.server.messages import LookAtSlots, Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsTimeout, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 
@@ -159,13 +159,20 @@ class AnswerProbe(_Question):
 class SlotsQuestion(_Question):
     """One look at `/slots`, which sends one SlotsSeen."""
 
+    def __init__(
+        self, endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[SlotsSeen]
+    ) -> None:
+        self._timeout_s = order.timeout_s
+        super().__init__(endpoint, epoch=order.epoch, reply_to=reply_to)
+
     def _run(self) -> None:
         asked_at = timers.now()
         look: SlotsLook | SlotsTimeout | None = None
         try:
-            status, body = self._ask("GET", "/slots", LOOK_TIMEOUT_S)
+            status, body = self._ask("GET", "/slots", self._timeout_s)
             slots = parse_slots(json_of(body)) if status == 200 else None
             if slots is not None:
+                asked_at = max(asked_at, timers.now() - LOOK_TIMEOUT_S)
                 look = SlotsLook(asked_at=asked_at, slots=slots)
         except TimeoutError:
             look = SlotsTimeout()
