@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,9 @@ from llama_worker import WorkerConfig
 from llama_worker.cli import doctor_facts, doctor_findings
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial, trial_of
 from llama_worker.cli.gguf import ContextNeeds, Model
+from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, ServersHistory, plain_table
+from llama_worker.config.server_program import FoundServer
 from llama_worker.server.slots import parse_slots
 from tests.conftest import shell_program
 
@@ -82,7 +87,7 @@ def test_available_is_what_machine_and_container_have(
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(doctor_facts, "CGROUP", tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=32 * GIB))
-    assert doctor_facts.look_at_machine().available_bytes == available
+    assert doctor_facts.look_at_machine(Interrupts()).available_bytes == available
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,26 @@ def test_gpus_are_named_with_memory_and_driver(
 ) -> None:
     shell_program(tmp_path / "nvidia-smi", f"cat <<'END'\n{said}\nEND\nexit {18 * (gpus is None)}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert doctor_facts.look_at_machine().gpus == gpus
+    assert doctor_facts.look_at_machine(Interrupts()).gpus == gpus
+
+
+def test_a_signal_just_after_a_program_began_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]  # not at run time
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            begun.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    shell_program(tmp_path / "server", "exec sleep 1000")
+    found = FoundServer(str(tmp_path / "server"), "--server")
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        doctor_facts.look_at_server(found, interrupts, os.environ)
+    assert [process.returncode for process in begun] == [-signal.SIGKILL]
 
 
 # of the server, which counts for more than what this process sees

@@ -73,10 +73,10 @@ def _examine(
 ) -> tuple[list[Finding], dict[str, Any]]:
     findings: list[Finding] = []
     environment = server_environment(host_environment(), {})
-    with interrupts.raising():  # a signal also ends a program that hangs
-        found = _found(findings, "llama-server", find_server, server_named)
-        server = doctor_facts.look_at_server(found, environment) if found is not None else None
-        machine = doctor_facts.look_at_machine()
+    found, server = _found(findings, "llama-server", find_server, server_named), None
+    if found is not None:
+        server = doctor_facts.look_at_server(found, interrupts, environment)
+    machine = doctor_facts.look_at_machine(interrupts)
     if server is not None:
         findings += doctor_findings.of_server(server)
         files = options_file_warnings(environment)
@@ -95,8 +95,7 @@ def _examine(
         findings += doctor_findings.of_model(model, machine, server, config)
     if server is not None and config is not None:
         if server_args:
-            with interrupts.raising():
-                known = doctor_facts.known_flags(server.path, environment)
+            known = doctor_facts.known_flags(server.path, interrupts, environment)
             findings += doctor_findings.of_command("command", config, known)
         findings += doctor_findings.of_batch("batches", config)
         findings += doctor_findings.of_caches({"it": config}, machine.memory_bytes)
@@ -114,23 +113,20 @@ def _examine(
 def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], dict[str, Any]]:
     """Check every worker's program, command and model; starts no server."""
     findings: list[Finding] = []
-    with interrupts.raising():
-        try:
-            fleet = read_fleet(path)
-        except (ConfigError, OSError) as error:
-            todo = "docs/fleet.md describes the file"
-            return [Finding("problem", "fleet", printable(str(error)), todo)], {}
-        machine = doctor_facts.look_at_machine()
-        for name, config in fleet.items():
-            server = _examine_program(findings, name, config)
-            for _, named in flag_values(config.server_cmd, ("-m", "--model")):
-                if os.path.expanduser(named) != named:
-                    text = f"there is no file {printable(named)}: llama-server does not expand ~"
-                    findings.append(
-                        Finding("problem", "model", text, "write the home folder in full")
-                    )
-                elif (model := _found(findings, "model", find_model, named)) is not None:
-                    findings += doctor_findings.of_model(model, machine, server, config)
+    try:
+        fleet = read_fleet(path)
+    except (ConfigError, OSError) as error:
+        todo = "docs/fleet.md describes the file"
+        return [Finding("problem", "fleet", printable(str(error)), todo)], {}
+    machine = doctor_facts.look_at_machine(interrupts)
+    for name, config in fleet.items():
+        server = _examine_program(findings, name, config, interrupts)
+        for _, named in flag_values(config.server_cmd, ("-m", "--model")):
+            if os.path.expanduser(named) != named:
+                text = f"there is no file {printable(named)}: llama-server does not expand ~"
+                findings.append(Finding("problem", "model", text, "write the home folder in full"))
+            elif (model := _found(findings, "model", find_model, named)) is not None:
+                findings += doctor_findings.of_model(model, machine, server, config)
     findings += doctor_findings.of_caches(fleet, machine.memory_bytes)
     findings += doctor_findings.of_machine(machine, None)
     return findings, {"workers": sorted(fleet), "machine": asdict(machine)}
@@ -148,7 +144,7 @@ def _found(
 
 
 def _examine_program(
-    findings: list[Finding], name: str, config: WorkerConfig
+    findings: list[Finding], name: str, config: WorkerConfig, interrupts: Interrupts
 ) -> ServerFacts | None:
     """Check a worker's command, and its program in the environment that the server would get; adds
     to the findings. None: there is no such program."""
@@ -158,12 +154,12 @@ def _examine_program(
     if found is None:
         return None
     program = program_of((found.path, *words))
-    server = doctor_facts.look_at_server(FoundServer(program, found.how), environment)
+    server = doctor_facts.look_at_server(FoundServer(program, found.how), interrupts, environment)
     # any other program may be a script that starts a server and takes no options
     if server.version is None and os.path.basename(first).startswith(PROGRAM):
         findings.append(doctor_findings.of_broken_server(name, server))
         return server
-    known = doctor_facts.known_flags(program, environment)
+    known = doctor_facts.known_flags(program, interrupts, environment)
     files = options_file_warnings(environment)
     findings += [doctor_findings.of_warning(name, line) for line in files]
     findings += doctor_findings.of_command(name, config, known)

@@ -79,37 +79,45 @@ class Trial:
     tools: bool | None  # the chat template can offer tools and show calls
 
 
-def look_at_server(found: FoundServer, environment: Mapping[str, str]) -> ServerFacts:
-    """Run the program for its version and its devices, in the environment of a worker's server."""
-    code, said = _run(found.path, "--version", environment=environment)
+def look_at_server(
+    found: FoundServer, interrupts: Interrupts, environment: Mapping[str, str]
+) -> ServerFacts:
+    """Run the program for its version and its devices, in the environment of a worker's server.
+    Raises KeyboardInterrupt."""
+    code, said = _run(interrupts, found.path, "--version", environment=environment)
     found_versions = re.findall("^version:(.*)", said, re.MULTILINE) if code == 0 else []
     return ServerFacts(
         path=found.path,
         how=found.how,
         version=found_versions[0].strip() if found_versions else None,
         build=build_number(said) if code == 0 else None,
-        devices=_devices(found.path, environment) if found_versions else None,
+        devices=_devices(found.path, interrupts, environment) if found_versions else None,
         said=said.strip(),
         returncode=code,
     )
 
 
-def _devices(program: str, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+def _devices(
+    program: str, interrupts: Interrupts, environment: Mapping[str, str]
+) -> tuple[str, ...] | None:
     """What the program lists, without what has no memory: a library for the CPU, such as BLAS."""
-    code, listed = _run(program, "--list-devices", environment=environment)
+    code, listed = _run(interrupts, program, "--list-devices", environment=environment)
     if code != 0:
         return None
     lines = map(str.strip, listed.partition("Available devices:")[2].splitlines())
     return tuple(line for line in lines if line not in ("", "(none)") and "(0 MiB" not in line)
 
 
-def known_flags(program: str, environment: Mapping[str, str]) -> KnownFlags | None:
-    """The flags that the program's --help lists; None if it lists none, or cannot be run."""
-    return read_help(_run(program, "--help", environment=environment)[1])
+def known_flags(
+    program: str, interrupts: Interrupts, environment: Mapping[str, str]
+) -> KnownFlags | None:
+    """The flags that the program's --help lists; None if it lists none, or cannot be run. Raises
+    KeyboardInterrupt."""
+    return read_help(_run(interrupts, program, "--help", environment=environment)[1])
 
 
-def look_at_machine() -> MachineFacts:
-    """Read limits and /proc, run nvidia-smi."""
+def look_at_machine(interrupts: Interrupts) -> MachineFacts:
+    """Read limits and /proc, run nvidia-smi. Raises KeyboardInterrupt."""
     try:
         port = free_port()
     except OSError:
@@ -117,7 +125,7 @@ def look_at_machine() -> MachineFacts:
     me = os.getpid()
     return MachineFacts(
         free_port=port,
-        gpus=_gpus(),
+        gpus=_gpus(interrupts),
         nvml=_has_nvml(),
         proc_stat=bool(_read(f"/proc/{me}/stat")),
         proc_io=bool(_read(f"/proc/{me}/io")),
@@ -160,29 +168,36 @@ def _props(endpoint: Endpoint) -> dict[str, Any]:
     return props if isinstance(props, dict) else {}
 
 
-def _run(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-    """(return code, output); the code is None if it did not end, or could not be run. A signal that
-    raises ends the program, too."""
+def _run(
+    interrupts: Interrupts, *command: str, environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str]:
+    """(return code, output); the code is None if it did not end, or could not be run. A signal ends
+    the program, too, and raises KeyboardInterrupt."""
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=_ASK_S,
-            check=False,
         )
-    except subprocess.TimeoutExpired:
-        return None, f"it did not end within {_ASK_S:g} s"
     except OSError as error:
         return None, str(error)
-    return done.returncode, done.stdout.decode(errors="replace")
+    with process:
+        try:
+            with interrupts.raising():
+                said, _ = process.communicate(timeout=_ASK_S)
+        except BaseException as error:
+            process.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, f"it did not end within {_ASK_S:g} s"
+            raise
+    return process.returncode, said.decode(errors="replace")
 
 
-def _gpus() -> tuple[str, ...] | None:
+def _gpus(interrupts: Interrupts) -> tuple[str, ...] | None:
     fields = "name,memory.total,memory.free,driver_version"
-    code, said = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    code, said = _run(interrupts, "nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
     return tuple(line.strip() for line in said.splitlines() if line.strip()) if code == 0 else None
 
 
