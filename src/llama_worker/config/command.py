@@ -17,6 +17,24 @@ BATCH_FLAGS = ("-b", "--batch-size")
 _UBATCH_FLAGS = ("-ub", "--ubatch-size")
 BATCH_SIZE = 512  # the server's default for --ubatch-size, the tokens that it computes at once
 _TWO_WORDS = re.compile(r"(--?[a-zA-Z][\w-]*)\s+(\S.*)", re.DOTALL)  # no shell would split them
+# Flags that set several options, at their place in the command (b11434).
+_FIM = {"--hf-repo": "ggml-org", "--port": "8012", "--batch-size": "1024", "--ctx-size": "0"}
+_GPT_OSS = {"--hf-repo": "ggml-org", "--port": "8013", "--batch-size": "32768", "--parallel": "2"}
+_VISION = {"--hf-repo": "ggml-org", "--port": "8014", "--ctx-size": "0"}
+_EMBEDDING = {"--hf-repo": "ggml-org", "--port": "8011", "--batch-size": "2048", "--parallel": "32"}
+_PRESETS = {
+    "--embd-gemma-default": {**_EMBEDDING, "--ctx-size": "65536"},
+    "--fim-qwen-1.5b-default": _FIM,
+    "--fim-qwen-3b-default": _FIM,
+    "--fim-qwen-7b-default": _FIM,
+    "--fim-qwen-7b-spec": _FIM,
+    "--fim-qwen-14b-spec": _FIM,
+    "--fim-qwen-30b-default": _FIM,
+    "--gpt-oss-20b-default": {**_GPT_OSS, "--ctx-size": "262144"},
+    "--gpt-oss-120b-default": {**_GPT_OSS, "--ctx-size": "262144"},
+    "--vision-gemma-4b-default": _VISION,
+    "--vision-gemma-12b-default": _VISION,
+}
 # the environments and headers of MCP servers mostly hold a token
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token", "--mcp-servers-json")
 checked_port = partial(checked_int, at_least=1, at_most=65535)
@@ -105,13 +123,14 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
 
 
 def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -> None:
-    """Raises ConfigError if the command has another host, port or number of slots."""
+    """Raises ConfigError if the command sets another host, port or number of slots: the last flag
+    counts."""
     for name, flags, value in (
         ("host", ("--host",), host),
         ("port", ("--port",), port),
         ("slots", SLOT_FLAGS, slots),
     ):
-        for flag, given in flag_values(command, flags):
+        for flag, given in flag_values(command, flags)[-1:]:
             if canonical(given) != canonical(str(value)):
                 raise ConfigError(
                     f"server_cmd says {flag} {given}, but {name} is {value!r}: make them agree"
@@ -141,13 +160,15 @@ def program_at(command: Sequence[str]) -> int | None:
 
 def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
     """Each of the flags that the command gives its server, with its value: what follows `=`, or the
-    next word ("" if there is none)."""
+    next word ("" if there is none). A preset that sets one counts, as `--some-default's --port`."""
     values = []
     words = command[program_at(command) or 0 :]
     for index, word in enumerate(words):
         given, equals, value = word.partition("=")
         if (flag := flag_of(given)) in flags:
             values.append((flag, value if equals else "".join(words[index + 1 : index + 2])))
+        preset = _PRESETS.get(flag, {})
+        values += [(f"{flag}'s {name}", preset[name]) for name in flags if name in preset]
     return values
 
 

@@ -4,8 +4,8 @@ or time, and finds options that a build does not know. Pure."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -17,124 +17,166 @@ from llama_worker.config.command import (
     flag_values,
     program_at,
 )
-from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.config.validation import did_you_mean
 
 DEFAULT_CACHE_RAM_MIB = 8192  # of every server since October 2025
 DEFAULT_BATCH_SIZE = 2048
 
-_MODEL_FLAGS = (
-    *("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo"),
-    *("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file"),
-)
-_MODEL_VARIABLES = (
-    "LLAMA_ARG_MODEL",
-    "LLAMA_ARG_MODEL_URL",
-    "LLAMA_ARG_DOCKER_REPO",
-    "LLAMA_ARG_HF_REPO",
-)
-_TIMEOUT_FLAGS = ("-to", "--timeout")
-_CACHE_RAM_FLAGS = ("-cram", "--cache-ram")
-
-
 # an option's flags, and the names of its values
 _HELP_LINE = re.compile(r"(-[\w.-]+(?:, +-[\w.-]+)*)((?: [^\s-]\S*)*)(?:\s{2,}|$)")
 
 
-class _UnsafeOption(Struct, frozen=True):
-    """Flags and environment variables that break a promise of this library. `why` completes
-    "server_cmd has FLAG: "."""
+class _Option(Struct, frozen=True):
+    """An option of llama-server. It is in effect if it has a value ("set"), or as a switch if that
+    is "on" or "off"."""
 
     flags: tuple[str, ...]
+    variable: str = ""
+    when: Literal["set", "on", "off"] = "set"
+    unset: str = ""  # a value as good as none
+    negations: tuple[str, ...] = ()  # flags that turn a switch off
+
+
+def _switch(name: str, when: Literal["on", "off"], *short: str) -> _Option:
+    """The switch `--name`, which `--no-name` turns off. `short`: other names of the two."""
+    variable = f"LLAMA_ARG_{name.upper().replace('-', '_')}"
+    negations = (f"--no-{name}", *short[1:])
+    return _Option((f"--{name}", *short[:1]), variable, when, negations=negations)
+
+
+class _Risk(Struct, frozen=True):
+    """Options that break a promise of this library. `why` completes "server_cmd has FLAG: "."""
+
     why: str
-    variables: tuple[str, ...] = ()
-    off: str | None = None  # the value that turns it off
-    negations: tuple[str, ...] = ()  # flags that turn it off if they come later
-    among_slots: bool = False  # harmless with a single slot
+    options: tuple[_Option, ...]
+    only: Literal["always", "several slots", "online"] = "always"
 
 
-_UNSAFE_OPTIONS = (
-    _UnsafeOption(
-        ("--tools", "-ag", "--agent", "--mcp-servers-config", "--mcp-servers-json"),
+_SWITCH_VALUES = {"on": ("on", "enabled", "true", "1"), "off": ("off", "disabled", "false", "0")}
+_CACHE_RAM = _Option(("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM")
+_CTX_SIZE = _Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
+_BATCH_SIZE = _Option(BATCH_FLAGS, "LLAMA_ARG_BATCH")
+_SLOTS = _Option(SLOT_FLAGS, "LLAMA_ARG_N_PARALLEL", unset="-1")
+_OFFLINE = _Option(("--offline",), "LLAMA_ARG_OFFLINE", "on")
+_HF_REPO = _Option(("-hf", "-hfr", "--hf-repo"), "LLAMA_ARG_HF_REPO")
+_DOCKER_REPO = _Option(("-dr", "--docker-repo"), "LLAMA_ARG_DOCKER_REPO")
+# with none of these a server is a router, even if it has a --model-url (b11434)
+_MODELS = (_Option(("-m", "--model"), "LLAMA_ARG_MODEL"), _HF_REPO, _DOCKER_REPO)
+
+_RISKS = (
+    _Risk(
         "the server may start programs outside its own process tree, which outlive it; give the "
         "worker's tools as normal_tools",
-        variables=(
-            "LLAMA_ARG_TOOLS",
-            "LLAMA_ARG_AGENT",
-            "LLAMA_ARG_MCP_SERVERS_CONFIG",
-            "LLAMA_ARG_MCP_SERVERS_JSON",
+        (
+            _Option(("--tools",), "LLAMA_ARG_TOOLS"),
+            _switch("agent", "on", "-ag", "-no-ag"),
+            _Option(("--mcp-servers-config",), "LLAMA_ARG_MCP_SERVERS_CONFIG"),
+            _Option(("--mcp-servers-json",), "LLAMA_ARG_MCP_SERVERS_JSON"),
         ),
     ),
-    _UnsafeOption(
-        ("--sleep-idle-seconds",),
+    _Risk(
+        "the server leaves tool calls in the text, where only those in <tool_call> tags are found: "
+        "tools and exit tools may not work",
+        (_switch("skip-chat-parsing", "on"),),
+    ),
+    _Risk(
+        "the server reads the whole prompt again in every turn",
+        (_switch("cache-prompt", "off"),),
+    ),
+    _Risk(
         "the server unloads its model when idle; the next request waits for the load, and "
         "may be taken for hung",
-        off="-1",
+        (_Option(("--sleep-idle-seconds",), unset="-1"),),
     ),
-    _UnsafeOption(("--log-prompts-dir",), "the server writes every prompt to disk"),
-    _UnsafeOption(
-        ("-kvu", "--kv-unified", "--kv-unified-per-slot"),
+    _Risk("the server writes every prompt to disk", (_Option(("--log-prompts-dir",)),)),
+    _Risk(
         "all slots share one context; requests that fill it together are all aborted, and one "
         "may fill all of it",
-        variables=("LLAMA_ARG_KV_UNIFIED", "LLAMA_ARG_KV_UNIFIED_PER_SLOT"),
-        negations=("-no-kvu", "--no-kv-unified"),
-        among_slots=True,
+        (
+            _switch("kv-unified", "on", "-kvu", "-no-kvu"),
+            _Option(("--kv-unified-per-slot",), "LLAMA_ARG_KV_UNIFIED_PER_SLOT", unset="0"),
+        ),
+        "several slots",
     ),
-    _UnsafeOption(
-        ("--context-shift",),
+    _Risk(
         "a request that fills its context does not end; the server forgets the beginning of "
         "it and goes on",
-        variables=("LLAMA_ARG_CONTEXT_SHIFT",),
-        negations=("--no-context-shift",),
+        (_switch("context-shift", "on"),),
     ),
-    _UnsafeOption(
-        ("--slot-save-path",),
+    _Risk(
         "while a slot is saved, the server answers nothing else; it may be taken for hung",
+        (_Option(("--slot-save-path",)),),
     ),
-    _UnsafeOption(
-        ("-nocb", "--no-cont-batching"),
+    _Risk(
         "no prompt is read while another request generates; one that waits may be taken for hung",
-        variables=("LLAMA_ARG_NO_CONT_BATCHING",),
-        negations=("-cb", "--cont-batching"),
-        among_slots=True,
+        (_switch("cont-batching", "off", "-cb", "-nocb"),),
+        "several slots",
     ),
-    _UnsafeOption(
-        ("--reuse-port",),
+    _Risk(
         "another process may listen on the same port, and receive the worker's requests",
-        variables=("LLAMA_ARG_REUSE_PORT",),
+        (_Option(("--reuse-port",), "LLAMA_ARG_REUSE_PORT", "on"),),
     ),
-    _UnsafeOption(
-        ("--lora", "--lora-scaled", "--lora-init-without-apply"),
+    _Risk(
         "requests with different scales (`lora` among their params) are not computed side by side: "
         "one waits until the others have ended, and may be taken for hung; use one worker for each "
         "set of scales",
-        among_slots=True,
+        (
+            _Option(("--lora",)),
+            _Option(("--lora-scaled",)),
+            _Option(("--lora-init-without-apply",), when="on"),
+        ),
+        "several slots",
+    ),
+    _Risk(
+        "the server asks the network at each start; where a firewall drops packets, that takes "
+        "longer than startup_timeout_s allows by default; add --offline once all is downloaded, "
+        "or raise startup_timeout_s",
+        (
+            _HF_REPO,
+            _Option(("-mu", "--model-url"), "LLAMA_ARG_MODEL_URL"),
+            _Option(("-mmu", "--mmproj-url"), "LLAMA_ARG_MMPROJ_URL"),
+            _Option(
+                ("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"),
+                "LLAMA_ARG_SPEC_DRAFT_HF_REPO",
+            ),
+        ),
+        "online",
+    ),
+    _Risk(
+        "the server asks the network at each start, even with --offline, and ends without an "
+        "answer; name the downloaded file with --model instead",
+        (_DOCKER_REPO,),
     ),
 )
-_OFF_VALUES = ("0", "false", "off", "disabled")  # of an environment variable
+_NO_MODEL = (
+    "server_cmd names no model: llama-server then runs as a router, which starts a server of its "
+    "own for each model; give --model, and use one worker per model"
+)
+_NO_SLOTS = (
+    "server_cmd has no --parallel: the server opens four slots that share one context, even with "
+    "-no-kvu; requests that fill it together are all aborted; give --parallel "
+)
 
 
-def command_warnings(
-    command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile, slots: int
-) -> list[str]:
+def command_warnings(command: Sequence[str], env: Mapping[str, str], slots: int) -> list[str]:
     """Lines for the user: what in a server's command or `env` breaks a promise of this library."""
+    has_model = any(_in_effect(option, command, env) for option in _MODELS)
+    applies = {
+        "always": True,
+        "several slots": slots > 1,
+        "online": has_model and not _in_effect(_OFFLINE, command, env),
+    }
     lines = []
-    for option in _UNSAFE_OPTIONS:
-        named = _given(option, command, env)
-        if named and not (option.among_slots and slots == 1):
-            lines.append(f"server_cmd has {', '.join(named)}: {option.why}")
-    if program_at(command) is not None and not _names_model(command, env):
-        lines.append(
-            "server_cmd names no model: llama-server then runs as a router, which starts a server "
-            "of its own for each model; give --model, and use one worker per model"
-        )
-    if slots > 1 and not _sets_slots(command, env):
-        lines.append(
-            "server_cmd has no --parallel: the server opens four slots that share one context, "
-            "even with -no-kvu; requests that fill it together are all aborted; give "
-            f"--parallel {slots}"
-        )
-    lines += _timeout_warnings(command, env, timeouts)
+    for risk in _RISKS:
+        named = [name for option in risk.options if (name := _in_effect(option, command, env))]
+        if named and applies[risk.only]:
+            lines.append(f"server_cmd has {', '.join(named)}: {risk.why}")
+    if program_at(command) is None:
+        return lines  # another program may pass the flags that are missing here
+    if not has_model:
+        lines.append(_NO_MODEL)
+    if slots > 1 and not _in_effect(_SLOTS, command, env):
+        lines.append(f"{_NO_SLOTS}{slots}")
     return lines
 
 
@@ -142,7 +184,7 @@ def cache_ram_mib(command: Sequence[str], env: Mapping[str, str]) -> float:
     """MiB of memory that the server may use to keep prompts: infinite without a limit, the server's
     default if not given."""
     try:
-        limit = int(_last_value(command, _CACHE_RAM_FLAGS, env.get("LLAMA_ARG_CACHE_RAM", "")))
+        limit = int(_setting(_CACHE_RAM, command, env)[1])
     except ValueError:  # not given, or not a number, which the server refuses
         return DEFAULT_CACHE_RAM_MIB
     return limit if limit >= 0 else float("inf")
@@ -151,15 +193,23 @@ def cache_ram_mib(command: Sequence[str], env: Mapping[str, str]) -> float:
 def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) -> int | None:
     """The tokens of context per slot that the command asks for; None if it leaves that to the
     server."""
-    tokens = _last_value(command, ("-c", "--ctx-size"), env.get("LLAMA_ARG_CTX_SIZE", ""))
+    _, tokens = _setting(_CTX_SIZE, command, env)
     return int(tokens) // slots if tokens.isdecimal() and int(tokens) > 0 else None
+
+
+def batch_tokens(command: Sequence[str], env: Mapping[str, str]) -> int | None:
+    """How many tokens the server computes at most in one batch; None if another program may say
+    so."""
+    _, tokens = _setting(_BATCH_SIZE, command, env)
+    if tokens.isdecimal():
+        return int(tokens)
+    return DEFAULT_BATCH_SIZE if program_at(command) is not None else None
 
 
 def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     """A line for the user if batches are larger than needed: others wait for them. Else None."""
-    size_text = _last_value(command, BATCH_FLAGS, env.get("LLAMA_ARG_BATCH", ""))
-    size = int(size_text) if size_text.isdecimal() else DEFAULT_BATCH_SIZE
-    if size <= BATCH_SIZE:
+    size = batch_tokens(command, env)
+    if size is None or size <= BATCH_SIZE:
         return None
     return (
         f"the server reads prompts in batches of {size} tokens: other requests' tokens, cancels "
@@ -238,53 +288,21 @@ def unknown_flags(command: Sequence[str], known: KnownFlags) -> list[str]:
 # ---------------------------------------------------------------- parts
 
 
-def _last_value(command: Sequence[str], flags: tuple[str, ...], variable: str = "") -> str:
-    """The value that the server uses: that of the last flag, else `variable`; "" without both."""
-    return ([variable] + [value for _, value in flag_values(command, flags)])[-1]
+def _in_effect(option: _Option, command: Sequence[str], env: Mapping[str, str]) -> str:
+    """The flag or variable that puts the option into effect; "" if none does."""
+    name, value = _setting(option, command, env)
+    if option.when == "set":
+        return name if value not in ("", option.unset) else ""
+    return name if value in _SWITCH_VALUES[option.when] else ""
 
 
-def _given(option: _UnsafeOption, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The flags and variables of the option that are in effect."""
-    given = flag_values(command, (*option.flags, *option.negations))
-    if given and given[-1][0] in option.negations:
-        return []  # a flag overrides a variable
-    named = [flag for flag, value in given if flag not in option.negations and value != option.off]
-    values = {name: env.get(name, "") for name in option.variables}
-    return named + [
-        name for name, value in values.items() if value and value.lower() not in _OFF_VALUES
-    ]
-
-
-def _sets_slots(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether the number of slots is set. True for another program, too: it may pass the flag."""
-    said = flag_values(command, SLOT_FLAGS) or env.get("LLAMA_ARG_N_PARALLEL")
-    return bool(said) or program_at(command) is None
-
-
-def _names_model(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    flags = {flag_of(word) for word in command} - {"--spec-default"}
-    by_default = any(flag.endswith("-default") for flag in flags)
-    return bool(by_default or flag_values(command, _MODEL_FLAGS)) or any(
-        env.get(name) for name in _MODEL_VARIABLES
-    )
-
-
-def _timeout_warnings(
-    command: Sequence[str], env: Mapping[str, str], timeouts: TimeoutProfile
-) -> Iterator[str]:
-    limits = {
-        name: getattr(timeouts, name)
-        for name in ("prefill_liveness_timeout_s", "idle_stream_timeout_s", "silent_work_timeout_s")
-    }
-    by_variable = [("LLAMA_ARG_TIMEOUT", env.get("LLAMA_ARG_TIMEOUT", ""))]
-    for flag, value in flag_values(command, _TIMEOUT_FLAGS) or by_variable:
-        longer = [
-            name
-            for name, limit_s in limits.items()
-            if value.isdecimal() and (limit_s or 1e9) > int(value)
-        ]
-        if longer:
-            yield (
-                f"server_cmd has {flag} {value}, shorter than the profile's {', '.join(longer)}: "
-                "the server may close a connection for which the worker still waits"
-            )
+def _setting(option: _Option, command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
+    """The flag or variable that decides the option, and its value: "1" or "0" for a flag of a
+    switch, "" if nothing sets the option. A flag overrides a variable, the last flag the others,
+    and LLAMA_ARG_NO_SWITCH, whatever its value, LLAMA_ARG_SWITCH (b11434)."""
+    for flag, value in flag_values(command, (*option.flags, *option.negations))[-1:]:
+        return flag, value if option.when == "set" else str(int(flag not in option.negations))
+    negation = option.variable.replace("LLAMA_ARG_", "LLAMA_ARG_NO_")
+    if option.negations and negation in env:
+        return negation, "0"
+    return option.variable, env.get(option.variable, "")

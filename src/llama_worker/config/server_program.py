@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pwd
 import re
 import shutil
 import sys
@@ -163,16 +164,23 @@ def server_environment(host: Mapping[str, str], configured: Mapping[str, str]) -
 def options_file_warnings(environment: Mapping[str, str]) -> list[str]:
     """Lines for the user: the files from which a llama-server in this environment takes options
     that its command does not show (b11434)."""
-    home = environment.get("XDG_CONFIG_HOME") or os.path.join(
-        environment.get("HOME", ""), ".config"
-    )
-    files = (os.path.join(folder, "llama.cpp/config.ini") for folder in ("/etc", home))
+    folders = ("/etc", environment.get("XDG_CONFIG_HOME") or _home_config(environment))
+    files = (os.path.join(folder, "llama.cpp/config.ini") for folder in folders if folder)
     return [
         f"llama-server takes options from {path}, which are not checked; put those of servers into "
         "the command"
         for path in files
         if os.path.isfile(path)
     ]
+
+
+def _home_config(environment: Mapping[str, str]) -> str | None:
+    """`.config` in the home folder as a llama-server finds that; None if there is none."""
+    try:
+        home = environment.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # no such user: in a container, mostly
+        return None
+    return os.path.join(home, ".config") if home else None
 
 
 def interpreter() -> str:

@@ -22,6 +22,12 @@ COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
         ("--host=10.0.0.1", "--host 10.0.0.1", "host", "'127.0.0.1'"),
         ("--port", "--port", "port", "9001"),
         ("--port 9001 --port=9002", "--port 9002", "port", "9001"),
+        ("--port 9001 --fim-qwen-7b-spec", "--fim-qwen-7b-spec's --port 8012", "port", "9001"),
+        (
+            "--parallel 1 --gpt_oss_20b_default --port 9001",
+            "--gpt-oss-20b-default's --parallel 2",
+            *("slots", "1"),
+        ),
         *((words, words, "slots", "1") for words in ("-np 4", "--n-parallel 4", "--parallel one")),
     ],
 )
@@ -38,6 +44,8 @@ def test_a_command_that_contradicts_the_config_is_refused(
         ("127.0.0.1", ""),
         ("127.0.0.1", "--host localhost"),
         ("localhost", "--host=127.0.0.1 --port=9001 -np 1"),
+        ("127.0.0.1", "--port 9002 --port 9001"),  # the server takes the last
+        ("127.0.0.1", "--gpt-oss-20b-default --port 9001 -np 1"),
         ("::1", "--host 0:0:0:0:0:0:0:1"),
         ("[::1]", "--host ::1"),
         ("GPU7.local", "--host gpu7.local"),

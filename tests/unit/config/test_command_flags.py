@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from llama_worker import TimeoutProfile
 from llama_worker.config.command_flags import (
     KnownFlags,
+    batch_tokens,
     batch_warning,
     cache_ram_mib,
     command_warnings,
@@ -53,36 +53,60 @@ HELP = """\
         (
             "--mcp-servers-json {} --mcp-servers-config x",
             {},
-            "--mcp-servers-json, --mcp-servers-config: ",
+            "has --mcp-servers-config, --mcp-servers-json: ",
         ),
         ("", {"MCP_SERVERS_CONFIG": "x.json"}, "has LLAMA_ARG_MCP_SERVERS_CONFIG: "),
         ("", {"TOOLS": ""}, None),
+        ("", {"NO_AGENT": "1", "AGENT": "1"}, None),
+        ("--skip-chat-parsing", {}, "server_cmd has --skip-chat-parsing: the server leaves tool"),
+        ("", {"SKIP_CHAT_PARSING": "1"}, "server_cmd has LLAMA_ARG_SKIP_CHAT_PARSING: "),
+        ("--no-skip-chat-parsing", {"SKIP_CHAT_PARSING": "1"}, None),
+        ("--no-cache-prompt", {}, "--no-cache-prompt: the server reads the whole prompt again in"),
+        ("", {"CACHE_PROMPT": "0"}, "server_cmd has LLAMA_ARG_CACHE_PROMPT: "),
+        ("", {"NO_CACHE_PROMPT": ""}, "server_cmd has LLAMA_ARG_NO_CACHE_PROMPT: "),
+        ("--cache-prompt", {"NO_CACHE_PROMPT": "1"}, None),
+        ("", {"CACHE_PROMPT": "1"}, None),
         ("--sleep-idle-seconds 60", {}, "-idle-seconds: the server unloads its model when idle"),
         ("--sleep-idle-seconds=60", {}, "-idle-seconds: the server unloads its model when idle"),
         ("--sleep-idle-seconds -1", {}, None),
         ("--log-prompts-dir /tmp/p", {}, "-prompts-dir: the server writes every prompt to disk"),
         ("-kvu", {}, "server_cmd has -kvu: all slots share one context"),
         ("--kv-unified-per-slot 4096", {}, "server_cmd has --kv-unified-per-slot: "),
+        ("", {"KV_UNIFIED_PER_SLOT": "0"}, None),
         ("--kv-unified", {}, "server_cmd has --kv-unified: "),
         ("--kv-unified --no-kv-unified", {}, None),
         ("-no-kvu -kvu", {}, "server_cmd has -kvu: "),
         ("", {"KV_UNIFIED": "1"}, "server_cmd has LLAMA_ARG_KV_UNIFIED: "),
         ("", {"KV_UNIFIED": "false"}, None),
         ("-no-kvu", {"KV_UNIFIED": "1"}, None),
+        ("", {"KV_UNIFIED": "1", "NO_KV_UNIFIED": "1"}, None),
+        ("-kvu", {"NO_KV_UNIFIED": "1"}, "server_cmd has -kvu: "),
         ("--context-shift", {}, "a request that fills its context does not end"),
         ("--no-context-shift", {}, None),
         ("", {"CONTEXT_SHIFT": "on"}, "server_cmd has LLAMA_ARG_CONTEXT_SHIFT: "),
         ("--slot-save-path /tmp", {}, "while a slot is saved, the server answers nothing else"),
         ("-nocb", {}, "server_cmd has -nocb: no prompt is read while another request generates"),
         ("-nocb -cb", {}, None),
+        ("", {"CONT_BATCHING": "0"}, "server_cmd has LLAMA_ARG_CONT_BATCHING: "),
+        ("", {"CONT_BATCHING": "1"}, None),
+        ("", {"NO_CONT_BATCHING": "0"}, "server_cmd has LLAMA_ARG_NO_CONT_BATCHING: "),
+        ("", {"NO_CONT_BATCHING": "0", "CONT_BATCHING": "1"}, "has LLAMA_ARG_NO_CONT_BATCHING: "),
         ("--reuse-port", {}, "another process may listen on the same port"),
+        ("", {"REUSE_PORT": "1"}, "server_cmd has LLAMA_ARG_REUSE_PORT: "),
+        ("", {"REUSE_PORT": "yes"}, None),  # the server does not take it for true
         ("--lora a.gguf", {}, "requests with different scales (`lora`"),
         ("--lora-scaled a.gguf:0.5", {}, "server_cmd has --lora-scaled: "),
-        ("--timeout 3600", {}, None),
-        ("--timeout 3600", {"TIMEOUT": "60"}, None),
-        ("", {"TIMEOUT": "60"}, "server_cmd has LLAMA_ARG_TIMEOUT 60, shorter than the profile's"),
-        ("--timeout 600", {}, "600, shorter than the profile's prefill_liveness_timeout_s, silent"),
-        ("-to 299", {}, "_liveness_timeout_s, idle_stream_timeout_s, silent_work_timeout_s:"),
+        ("--lora a.gguf --lora b.gguf", {}, "server_cmd has --lora: "),
+        ("--timeout 1", {}, None),  # it does not end a connection on which the server is silent
+        ("-hf org/model", {}, "server_cmd has -hf: the server asks the network at each start"),
+        ("--mmproj-url https://a", {}, "server_cmd has --mmproj-url: "),
+        ("-mu https://a", {}, "server_cmd has -mu: "),  # besides --model: where to get it
+        ("-hfd org/draft", {"HF_REPO": "org/model"}, "has LLAMA_ARG_HF_REPO, -hfd: "),
+        ("--gpt-oss-20b-default --parallel 2", {}, "has --gpt-oss-20b-default's --hf-repo: "),
+        ("-hf org/model --offline", {}, None),
+        ("-hf org/model", {"OFFLINE": "1"}, None),
+        ("-hf org/model", {"OFFLINE": "0"}, "server_cmd has -hf: "),
+        ("-dr smollm2 --offline", {}, "server_cmd has -dr: the server asks the network at each"),
     ],
 )
 def test_a_flag_that_breaks_a_promise_is_named(
@@ -90,13 +114,19 @@ def test_a_flag_that_breaks_a_promise_is_named(
 ) -> None:
     variables = {f"LLAMA_ARG_{name}": value for name, value in env.items()}
     command = (*MODEL, "--parallel", "2", *words.split())
-    lines = command_warnings(command, variables, TimeoutProfile(), 2)
+    lines = command_warnings(command, variables, 2)
     assert len(lines) == (says is not None)
     assert (says or "") in "".join(lines)
 
 
 NO_PARALLEL, NO_MODEL = "has no --parallel: ", "names no model"
 MODELS = ("/opt/llama-server-cuda", "--models-dir", "/models")
+OFFLINE = ("llama-server", "--offline")
+NAMES_A_MODEL = (
+    *("-hf org/model", "--hf_repo org/model", "--gpt-oss-20b-default", "--gpt_oss_20b_default"),
+    *("--fim-qwen-7b-spec", "--fim-qwen-14b-spec", "-m m.gguf -mu https://org/model"),
+)
+NAMES_NONE = ("-mu https://org/model", "--model_url https://org/model", "-hff m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -107,33 +137,28 @@ MODELS = ("/opt/llama-server-cuda", "--models-dir", "/models")
         ((*MODEL, "-no-kvu"), 2, {}, NO_PARALLEL),
         ((*MODEL, "-np", "2"), 2, {}, None),
         (MODEL, 2, {"LLAMA_ARG_N_PARALLEL": "2"}, None),
+        (MODEL, 2, {"LLAMA_ARG_N_PARALLEL": "-1"}, NO_PARALLEL),
+        ((*MODEL, "--parallel", "-1"), 2, {}, NO_PARALLEL),
+        (("llama-server", "--fim-qwen-7b-spec", "--offline"), 2, {}, NO_PARALLEL),
+        (("llama-server", "--gpt-oss-20b-default", "--offline"), 2, {}, None),
         (("./serve.sh",), 2, {}, None),  # it may name both itself
         (("llama-server",), 1, {}, NO_MODEL),
         (MODELS, 1, {}, NO_MODEL),
         (("nice", "-n", "5", "llama-server"), 1, {}, NO_MODEL),
         (("numactl", "-m", "0", "llama-server", "--spec-default"), 1, {}, NO_MODEL),
-        (("llama-server", "-hf", "org/model"), 1, {}, None),
-        (("llama-server", "--model_url", "https://org/model"), 1, {}, None),
-        (("llama-server", "--gpt-oss-20b-default"), 1, {}, None),
-        (("llama-server", "--gpt_oss_20b_default"), 1, {}, None),
-        (("llama-server",), 1, {"LLAMA_ARG_HF_REPO": "org/model"}, None),
+        *(((*OFFLINE, *words.split()), 1, {}, None) for words in NAMES_A_MODEL),
+        *(((*OFFLINE, *words.split()), 1, {}, NO_MODEL) for words in NAMES_NONE),
+        (("llama-server", "-mu", "https://org/model"), 1, {}, NO_MODEL),
+        (OFFLINE, 1, {"LLAMA_ARG_HF_REPO": "org/model"}, None),
+        (OFFLINE, 1, {"LLAMA_ARG_MODEL_URL": "https://org/model"}, NO_MODEL),
     ],
 )
 def test_what_a_command_leaves_out_is_named(
     command: tuple[str, ...], slots: int, env: dict[str, str], says: str | None
 ) -> None:
-    lines = command_warnings(command, env, TimeoutProfile(), slots)
+    lines = command_warnings(command, env, slots)
     assert [says in line for line in lines if says] == [True] * (says is not None)
     assert says or lines == []
-
-
-def test_a_limit_turned_off_outlasts_any_timeout() -> None:
-    profile = TimeoutProfile(
-        prefill_liveness_timeout_s=1, idle_stream_timeout_s=1, silent_work_timeout_s=None
-    )
-    (line,) = command_warnings((*MODEL, "--timeout", "86400"), {}, profile, 1)
-    assert "silent_work_timeout_s" in line
-    assert "idle_stream" not in line
 
 
 def test_a_config_has_the_warnings_of_its_command() -> None:
@@ -193,6 +218,8 @@ def test_caches_beyond_memory_are_named(
         (("-b", "2048", "--batch-size", "512"), {}, None),
         ((), {"LLAMA_ARG_BATCH": "256"}, None),
         (("-b", "many"), {}, 2048),  # the server will refuse it
+        (("-b", "512", "--gpt-oss-20b-default"), {}, 32768),
+        (("--gpt-oss-20b-default", "-b", "512"), {}, None),
     ],
 )
 def test_batches_that_everything_waits_for_are_named(
@@ -201,6 +228,13 @@ def test_batches_that_everything_waits_for_are_named(
     line = batch_warning((*MODEL, *words), env)
     assert (line is None) == (size is None)
     assert size is None or f"in batches of {size} tokens" in (line or "")
+
+
+def test_only_a_servers_own_command_tells_the_size_of_its_batches() -> None:
+    assert batch_tokens(MODEL, {}) == 2048
+    assert batch_tokens(("./serve.sh",), {}) is None
+    assert batch_tokens(("./serve.sh", "-b", "64"), {}) == 64
+    assert batch_tokens(("./serve.sh",), {"LLAMA_ARG_BATCH": "256"}) == 256
 
 
 # ---------------------------------------------------------------- what a build knows
@@ -252,6 +286,7 @@ def test_words_of_another_program_are_not_checked() -> None:
         (("-c", "4096"), "", 2048),
         (("-c", "4096", "--ctx-size", "8192"), "1024", 4096),
         (("--ctx_size", "8192"), "1024", 4096),
+        (("-c", "4096", "--gpt-oss-20b-default"), "", 131072),
         ((), "1024", 512),
         (("-c", "0"), "", None),  # the model's own
         (("-c", "much"), "", None),

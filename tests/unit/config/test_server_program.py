@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import pwd
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +79,29 @@ def test_a_file_with_options_is_named(tmp_path: Path, variable: str) -> None:
     (folder / "config.ini").touch()
     (line,) = options_file_warnings(environment)
     assert str(folder / "config.ini") in line
+
+
+@pytest.mark.parametrize("environment", [{}, {"HOME": ""}])
+def test_without_home_the_user_database_names_it(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _options_file(tmp_path / "home")
+    _options_file(tmp_path)
+    monkeypatch.chdir(tmp_path)  # where nothing is looked for
+    user = SimpleNamespace(pw_dir=str(tmp_path / "home"))
+    monkeypatch.setattr(pwd, "getpwuid", {os.getuid(): user}.__getitem__)
+    (line,) = options_file_warnings(environment)
+    assert f"{tmp_path}/home/.config/llama.cpp/config.ini" in line
+    user.pw_dir = ""
+    assert options_file_warnings(environment) == []
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert options_file_warnings(environment) == []
+
+
+def _options_file(home: Path) -> None:
+    folder = home / ".config" / "llama.cpp"
+    folder.mkdir(parents=True)
+    (folder / "config.ini").touch()
 
 
 def test_what_was_not_found_can_be_pickled() -> None:
