@@ -85,12 +85,6 @@ class RequestDispatcher:
         self._children = children
         self._in_flight: dict[int, _InFlight] = {}
 
-    def violations(self) -> Iterator[str]:
-        """Which invariants do not hold; for a person."""
-        active = {admitted.request_id for admitted in self._table.active}
-        if active != self._in_flight.keys():
-            yield f"requests {sorted(active)} run, and {sorted(self._in_flight)} are in flight"
-
     def handle(self, order: RequestOrder) -> None:
         match order:
             case GetStatus() | ReadOutput():

@@ -3,7 +3,6 @@ effects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import assert_never
 
 from llama_worker.actors.children import Children
@@ -54,26 +53,6 @@ class ServerLife:
     @property
     def lifecycle(self) -> states.Lifecycle:
         return self._life
-
-    def violations(self) -> Iterator[str]:
-        """Which invariants do not hold; for a person."""
-        yield from self._life.violations()
-        waiting = {type(order).__name__ for order in self._waiting}
-        match self._life.state:
-            case states.Stopped() | states.Failed():
-                if self.pid is not None or waiting:
-                    yield f"{self._life.state} with process {self.pid}, and {waiting} wait"
-            case states.BackingOff():
-                if self.pid is not None:
-                    yield f"{self._life.state} with process {self.pid}"
-            case states.Ready():
-                if waiting:
-                    yield f"{self._life.state}, and {waiting} wait"
-            case states.Draining(then_start=then_start):
-                if "Drain" not in waiting or ("Start" in waiting) is not then_start:
-                    yield f"{self._life.state}, and {waiting} wait"
-            case _:
-                pass
 
     def status(self) -> WorkerStatus:
         """The answer to Start, Restart and GetWorkerStatus; keys with unknown values are absent."""

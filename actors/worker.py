@@ -78,8 +78,6 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             self._answer_slot_waiters()
         self._roll_call.keep(busy=self._is_busy, now=now)
         self._alarm.set(self._deadline)
-        if self._config.check_invariants:
-            self._check_invariants(message)
 
     def _dispatch(self, message: messages.WorkerMessage, now: float) -> None:  # noqa: C901  a case each
         if isinstance(message, RequestOrder):
@@ -129,13 +127,6 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         requests_end_at = self._children.requests_end_at
         if requests_end_at is not None and now >= requests_end_at:
             self._children.end_requests()
-
-    def _check_invariants(self, message: messages.WorkerMessage) -> None:
-        """Raises AssertionError, which ends the worker."""
-        parts = (self._table, self._server, self._dispatcher)
-        broken = [line for part in parts for line in part.violations()]
-        if broken:
-            raise AssertionError(f"after {type(message).__name__}: {'; '.join(broken)}")
 
     def release(self, failure: str | None) -> None:
         """End everything: the server is killed, the actors end, every future is answered."""

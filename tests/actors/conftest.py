@@ -232,7 +232,7 @@ def make_worker(free_port: Callable[[], int], tmp_path: Path) -> Iterator[MakeWo
         command = config.pop("server_cmd", None) or scripted_server_cmd(
             script, host=HOST, port=port, slots=slots, journal=journal.path
         )
-        usual = {"timeouts": fast_timeouts(), "restart": fast_restart(), "check_invariants": True}
+        usual = {"timeouts": fast_timeouts(), "restart": fast_restart()}
         config = {"name": name, **usual, **config}
         made = WorkerConfig(host=config.pop("host", HOST), port=port, server_cmd=command, **config)
         rig = Rig(cleanup.enter_context(closing(LlamaWorker(made))), made, journal)

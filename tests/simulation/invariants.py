@@ -67,6 +67,7 @@ from tests.simulation.scheduler import SimulatedActor, Violation
 from tests.simulation.server import Exchange, LlamaServer
 from tests.simulation.told import Told
 from tests.simulation.verdicts import check_words
+from tests.simulation.worker_state import violations
 
 ARROWS = {
     WorkerState.STOPPED: {WorkerState.RUNNING},
@@ -289,6 +290,9 @@ class Invariants:
     def after_message(self, actor: SimulatedActor, message: Any) -> None:
         if actor.actor is not self._worker:
             return
+        if not actor.actor.actor_stopped.is_set():  # else an exception cut the step short
+            for violation in violations(actor.actor):
+                raise violation
         if self._stale_before is not None:
             if self._stale_before != self.lifecycle:
                 raise Violation(

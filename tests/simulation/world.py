@@ -146,7 +146,6 @@ class World(Bench):
             tool_runner=SimpleNamespace(
                 run_tool=lambda **call: None
             ),  # never called: the runtime runs no code of a host's
-            check_invariants=True,
             bios_provider=lambda context: "",  # not the default, so that its thread is simulated
             on_event=lambda event: self.invariants.told.heard(event),
             result_ttl_s=plans.log_between(30.0, 3600.0) if plans.chance(0.25) else None,

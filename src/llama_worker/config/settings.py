@@ -119,7 +119,6 @@ class WorkerConfig:
     api_key: Annotated[str, checked_api_key] | None = field(default=None, repr=False)
     log_lines: Annotated[int, partial(checked_int, at_least=1, at_most=1_000_000)] = 500
     result_ttl_s: Seconds | None = None
-    check_invariants: bool = False
 
     @classmethod
     def for_model(
@@ -187,7 +186,7 @@ class WorkerConfig:
     def warnings(self) -> list[str]:
         """Lines for the user: what in the server's command or environment breaks a promise of this
         library."""
-        return command_warnings(self.server_cmd, self.env, self.timeouts, self.slots)
+        return command_warnings(self.server_cmd, self.env, self.slots)
 
     @property
     def timezone(self) -> tzinfo:

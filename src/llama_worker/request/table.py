@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -86,22 +85,11 @@ class RequestTable:
 
     def __init__(self, slots: int, ttl_s: float | None = None) -> None:
         self._ttl_s = ttl_s
-        self._slots = range(slots)
-        self._free = list(self._slots)
+        self._free = list(range(slots))
         self._active: dict[int, Admitted] = {}
         # Oldest first. An OrderedDict: a dict searches the places of removed items for its oldest.
         self._records: OrderedDict[int, _Kept] = OrderedDict()
         self.newest_id = 0
-
-    def violations(self) -> Iterator[str]:
-        """Describes each invariant that does not hold; for a person."""
-        used = [admitted.slot for admitted in self._active.values()]
-        if sorted([*used, *self._free]) != list(self._slots):
-            yield f"slots {used} are in use and {self._free} free, of {len(self._slots)}"
-        if twice := self._active.keys() & self._records.keys():
-            yield f"requests {sorted(twice)} have a record and are in flight"
-        if any(request_id > self.newest_id for request_id in (*self._active, *self._records)):
-            yield f"a request is newer than the newest, {self.newest_id}"
 
     @property
     def active(self) -> tuple[Admitted, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from msgspec import Struct, field
 
 from llama_worker.config.profiles import RestartPolicy
@@ -92,15 +90,6 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
     epoch: int = 0  # of the latest launch
     budget: RestartBudget = field(default_factory=RestartBudget)
     last_error: str | None = None
-
-    def violations(self) -> Iterator[str]:
-        """The violated invariants, for a person."""
-        serves = isinstance(self.state, Ready | Draining)
-        if serves is not (self.budget.ready_at is not None):
-            yield f"{self.state}, and READY since {self.budget.ready_at}"
-        if len(self.budget.recent) > self.budget.restart_count:
-            counts = f"{len(self.budget.recent)}, of {self.budget.restart_count} in all"
-            yield f"restarts in the window: {counts}"
 
     @property
     def public_state(self) -> WorkerState:

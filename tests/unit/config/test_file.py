@@ -180,7 +180,6 @@ def test_every_key_of_a_file_reaches_the_config(tmp_path: Path) -> None:
         "api_key": "k",
         "log_lines": 9,
         "result_ttl_s": 60,
-        "check_invariants": True,
     }
     made = one(tmp_path, "\n".join(f"{key} = {json.dumps(value)}" for key, value in given.items()))
     assert {key: getattr(made, key) for key in given} == given
@@ -212,7 +211,7 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
     [
         ('slots = "2"', "slots", "slots must be an int, not str: '2'"),
         ("slot = 2", "slot", "unknown key; did you mean 'slots'?"),
-        ("xyzzy = 2", "xyzzy", "unknown key; known: api_key, batch_size, cache_ram_mib, check_"),
+        ("xyzzy = 2", "xyzzy", "unknown key; known: api_key, batch_size, cache_ram_mib, default_"),
         ('name = "b"', "name", "cannot be set: the name of the table is the worker's name"),
         ("env.A = 1", "env", "env['A'] must be a str"),
         ("env = 1", "env", "must be a table, not int"),
