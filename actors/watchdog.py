@@ -12,6 +12,7 @@ import contextlib
 from typing import Any
 
 from llama_worker.actors.base import Child, message_types
+from llama_worker.config.command_flags import batch_tokens
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.ports import Abortable
@@ -34,6 +35,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
             self._config.timeouts,
             epoch=self.member.epoch,
             probes_count=self._runtime.probes_count,
+            batch_tokens=batch_tokens(self._config.server_cmd, self._config.env),
         )
 
     def handle(self, message: messages.WatchdogMessage) -> None:

@@ -221,7 +221,7 @@ class SimRuntime:
                 return _ASK_AGAIN_S
             if wait_s and not has_waited:
                 has_waited = True
-                return wait_s
+                return wait_s + _PROBE_S  # behind what the batch did
             slots = parse_slots(server.slots_view())
             assert slots is not None
             since = max(asked_at, self.now() - LOOK_TIMEOUT_S)

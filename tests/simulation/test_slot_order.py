@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from llama_worker.errors import RequestFailed
 from llama_worker.types.request import RequestState
 from tests.simulation.bench import quiet_bench
 from tests.simulation.server import Build, Headers, Reply
@@ -39,3 +40,25 @@ def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
         results = [bench.answer(each, 2 * 3600.0) for each in answers]
         assert [each["state"] for each in results] == [RequestState.COMPLETED] * 2
         assert max(each["timings"]["ttft_s"] or 0.0 for each in results) > 690.0
+
+
+def test_a_request_whose_slot_never_has_a_turn_ends_alone() -> None:
+    """Reported of llama-server: its slot is taken, and only the others go on. It has no headers."""
+    bench = quiet_bench()
+    endless = Reply(key="r", prompt_tokens=9, reasoning_tokens=0, text_tokens=10**9, step_tokens=1)
+    bench.machine.reply_to = lambda request_id, turn: endless
+    with bench.ready():
+        bench.worker.submit("job", "", "the first")
+        bench.scheduler.run_for(5.0)
+
+        def forget(slot: int, what: str) -> None:
+            for exchange in bench.server.busy:
+                exchange.dead = not exchange.is_begun
+
+        bench.server.on_slot = forget
+        with pytest.raises(RequestFailed, match="its slot makes no progress"):
+            bench.answer(bench.worker.ask("the second"), 90.0)
+        bench.scheduler.run_for(1.0)
+        (first,) = bench.server.exchanges
+        assert first.request_id == 1
+        assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0

@@ -24,9 +24,11 @@ _ENDED_ID = 0  # stands for all ended requests; no request has this id
 
 
 class RequestWatch:
-    """Watches the requests of launch `epoch`."""
+    """Watches the requests of launch `epoch`. `batch_tokens`: see `ServerWatch`."""
 
-    def __init__(self, profile: TimeoutProfile, epoch: int) -> None:
+    def __init__(
+        self, profile: TimeoutProfile, epoch: int, *, batch_tokens: int | None = None
+    ) -> None:
         self.pace = Pace()  # learnt in all launches so far, which share one configuration
         self.ids: set[int] = set()  # ids of the requests in flight
         self.progress: dict[int, Progress] = {}  # by id: the latest report
@@ -41,6 +43,7 @@ class RequestWatch:
         self.probe_answered_at: float | None = None
         self._epoch = epoch
         self._profile = profile
+        self._batch_tokens = batch_tokens
         self._is_cold = True  # nothing was computed in this launch so far
         # by id: the latest data of each request in flight; under `_ENDED_ID`, of all ended ones
         self._data_at: dict[int, float] = {}
@@ -302,6 +305,7 @@ class RequestWatch:
             all_stood_still=self._is_suspect_age(unchanged_since, now),
             unchanged_since=unchanged_since,
             pace=self.pace,
+            batch_tokens=self._batch_tokens,
             may_encode=self._may_encode_media()
             or any(each.may_encode for each in reports)
             or self._others_may_encode(looks[-1], reports),

@@ -24,7 +24,8 @@ from llama_worker.types.request import RequestFailReason, RequestPhase
 # the time that a round of looks takes, or they would prolong it.
 STEP_MULTIPLE = 6.0
 
-_PREFILL, _GENERATING = RequestPhase.PREFILL, RequestPhase.GENERATING
+_WAITING, _PREFILL = RequestPhase.WAITING, RequestPhase.PREFILL
+_GENERATING = RequestPhase.GENERATING
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class SlotsRound:
     # since when nothing moved, and nothing was read from disk; it may lie before this round
     unchanged_since: float
     pace: Pace  # the times of earlier batches
+    batch_tokens: int | None  # at most, of all slots together; None: unknown
     may_encode: bool  # images or sounds, of any client
     is_cold: bool  # this launch has computed nothing so far
     liveness_at: float | None  # the latest work of the server's processes; for `Verdict.detail`
@@ -79,8 +81,7 @@ class SlotsRound:
         others are served and it has no media. One that picks its slots may wait for them until its
         first data, and others behind it in the queue.
         """
-        requests = (self.suspect, *self.others)
-        if any(each.needs_specific_slots and each.data_at is None for each in requests):
+        if self._anybody_picks_slots:
             return False
         one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
         others_use_the_rest = all(
@@ -92,6 +93,11 @@ class SlotsRound:
         )
         would_have_slot = bool(self._served) and not self.suspect.may_encode
         return one_is_free and others_use_the_rest and (has_headers or would_have_slot)
+
+    @property
+    def _anybody_picks_slots(self) -> bool:
+        requests = (self.suspect, *self.others)
+        return any(each.needs_specific_slots and each.data_at is None for each in requests)
 
     def _judge_standstill(self) -> Verdict | None:
         """Nothing moved in any slot. If something did recently, a slow server may just be in a long
@@ -132,9 +138,13 @@ class SlotsRound:
             elif slot.context_tokens is None:
                 return None
             else:
-                done = slot.cached_tokens + slot.prompt_tokens
-                tokens += max(0, slot.context_tokens - done)
+                in_batch = slot.context_tokens - slot.cached_tokens - slot.prompt_tokens
+                if self.batch_tokens is not None and in_batch > self.batch_tokens:
+                    continue  # it had no turn yet, and shows the task before
+                tokens += max(0, in_batch)
                 depth = max(depth, slot.context_tokens)
+        if self.batch_tokens is not None:
+            tokens = min(tokens, self.batch_tokens)
         return self.pace.longest_standstill_s(tokens, depth, is_cold=self.is_cold)
 
     def _is_stalled_alone(self) -> bool:
@@ -188,14 +198,33 @@ class SlotsRound:
         if self.suspect.phase is _GENERATING:
             return True
         # In prefill only if no other prompt is read, which would fill the batches.
-        is_reading = self.suspect.phase is _PREFILL and not track[0].decoded_tokens
-        return is_reading and sum(map(_may_read, self._tracks)) == 1
+        reads_alone = not track[0].decoded_tokens and sum(map(_may_read, self._tracks)) == 1
+        return reads_alone and (self.suspect.phase is _PREFILL or self._must_have_slot)
+
+    @property
+    def _must_have_slot(self) -> bool:
+        """Whether the one slot for which no request accounts must be the suspect's, which has no
+        headers: a server sends them at the slot's first turn (b10453 to b11434)."""
+        others_are_served = all(
+            other in self._served for other in self.others if other.phase in (_WAITING, _PREFILL)
+        )
+        one_is_left = all(
+            sum(slot.is_processing for slot in look.slots) == len(self._served) + 1
+            for look in self.looks
+        )
+        may_wait = self.suspect.may_encode or self._anybody_picks_slots
+        return others_are_served and one_is_left and not may_wait
 
     def _has_been_served(self, other: Progress) -> bool:
-        """Whether the request had a slot at every look, and received data between them."""
-        ended_at = self.looks[-1].asked_at
-        heard = other.data_at is not None and self._began_at <= other.data_at <= ended_at
-        return other.is_served and heard and other.turn_started_at < self._began_at
+        """Whether the request had a slot at every look: it received data between them, or a token
+        before and data afterwards."""
+        data_at, token_at = other.data_at, other.first_token_at
+        if data_at is None or data_at < self._began_at:
+            return False
+        had_slot = token_at is not None and token_at < self._began_at
+        heard_between = data_at <= self.looks[-1].asked_at
+        is_old = other.turn_started_at < self._began_at
+        return other.is_served and is_old and (had_slot or heard_between)
 
     def _stalled(self, what: str, *, alone: bool = False) -> Verdict:
         return self._verdict(RequestFailReason.STALL_TIMEOUT, what, alone=alone)

@@ -45,9 +45,17 @@ _RETRY_S = 1.0  # until a probe that could not be made is tried again
 
 
 class ServerWatch:
-    """Watches the server of launch `epoch`. Not thread-safe: one actor at a time."""
+    """Watches the server of launch `epoch`, which computes at most `batch_tokens` in one batch
+    (None: unknown). Not thread-safe: one actor at a time."""
 
-    def __init__(self, profile: TimeoutProfile, *, epoch: int, probes_count: int) -> None:
+    def __init__(
+        self,
+        profile: TimeoutProfile,
+        *,
+        epoch: int,
+        probes_count: int,
+        batch_tokens: int | None = None,
+    ) -> None:
         self.root_pid = 0  # 0 before there is a process
         self._profile = profile
         self._epoch = epoch
@@ -59,7 +67,7 @@ class ServerWatch:
         self._look_at: float | None = None
         self._probe_at: float | None = None
         self._probes = health.ReadinessProbes()
-        self._requests = RequestWatch(profile, epoch)
+        self._requests = RequestWatch(profile, epoch, batch_tokens=batch_tokens)
         self._watched_since: float | None = None  # when watching began; None after its first look
         self._activity: dict[int, str] = {}  # by liveness probe: its latest detail
 

@@ -19,6 +19,7 @@ from tests.virtual_watch import silent, slot
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
 STALL, LOST = RequestFailReason.STALL_TIMEOUT, RequestFailReason.REQUEST_LOST
 NOW = 106.0
+BATCH_TOKENS = 2048
 Track = Sequence[Slot]  # one slot at each look
 
 
@@ -68,7 +69,7 @@ def judge(
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
     times: Any = {"unchanged_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
     times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
-    times |= {"all_stood_still": still_s >= 60.0}
+    times |= {"all_stood_still": still_s >= 60.0, "batch_tokens": BATCH_TOKENS}
     times |= {"may_encode": any(each.may_encode for each in (suspect, *others))}
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
@@ -93,6 +94,14 @@ def judge(
         "dead beside a silent prefill": ([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True),
         "beside who said less": ([stands(decoded=90), decodes(10)], TOLD_88, [QUIET], STALL, True),
         "a lone prefill stands still": ([IN_A_BATCH, MOVES], IN_PREFILL, [SERVED], STALL, True),
+        "its slot never has a turn": ([stands(prompt=0), MOVES], WAITS, [SERVED], STALL, True),
+        "the same of one in one piece": (
+            [stands(prompt=0), MOVES, IDLE],
+            replace(WAITS, in_one_piece=True),
+            [SERVED],
+            STALL,
+            True,
+        ),
     },
 )
 def test_a_wedge_is_found_in_one_round(
@@ -136,7 +145,7 @@ def test_a_slot_that_may_progress_unseen_is_not_given_up(
         assert isinstance(judge(looks(*seen), suspect, *others, still_s=500.0), Verdict)
 
 
-SERVED_PROMPT = replace(SERVED, phase=PREFILL)
+SERVED_PROMPT = replace(SERVED, phase=PREFILL, first_token_at=None)
 LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
 
 
@@ -189,6 +198,37 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
             [SERVED],
             True,
         ),
+        "no headers, and a prompt of another is read": (
+            [stands(prompt=0), READS, MOVES],
+            WAITS,
+            [SERVED, replace(SERVED_PROMPT, request_id=3)],
+            False,
+        ),
+        "no headers, and its image is encoded": (
+            [stands(prompt=0), MOVES],
+            replace(WAITS, has_media=True),
+            [SERVED],
+            False,
+        ),
+        "no headers, and it waits for a slot of its own": (
+            [stands(prompt=0), MOVES],
+            replace(WAITS, needs_specific_slots=True),
+            [SERVED],
+            False,
+        ),
+        "queued, and the slot is another's who waits": (
+            [stands(prompt=0), MOVES],
+            WAITS,
+            [SERVED, replace(WAITS, request_id=3)],
+            False,
+        ),
+        "queued, and two slots are strangers'": (
+            [stands(prompt=0), MOVES, STUCK],
+            WAITS,
+            [SERVED],
+            False,
+        ),
+        "a slot that writes is not its own": ([STUCK, MOVES], WAITS, [SERVED], False),
         "another client's task, which no batch has room beside": (
             [MOVES, IN_A_BATCH],
             IN_PREFILL,
@@ -255,6 +295,9 @@ AS_DEEP, NEARLY_AS_DEEP = ([(512, 512, 60.0), (512, depth, 70.0)] for depth in (
         "more": (A_MINUTE, [(2048, 2048)], 4 * LIMIT_OF_60_S),
         "deeper": (A_MINUTE, [(512, 8192)], 2 * LIMIT_OF_60_S),
         "beside another in it": (A_MINUTE, [(512, 512), (512, 1024)], 2 * LIMIT_OF_60_S),
+        "as many as fit": (A_MINUTE, [(1536, 2048), (1536, 2048)], 4 * LIMIT_OF_60_S),
+        # it had no turn yet, and shows the conversation that it had before
+        "beside one that waits": (A_MINUTE, [(512, 512), (30_000, 30_000)], LIMIT_OF_60_S),
         "behind a prompt in the cache": (A_MINUTE, [(512, 4096, 3584)], LIMIT_OF_60_S),
         "never before a minimum": ([(512, 4096, 1.0)], [(512, 512)], PACE_MIN_S),
         "one that was as deep tells more": (AS_DEEP, [(512, 8192)], PACE_MULTIPLE * 70.0),
