@@ -198,6 +198,8 @@ def test_interleaved_calls_come_out_whole(data: st.DataObject, arguments: list[s
 THOUGHT = ReasoningDelta("hm")
 CALLS = [call(0, '{"a"', "f"), call(0, ": 1}"), call(1, "{}", "g")]
 LATE_NAME = [call(0, "{", None, "c"), call(0, "}", "f"), call(0, None, "f")]
+# of two tools, one's name begins with the other's (b11434)
+GROWING = [call(0, "{", "read", "c1"), call(0, None, "read_file", "c1")]
 HM = ("reasoning", "hm")
 
 
@@ -214,6 +216,19 @@ HM = ("reasoning", "hm")
         ),
         pytest.param([call(0, None, "f", "c1")], [("f", "{}")], id="no arguments"),
         pytest.param(LATE_NAME, [("f", "{}")], id="a late name, twice"),
+        pytest.param(
+            [*GROWING, call(0, '"a": 1}')], [("read_file", '{"a": 1}')], id="a name that grows"
+        ),
+        pytest.param(
+            [*GROWING, call(1, "{}", "f", "c2"), call(0, "}")],
+            [("read_file", "{}"), ("f", "{}")],
+            id="a name that grows before another call",
+        ),
+        pytest.param(
+            [*GROWING, TextDelta("Wait"), call(0, "}")],
+            [("read_file", "{}"), ("message", "Wait")],
+            id="a name that grows before a text",
+        ),
         pytest.param(
             [call(0, "{}", "f", "c"), call(1, "{}", "g", "c")],
             [("f", "{}"), ("g", "{}")],
@@ -245,10 +260,11 @@ def test_deltas_and_calls_come_at_once() -> None:
         assert [
             event["delta"] for event in events.feed([TextDelta(text)], NOW) if "delta" in event
         ] == [text]
-    events.feed([call(0, None, "f", "c1")], NOW)
-    for text in ("{", "}"):
-        assert [event["delta"] for event in events.feed([call(0, text)], NOW)] == [text]
-    assert [event["type"] for event in events.feed([call(1, "{", "g", "c2")], NOW)] == [
+    assert events.feed([call(0, None, "f", "c1"), call(0, "{")], NOW) == []  # the name may grow
+    for text, shown_text in (('"a', '{"a'), ('": 1', '": 1'), ("}", "}")):
+        new = events.feed([call(0, text)], NOW)
+        assert [event["delta"] for event in new if "delta" in event] == [shown_text]
+    assert [event["type"] for event in events.feed([call(1, "{}", "g", "c2")], NOW)] == [
         "response.function_call_arguments.done",
         "response.output_item.done",
         "response.output_item.added",

@@ -94,6 +94,7 @@ class ResponseEvents:
         self._out: list[Event] = []
         self._sequence_number = 0
         self._splitter: ReasoningSplitter | None = ReasoningSplitter()  # None once a call has begun
+        self._call_start = items.CallStart()
         self._open: items.Item | None = None
         self._waiting: deque[items.Delta] = deque()
         self._call_ids: set[str] = set()
@@ -139,7 +140,8 @@ class ResponseEvents:
                     self._piece(splitter.feed_reasoning(text) if splitter else SplitText(text, ""))
                 case chat.ToolCallDelta():
                     self._finish_splitter()  # text that was held back must not follow the call
-                    self._take_delta(event)
+                    for delta in self._call_start.feed(event):
+                        self._take_delta(delta)
                 case chat.Finish() | chat.ServerError() | chat.Done():
                     self._conclude(self._turn_end.feed(event, now))
                 case chat.UsageReport():
@@ -212,6 +214,8 @@ class ResponseEvents:
     # ------------------------------------------------------------ items
 
     def _piece(self, piece: SplitText) -> None:
+        if self._call_start.held is not None:
+            self._release_call()
         if piece.reasoning:
             self._take_delta(chat.ReasoningDelta(piece.reasoning))
         if piece.text:
@@ -221,6 +225,10 @@ class ResponseEvents:
         splitter, self._splitter = self._splitter, None
         if splitter is not None:
             self._piece(splitter.finish())
+
+    def _release_call(self) -> None:
+        if (held := self._call_start.release()) is not None:
+            self._take_delta(held)
 
     def _take_delta(self, delta: items.Delta) -> None:
         if isinstance(delta, chat.ToolCallDelta) and delta.index in self._closed_calls:
@@ -308,6 +316,7 @@ class ResponseEvents:
         A call that the token limit cut stays open: clients run what is done.
         """
         self._finish_splitter()
+        self._release_call()
         self._pass_on_waiting()
         while self._open is not None or self._waiting:
             if status == "incomplete" and isinstance(self._open, items.Call):

@@ -201,6 +201,32 @@ class Call(Struct):
 Item = Message | Reasoning | Call
 
 
+class CallStart(Struct):
+    """Joins the first pieces of a call until its name is final: before more than `{` of its
+    arguments, the server may send a longer one (b11434: `read`, then `read_file`)."""
+
+    held: ToolCallDelta | None = None
+
+    def feed(self, delta: ToolCallDelta) -> list[ToolCallDelta]:
+        """The pieces whose call's name is final now."""
+        held = self.release()
+        if held is not None and held.index == delta.index:
+            arguments = f"{held.arguments or ''}{delta.arguments or ''}"
+            call_id, name = delta.call_id or held.call_id, delta.name or held.name
+            held, delta = None, ToolCallDelta(delta.index, call_id, name, arguments)
+        settled = [] if held is None else [held]
+        if delta.name and (delta.arguments or "") in ("", "{"):
+            self.held = delta
+        else:
+            settled.append(delta)
+        return settled
+
+    def release(self) -> ToolCallDelta | None:
+        """What is held back: something else has come, or the end."""
+        held, self.held = self.held, None
+        return held
+
+
 def _object(arguments: str) -> dict[str, Any] | None:
     try:
         return parse_arguments(arguments)
