@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from llama_worker.responses import generation
+from llama_worker.responses import upstream_facts
 from llama_worker.testing.scripts import Reasoning, Text, plain_reply
 from tests.responses.conformance import CAPABLE, TESTS, Api
 from tests.responses.conftest import Client, MakeClient, Through, answer
@@ -74,8 +74,8 @@ def test_a_response_says_what_the_server_samples_with(real: Client) -> None:
 def test_the_server_samples_as_it_last_said(
     through: Through, monkeypatch: pytest.MonkeyPatch, asked_each_s: float
 ) -> None:
-    monkeypatch.setattr(generation, "_SAMPLING_RETRY_S", 0.0)
-    monkeypatch.setattr(generation, "_SAMPLING_S", asked_each_s)
+    monkeypatch.setattr(upstream_facts, "_PROPS_RETRY_S", 0.0)
+    monkeypatch.setattr(upstream_facts, "_PROPS_S", asked_each_s)
     client, upstream = through(answer(b"{}", b"503 Loading"))
     assert client.create().status == 503
     upstream.reply = answer(b'{"default_generation_settings": {"params": {"temperature": 0}}}')
@@ -83,6 +83,26 @@ def test_the_server_samples_as_it_last_said(
     said = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
     upstream.reply = answer(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode())
     assert client.create().json["temperature"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("takes_tools", "warns"), [(False, True), (True, False), (None, False)])
+def test_tools_that_the_template_ignores_are_told(
+    through: Through, takes_tools: bool | None, warns: bool, stream: bool
+) -> None:
+    props = {
+        "default_generation_settings": {"params": {"temperature": 0}},
+        "chat_template_caps": {} if takes_tools is None else {"supports_tools": takes_tools},
+    }
+    client, upstream = through(answer(json.dumps(props).encode()))
+    client.create()
+    said = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
+    upstream.reply = answer(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode())
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+    for tools in ([tool], []):
+        headers = client.create(tools=tools, stream=stream).headers
+        assert ("x-llama-worker-warning" in headers) is (warns and bool(tools))
+        assert "tools" in headers.get("x-llama-worker-warning", "tools")
 
 
 def test_a_conversation_goes_on_from_its_summary(fake: Client) -> None:

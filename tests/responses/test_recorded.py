@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from llama_worker import LlamaWorker
+from llama_worker.responses.api.chat_template import ADAPTERS
 from llama_worker.responses.api.request import normalise
 from tests.responses.clients.recorded import recorded
 from tests.responses.conftest import Json, MakeClient
@@ -28,6 +30,7 @@ GROWING = [
 ]
 assert len(GROWING) >= 20, "a conversation of several turns is no longer among those recorded"
 CACHE_SHARE = 0.95
+ALTERNATING = ("user", "assistant")
 # of answers_in_a_given_form
 KNOWN_WARNINGS = {"with tools, text.format is only requested in the prompt"}
 
@@ -54,6 +57,21 @@ def test_each_turns_prompt_begins_with_the_one_before(name: str) -> None:
         assert json.dumps(after.get("tools")) == json.dumps(before.get("tools"))
         count = len(before["messages"])
         assert json.dumps(after["messages"][:count]) == json.dumps(before["messages"])
+
+
+@pytest.mark.parametrize("bodies", RECORDED.values(), ids=RECORDED.keys())
+def test_strict_templates_take_what_clients_send(bodies: list[Json]) -> None:
+    """By the rule in the templates of Devstral Small 2, Ministral 3 and Mistral Small."""
+    for body in bodies:
+        messages: Any = normalise(body).body["messages"]
+        for _, adapt in ADAPTERS:
+            messages = adapt(messages)
+        later = messages[messages[0]["role"] == "system" :]
+        assert {message["role"] for message in later} <= {*ALTERNATING, "tool"}
+        counted = [one for one in later if one["role"] != "tool" and not one.get("tool_calls")]
+        assert [one["role"] for one in counted] == [
+            ALTERNATING[number % 2] for number in range(len(counted))
+        ]
 
 
 @pytest.mark.server

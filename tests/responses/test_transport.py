@@ -201,24 +201,46 @@ def test_neither_bodies_nor_keys_are_logged(fake: Client, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(
-    ("answers", "role"),
+    ("answers", "end"),
     [
-        pytest.param([], "system", id="a template that shows every system message"),
-        pytest.param([fs.Answer(500)], "user", id="one that fails on it"),
-        pytest.param([fs.Answer(reset=True)], "user", id="a server that does not tell"),
+        pytest.param([], ["system", "user"], id="a template that shows every system message"),
+        pytest.param([fs.Answer(500, times=1), fs.Answer()], ["user", "user"], id="one that fails"),
+        pytest.param([fs.Answer(500)], ["user"], id="one that wants users and answers in turn"),
+        pytest.param([fs.Answer(reset=True)], ["user"], id="a server that does not tell"),
     ],
 )
 def test_late_instructions_follow_the_template(
-    make_client: MakeClient, answers: list[fs.Answer], role: str
+    make_client: MakeClient, answers: list[fs.Answer], end: list[str]
 ) -> None:
     fake = make_client(fs.Script(apply_template=answers))
     late = [{"role": one, "content": one} for one in ("user", "assistant", "developer", "user")]
     assert fake.create(input=late, instructions="A").status == 200
-    roles = [message["role"] for message in fake.last_chat()["messages"]]
-    assert roles == ["system", "user", "assistant", role, "user"]
+    sent = fake.last_chat()["messages"]
+    assert [message["role"] for message in sent] == ["system", "user", "assistant", *end]
+    assert "\n\n".join(message["content"] for message in sent[3:]) == "developer\n\nuser"
     asked = len(fake.journal.facts("request", path="/apply-template"))
     assert fake.create(instructions="A").status == 200
     assert len(fake.journal.facts("request", path="/apply-template")) == asked
+
+
+@pytest.mark.parametrize(
+    ("answers", "contents"),
+    [
+        pytest.param([], ["here", "Hi"], id="a template that takes them"),
+        pytest.param([fs.Answer(500)], ["here\n\nHi"], id="one that refuses them"),
+        pytest.param([fs.Answer(reset=True)], ["here\n\nHi"], id="a server that does not tell"),
+    ],
+)
+def test_users_in_a_row_follow_the_template(
+    make_client: MakeClient, answers: list[fs.Answer], contents: list[str]
+) -> None:
+    """Codex begins with two."""
+    fake = make_client(fs.Script(apply_template=answers))
+    users = [{"role": "user", "content": text} for text in ("here", "Hi")]
+    assert fake.create(input=users, instructions="A").status == 200
+    system, *sent = fake.last_chat()["messages"]
+    assert (system["content"], [message["content"] for message in sent]) == ("A", contents)
+    assert {message["role"] for message in sent} == {"user"}
 
 
 def test_an_unanswered_probe_changes_no_role(make_client: MakeClient) -> None:

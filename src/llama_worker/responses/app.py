@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -117,13 +117,16 @@ class ResponsesApp:
     def _create(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
         chat_request = normalise(body, self._recall(references(body)))
-        warnings = _warning_headers(chat_request.warnings)
+
+        def warnings() -> list[tuple[str, str]]:
+            return _warning_headers(self._generator.warnings(chat_request))
+
         if chat_request.stream:
             self._generator.generate(exchange, request, chat_request, _sse_sink(client, warnings))
             client.end()
         else:
             events = self._generator.generate(exchange, request, chat_request, None)
-            client.reply(200, events.response, warnings)
+            client.reply(200, events.response, warnings())
 
     def _compact(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
@@ -224,14 +227,14 @@ def _json_body(request: HttpRequest) -> dict[str, Any]:
     return parse_body(request.body)
 
 
-def _sse_sink(client: Client, warnings: list[tuple[str, str]]) -> EventSink:
-    headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), *warnings]
+def _sse_sink(client: Client, warnings: Callable[[], list[tuple[str, str]]]) -> EventSink:
+    headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache")]
 
     def send(data: bytes) -> None:
         if client.http.reply.has_begun:
             client.write(data)
         else:
-            client.begin(200, headers, data=data)
+            client.begin(200, [*headers, *warnings()], data=data)
 
     return EventSink(send=send, encode=sse)
 

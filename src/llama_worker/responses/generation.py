@@ -15,15 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.config.settings import Endpoint
-from llama_worker.config.validation import json_of
-from llama_worker.responses.api.conversation import (
-    TEMPLATE_PROBE,
-    Message,
-    has_late_instructions,
-    keeps_late_instructions,
-    late_instructions_as_user,
-)
-from llama_worker.responses.api.echo import LLAMA_SERVER_SAMPLING, sampling_echo, sampling_of
+from llama_worker.responses.api.echo import sampling_echo
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest
 from llama_worker.responses.api.store import response_id_of, stored_response
@@ -31,6 +23,7 @@ from llama_worker.responses.errors import ApiError, error_code
 from llama_worker.responses.exchange import Exchange, Upstream
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import NOT_FOR_CHAT, forwarded
+from llama_worker.responses.upstream_facts import UpstreamFacts
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.abortable_socket import Abort
@@ -41,10 +34,7 @@ from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatBody
 from llama_worker.types.request import RequestFailReason
 
-_QUERY_TIMEOUT_S = 2.0  # timeout of a small question, which the server answers within milliseconds
 _CLIENT_READ_INTERVAL_S = 1.0  # while the server is silent, a WebSocket is read at least this often
-_SAMPLING_S = 60.0  # how long the server's sampling parameters are cached
-_SAMPLING_RETRY_S = 5.0  # and how long if it did not tell them: it is loading, or busy
 # the first text mostly comes right after the headers: wait so long to send both at once
 _FIRST_TEXT_WAIT_S = 0.002
 # the proxy sends its own: JSON, and a stream as the reply
@@ -267,10 +257,13 @@ class ResponseGenerator:
         self._heartbeat_s = heartbeat_s
         # a whole number of these waits ends when a heartbeat is due
         self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _CLIENT_READ_INTERVAL_S)
-        self._keeps_late_instructions = False  # the server's template, as last known
-        # the server's sampling parameters as last read, and until when they are valid (monotonic)
-        self._sampling: Mapping[str, float] = LLAMA_SERVER_SAMPLING
-        self._sampling_until = -math.inf
+        self._facts = UpstreamFacts(upstream.endpoint)
+
+    def warnings(self, chat_request: ChatRequest) -> tuple[str, ...]:
+        """What is ignored of a request whose response has begun."""
+        if self._facts.ignores_tools and "tools" in chat_request.body:
+            return (*chat_request.warnings, "tools are ignored by the model's chat template")
+        return chat_request.warnings
 
     def generate(
         self,
@@ -286,7 +279,7 @@ class ResponseGenerator:
         exchange.enter(response_id, is_stored=chat_request.store)
         if chat_request.generates:
             exchange.lease(f"responses:{response_id}", chat_request.body)
-        sampling = self._server_sampling(exchange, request)
+        sampling = self._facts.sampling(exchange, request)
         events = ResponseEvents(
             unique=unique,
             clock=time.time,
@@ -331,7 +324,7 @@ class ResponseGenerator:
             before_reading=before_reading,
             silence_s=self._silence_s if chat_request.stream else None,
         )
-        messages = self._as_template_takes(chat_request.body["messages"], exchange, request)
+        messages = self._facts.as_template_takes(chat_request.body["messages"], exchange, request)
         # with progress reports, a stalled prompt is found sooner
         body = {**chat_request.body, "messages": messages, "return_progress": True}
         try:
@@ -347,48 +340,3 @@ class ResponseGenerator:
             if not run.has_begun:
                 raise refused
             run.fail(refused)
-
-    def _as_template_takes(
-        self, messages: list[Message], exchange: Exchange, request: HttpRequest
-    ) -> list[Message]:
-        """The messages as the server's template takes them; as it last did, if a busy server does
-        not answer."""
-        if not has_late_instructions(messages):
-            return messages
-        answer = self._ask_server(exchange, request, "POST", "/apply-template", TEMPLATE_PROBE)
-        if isinstance(answer, Mapping):
-            self._keeps_late_instructions = keeps_late_instructions(answer.get("prompt"))
-        return messages if self._keeps_late_instructions else late_instructions_as_user(messages)
-
-    def _server_sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
-        """The server's sampling parameters, which apply if a request does not set its own."""
-        if time.monotonic() >= self._sampling_until:
-            sampling = sampling_of(self._ask_server(exchange, request, "GET", "/props"))
-            self._sampling = sampling or self._sampling
-            self._sampling_until = time.monotonic() + (
-                _SAMPLING_S if sampling else _SAMPLING_RETRY_S
-            )
-        return self._sampling
-
-    def _ask_server(
-        self,
-        exchange: Exchange,
-        request: HttpRequest,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-    ) -> object:
-        """The answer's JSON; None without an answer, or if it is not JSON."""
-        try:
-            _, answer = session.ask(
-                self._endpoint,
-                method,
-                path,
-                headers={"Authorization": request.header("authorization")},
-                body=body,
-                timeout_s=_QUERY_TIMEOUT_S,
-                abort=exchange.abort,
-            )
-        except (OSError, ValueError):
-            return None
-        return json_of(answer)

@@ -11,13 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.api import conversation
-from llama_worker.responses.api.conversation import (
-    has_late_instructions,
-    keeps_late_instructions,
-    late_instructions_as_user,
-    seal,
-    unseal,
-)
+from llama_worker.responses.api.chat_template import late_instructions_as_user
+from llama_worker.responses.api.conversation import seal, unseal
 from llama_worker.responses.api.request import (
     ENCRYPTED_REASONING,
     ChatRequest,
@@ -102,9 +97,8 @@ def test_leading_system_and_developer_messages_become_one() -> None:
 @pytest.mark.parametrize("instructions", ["A", ""])
 def test_a_late_developer_message_stays_in_its_place(instructions: str) -> None:
     head = messages(USER, SAID, instructions=instructions)
-    assert not has_late_instructions(head)
+    assert late_instructions_as_user(head) == head
     found = messages(USER, SAID, POLICY, USER, instructions=instructions)
-    assert has_late_instructions(found)
     assert found == [*head, {**POLICY, "role": "system"}, USER]
     assert late_instructions_as_user(found) == [*head, {**POLICY, "role": "user"}, USER]
 
@@ -118,25 +112,6 @@ def test_instructions_never_split_a_call_and_its_result() -> None:
 def test_a_call_that_was_never_answered_holds_nothing_back() -> None:
     before = messages(USER, call("x"), USER, POLICY)
     assert messages(USER, call("x"), USER, POLICY, SAID, USER) == [*before, SAID, USER]
-
-
-PROBED = [message["content"] for message in conversation.TEMPLATE_PROBE["messages"]]
-
-
-@pytest.mark.parametrize(
-    ("said", "are_kept"),
-    [
-        ([0, 1, 2, 3, 4], True),
-        ([0, 3, 1, 2, 4], False),  # moved to the head
-        ([0, 1, 2, 4], False),  # dropped
-        ([1, 2, 3, 4], False),  # the first one dropped
-    ],
-)
-def test_the_template_decides_how_late_instructions_are_sent(
-    said: list[int], are_kept: bool
-) -> None:
-    assert keeps_late_instructions(" ".join(PROBED[number] for number in said)) is are_kept
-    assert keeps_late_instructions(None) is keeps_late_instructions(3) is False
 
 
 THOUGHT = reasoning(content=[{"type": "reasoning_text", "text": "hm"}])
@@ -179,8 +154,8 @@ def test_an_assistant_turn_becomes_one_message() -> None:
     assert messages(USER, THOUGHT, said, *both, SAID, SAID) == [
         USER,
         {"role": "assistant", "content": "I add.", "reasoning_content": "hm", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "c00000001", "content": "3"},
-        {"role": "tool", "tool_call_id": "c00000002", "content": "4\n5"},
+        {"role": "tool", "tool_call_id": "c00000001", "name": "add", "content": "3"},
+        {"role": "tool", "tool_call_id": "c00000002", "name": "add", "content": "4\n5"},
         SAID,
         SAID,
     ]
@@ -189,6 +164,20 @@ def test_an_assistant_turn_becomes_one_message() -> None:
 def test_a_repeated_call_id_means_the_latest_call() -> None:
     found = messages(call("x"), output("x", "1"), call("x"), output("x", "2"))
     assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == ["c00000001", "c00000002"]
+
+
+@pytest.mark.parametrize(
+    ("call_id", "shown"),
+    [
+        ("functions.add:0", "functions.add:0"),
+        ("functions.mcp__dict__lookup:12", "functions.mcp__dict__lookup:12"),
+        ("functions.add:", "c00000001"),
+        ("call_1", "c00000001"),
+    ],
+)
+def test_only_kimis_call_ids_are_kept(call_id: str, shown: str) -> None:
+    turn, result = messages(call(call_id), output(call_id))
+    assert [turn["tool_calls"][0]["id"], result["tool_call_id"]] == [shown, shown]
 
 
 @pytest.mark.parametrize(
@@ -512,6 +501,7 @@ def test_calls_in_history_keep_the_models_names(tools: list[Any]) -> None:
     assert [one["name"] for one in calls] == ["mcp__dict__lookup", "apply_patch"]
     assert calls[1]["arguments"] == '{"input": "é\\"\\n"}'
     assert [message["content"] for message in sent[2:]] == ["3", "Done!"]
+    assert [message["name"] for message in sent[2:]] == ["mcp__dict__lookup", "apply_patch"]
 
 
 def test_found_tools_are_offered_to_the_model() -> None:

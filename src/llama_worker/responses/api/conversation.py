@@ -4,7 +4,7 @@ An assistant's turn is several items (reasoning, message, calls), but one chat m
 system and developer messages become one system message: many chat templates fail on a second one or
 lose it silently. Later ones stay in their place, since the messages of one turn must begin with
 those of the turn before: llama-server's prompt cache needs that. Call ids are replaced with our
-own, in the one form that every template takes.
+own, in the one form that every template takes, except Kimi K2's: its template shows nothing else.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import base64
 import binascii
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from llama_worker.responses.api.chat_template import Message
 from llama_worker.responses.api.tools import TOOL_SEARCH, ToolSet, custom_arguments, tool_set
 from llama_worker.responses.errors import ApiError
 from llama_worker.stream.calls import parse_arguments, tool_call_id
 
 Item = Mapping[str, Any]
-Message = dict[str, Any]
 
 _SEALED_PREFIX = "llama-worker-1:"
+# as llama-server makes it (b11434, kimi-k2.cpp); Kimi's template shows a call by its id alone
+_KIMI_ID = re.compile(r"functions\.[^:]+:\d+")
 _SUMMARY_HEAD = "Summary of the conversation so far, which it stands for:"
 
 
@@ -43,41 +46,6 @@ def unseal(sealed: object) -> str | None:
         )
     except (binascii.Error, ValueError):
         return None
-
-
-TEMPLATE_PROBE: Message = {
-    "messages": [
-        {"role": role, "content": text}
-        for role, text in (
-            ("system", "probe-head"),
-            ("user", "probe-question"),
-            ("assistant", "probe-answer"),
-            ("system", "probe-late"),
-            ("user", "probe-end"),
-        )
-    ]
-}
-"""The body for `/apply-template`; `keeps_late_instructions` reads the prompt in its answer."""
-
-
-def keeps_late_instructions(prompt: object) -> bool:
-    """Whether a system message in the middle of a conversation reaches the model in its place: some
-    templates drop, move or refuse it."""
-    if not isinstance(prompt, str):
-        return False
-    places = [prompt.find(message["content"]) for message in TEMPLATE_PROBE["messages"]]
-    return -1 not in places and places == sorted(places)
-
-
-def has_late_instructions(messages: Sequence[Message]) -> bool:
-    """Whether a system message comes after the first message."""
-    return any(message["role"] == "system" for message in messages[1:])
-
-
-def late_instructions_as_user(messages: Sequence[Message]) -> list[Message]:
-    """The messages with late system messages as user messages, for templates that lose them."""
-    late = [{**one, "role": "user"} if one["role"] == "system" else one for one in messages[1:]]
-    return [*messages[:1], *late]
 
 
 def item_type(item: Item) -> str:
@@ -121,7 +89,8 @@ class ChatMessages:
         self._system = [instructions] if instructions else []
         self._messages: list[Message] = []
         self._turn: _Turn | None = None
-        self._ids: dict[str, str] = {}  # the client's call ids to ours
+        # by the client's call id: the id and the tool's name that the model is shown
+        self._shown: dict[str, tuple[str, str]] = {}
         self._calls = 0
         for item in items:
             self._add(item)
@@ -239,21 +208,25 @@ class ChatMessages:
         if not isinstance(name, str):
             raise ApiError(400, f"a {item_type(item)} needs a name", param="input")
         self._calls += 1
-        own_id = tool_call_id(self._calls)
+        shown_id, model_name = tool_call_id(self._calls), self._tools.model_name(namespace, name)
         if isinstance(call_id, str):
-            self._ids[call_id] = own_id
+            if _KIMI_ID.fullmatch(call_id):
+                shown_id = call_id
+            self._shown[call_id] = shown_id, model_name
             self._unanswered.add(call_id)
-        function = {"name": self._tools.model_name(namespace, name), "arguments": arguments}
-        self._current_turn().calls.append({"id": own_id, "type": "function", "function": function})
+        function = {"name": model_name, "arguments": arguments}
+        self._current_turn().calls.append(
+            {"id": shown_id, "type": "function", "function": function}
+        )
 
     def _output(self, item: Item) -> None:
         call_id, output = item.get("call_id"), item.get("output")
         if not isinstance(call_id, str):
             raise ApiError(400, f"a {item_type(item)} needs the call_id of its call", param="input")
         self._end_turn()
-        own_id = self._ids.get(call_id, call_id)
-        result = {"role": "tool", "tool_call_id": own_id, "content": _result(output)}
-        self._messages.append(result)
+        shown_id, name = self._shown.get(call_id, (call_id, ""))
+        result = {"role": "tool", "tool_call_id": shown_id, "content": _result(output)}
+        self._messages.append({**result, "name": name} if name else result)
         self._unanswered.discard(call_id)
         if not self._unanswered:
             self._release_held()

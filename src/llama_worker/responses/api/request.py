@@ -13,7 +13,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.responses.api.conversation import ChatMessages, Item, Message, item_type
+from llama_worker.responses.api.chat_template import Message
+from llama_worker.responses.api.conversation import ChatMessages, Item, item_type
 from llama_worker.responses.api.echo import echo_of
 from llama_worker.responses.api.store import NOTHING_RECALLED, RecalledItems, References
 from llama_worker.responses.api.tools import (

@@ -1,0 +1,83 @@
+"""`UpstreamFacts`: what the upstream server says of its model, asked for on a request's thread."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from llama_worker.config.settings import Endpoint
+from llama_worker.config.validation import json_of
+from llama_worker.responses.api.chat_template import ADAPTERS, Message, is_rendered
+from llama_worker.responses.api.echo import LLAMA_SERVER_SAMPLING, sampling_of
+from llama_worker.responses.api.tools import as_object
+from llama_worker.responses.exchange import Exchange
+from llama_worker.responses.http.request_reader import HttpRequest
+from llama_worker.runtime.http import session
+
+_QUERY_TIMEOUT_S = 2.0  # timeout of a small question, which the server answers within milliseconds
+_PROPS_S = 60.0  # how long what `/props` says is cached
+_PROPS_RETRY_S = 5.0  # and how long if it did not tell: the server is loading, or busy
+
+
+class UpstreamFacts:
+    """What the server says, or last said if a busy one does not answer. Any number of threads may
+    use it."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.ignores_tools = False
+        self._endpoint = endpoint
+        self._accepted: dict[object, bool] = {}  # by adapter: whether its probe was
+        self._sampling: Mapping[str, float] = LLAMA_SERVER_SAMPLING
+        self._props_until = -math.inf  # until when what `/props` said is valid (monotonic)
+
+    def as_template_takes(
+        self, messages: list[Message], exchange: Exchange, request: HttpRequest
+    ) -> list[Message]:
+        """The messages as the server's template takes them. It is asked only about what they have,
+        and each time: the server may have got another model."""
+        for probe, adapt in ADAPTERS:
+            adapted = adapt(messages)
+            if adapted == messages:
+                continue
+            answer = self._ask(exchange, request, "POST", "/apply-template", probe)
+            if isinstance(answer, Mapping):
+                self._accepted[adapt] = is_rendered(probe, answer.get("prompt"))
+            if not self._accepted.get(adapt):
+                messages = adapted
+        return messages
+
+    def sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
+        """The server's sampling parameters, which apply if a request does not set its own."""
+        if time.monotonic() >= self._props_until:
+            props = as_object(self._ask(exchange, request, "GET", "/props"))
+            sampling = sampling_of(props)
+            if sampling:
+                self._sampling = sampling
+                caps = as_object(props.get("chat_template_caps"))
+                self.ignores_tools = caps.get("supports_tools") is False
+            self._props_until = time.monotonic() + (_PROPS_S if sampling else _PROPS_RETRY_S)
+        return self._sampling
+
+    def _ask(
+        self,
+        exchange: Exchange,
+        request: HttpRequest,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+    ) -> object:
+        """The answer's JSON; None without an answer, or if it is not JSON."""
+        try:
+            _, answer = session.ask(
+                self._endpoint,
+                method,
+                path,
+                headers={"Authorization": request.header("authorization")},
+                body=body,
+                timeout_s=_QUERY_TIMEOUT_S,
+                abort=exchange.abort,
+            )
+        except (OSError, ValueError):
+            return None
+        return json_of(answer)
