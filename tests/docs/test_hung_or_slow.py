@@ -98,8 +98,8 @@ def test_what_counts_as_work_is_said_in_the_numbers_of_the_code() -> None:
     ticks = f"{liveness.MIN_CPU_TICKS} ticks (of {liveness.TICK_S * 1000:g} ms) in all"
     rate = f"{liveness.MIN_CPU_TICKS_PER_S:g} a second, over {liveness.WINDOW_S:g} s or more"
     assert f"CPU time of the server's processes: {ticks} and {rate}" in signs
-    read = f"bytes read from disk ({liveness.MIN_READ_BYTES_PER_S / 1024:g} KiB/s)"
-    assert f"{read} or major page faults ({liveness.MIN_MAJOR_FAULTS_PER_S:g}/s)" in signs
+    disk = f"bytes read from disk or written to it ({liveness.MIN_DISK_BYTES_PER_S / 1024:g} KiB/s)"
+    assert f"{disk}, or major page faults ({liveness.MIN_MAJOR_FAULTS_PER_S:g}/s)" in signs
 
 
 def test_the_margin_of_what_was_learnt_is_said_in_the_numbers_of_the_code() -> None:

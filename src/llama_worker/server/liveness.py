@@ -1,5 +1,5 @@
-"""Decides whether a process tree works, by the rates of its CPU time and disk reads, and when the
-liveness probes look. Sans-IO.
+"""Decides whether a process tree works, by the rates of its CPU time and its use of the disk, and
+when the liveness probes look. Sans-IO.
 
 The probes that read `/proc` and ask the GPU are in `runtime.probes.liveness_probes`.
 
@@ -31,13 +31,13 @@ MIN_CPU_TICKS_PER_S = 5.0
 # computes little. An idle or wedged one reads nothing; under pressure a health probe may page in a
 # little code, at most 128 KiB of read-ahead per fault, so that 3 faults a second stay below both
 # limits. A slow network share or memory card delivers over 1 MiB/s sequentially; a hard disk
-# delivers over 60 random faults/s of any size.
-MIN_READ_BYTES = 1 << 20
-MIN_READ_BYTES_PER_S = float(1 << 19)
+# delivers over 60 random faults/s of any size. A server that downloads its model (-hf) writes it.
+MIN_DISK_BYTES = 1 << 20
+MIN_DISK_BYTES_PER_S = float(1 << 19)
 MIN_MAJOR_FAULTS = 20
 MIN_MAJOR_FAULTS_PER_S = 20.0
 
-_READ_BYTES = re.compile(r"^read_bytes: *(\d+)$", re.MULTILINE)
+_DISK_BYTES = re.compile(r"^(read|write)_bytes: *(\d+)$", re.MULTILINE)
 _UID = re.compile(r"^Uid:\t\d+\t(\d+)\t", re.MULTILINE)
 _ANON = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
@@ -50,6 +50,7 @@ class Counters(Struct, frozen=True, kw_only=True):
 
     cpu_ticks: int  # user + system, in the clock ticks of the system
     read_bytes: int | None = None  # from storage, not from caches
+    write_bytes: int | None = None
     major_faults: int | None = None
 
 
@@ -66,6 +67,7 @@ class _Point(Struct, frozen=True, kw_only=True):
     at: float
     cpu_ticks: int = 0
     read_bytes: int = 0
+    write_bytes: int = 0
     major_faults: int = 0
 
 
@@ -98,28 +100,38 @@ class ProcessActivity(Struct, frozen=True):
         span_s = end.at - start.at
         cpu_ticks = (end.cpu_ticks - start.cpu_ticks) / self.ticks_per_second / TICK_S
         read_bytes = end.read_bytes - start.read_bytes
+        write_bytes = end.write_bytes - start.write_bytes
         major_faults = end.major_faults - start.major_faults
         computes = cpu_ticks >= MIN_CPU_TICKS and cpu_ticks >= MIN_CPU_TICKS_PER_S * span_s
-        reads = (read_bytes >= MIN_READ_BYTES and read_bytes >= MIN_READ_BYTES_PER_S * span_s) or (
+        disk_bytes = max(MIN_DISK_BYTES, MIN_DISK_BYTES_PER_S * span_s)
+        reads = read_bytes >= disk_bytes or (
             major_faults >= MIN_MAJOR_FAULTS and major_faults >= MIN_MAJOR_FAULTS_PER_S * span_s
         )
+        works = computes or reads or write_bytes >= disk_bytes
         detail = (
             f"CPU {cpu_ticks / span_s:.1f} ticks/s, read {read_bytes / span_s / 1024:.1f} KiB/s, "
-            f"major faults {major_faults / span_s:.1f}/s over {span_s:.2f} s"
+            f"wrote {write_bytes / span_s / 1024:.1f} KiB/s, major faults "
+            f"{major_faults / span_s:.1f}/s over {span_s:.2f} s"
         )
-        return LivenessEvidence(alive=computes or reads, detail=detail, reads=reads)
+        return LivenessEvidence(alive=works, detail=detail, reads=reads)
 
 
 def _advance(point: _Point, before: Mapping[ProcessKey, Counters], sample: ProcessSample) -> _Point:
-    cpu_ticks, read_bytes, major_faults = point.cpu_ticks, point.read_bytes, point.major_faults
+    cpu_ticks, read_bytes = point.cpu_ticks, point.read_bytes
+    write_bytes, major_faults = point.write_bytes, point.major_faults
     for key, new in sample.processes.items():
         old = before.get(key)
         if old is not None:
             cpu_ticks += _increase(old.cpu_ticks, new.cpu_ticks)
             read_bytes += _increase(old.read_bytes, new.read_bytes)
+            write_bytes += _increase(old.write_bytes, new.write_bytes)
             major_faults += _increase(old.major_faults, new.major_faults)
     return _Point(
-        at=sample.at, cpu_ticks=cpu_ticks, read_bytes=read_bytes, major_faults=major_faults
+        at=sample.at,
+        cpu_ticks=cpu_ticks,
+        read_bytes=read_bytes,
+        write_bytes=write_bytes,
+        major_faults=major_faults,
     )
 
 
@@ -220,10 +232,10 @@ def parse_stat(line: str) -> ProcessStat | None:
         return None
 
 
-def parse_read_bytes(io: str) -> int | None:
-    """Bytes read from storage, from the text of `io`; None if it does not say."""
-    match = _READ_BYTES.search(io)
-    return int(match[1]) if match else None
+def parse_io(io: str) -> dict[str, int]:
+    """`read_bytes` and `write_bytes`: of storage, not of caches. What the text of `io` does not say
+    is absent."""
+    return {f"{name}_bytes": int(count) for name, count in _DISK_BYTES.findall(io)}
 
 
 def parse_uid(status: str) -> int | None:

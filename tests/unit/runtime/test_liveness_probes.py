@@ -235,7 +235,7 @@ def test_an_unreadable_look_between_two_loses_nothing(proc: Path) -> None:
     for now, stat in enumerate((stat_line(), b"", stat_line(utime=200))):
         (proc / "stat").write_bytes(stat)
         evidence.append(probe.probe(ME, float(now)))
-    detail = "CPU 100.0 ticks/s, read 0.0 KiB/s, major faults 0.0/s over 2.00 s"
+    detail = "CPU 100.0 ticks/s, read 0.0 KiB/s, wrote 0.0 KiB/s, major faults 0.0/s over 2.00 s"
     assert evidence == [None, None, LivenessEvidence(alive=True, detail=detail)]
 
 

@@ -14,7 +14,7 @@ from llama_worker.server.liveness import (
     ProcessKey,
     ProcessSample,
     parse_anon,
-    parse_read_bytes,
+    parse_io,
     parse_stat,
     parse_uid,
 )
@@ -80,18 +80,23 @@ def test_ticks_are_of_ten_milliseconds_whatever_the_clock_of_the_system() -> Non
 
 @pytest.mark.parametrize("interval_s", [0.05, 1.0, 5.0, 60.0])
 @pytest.mark.parametrize(
-    ("read_bytes", "faults", "works"),
+    ("read_bytes", "write_bytes", "faults", "works"),
     [
-        pytest.param(3 * 128 * 1024.0, 3.0, False, id="a few pages of code for a health probe"),
-        pytest.param(2.0 * MIB, 0.0, True, id="a slow share"),
-        pytest.param(60 * 4096.0, 60.0, True, id="a hard disk read at random"),
-        pytest.param(2000.0 * MIB, 15000.0, True, id="an SSD"),
+        pytest.param(
+            3 * 128 * 1024.0, 0.0, 3.0, False, id="a few pages of code for a health probe"
+        ),
+        pytest.param(2.0 * MIB, 0.0, 0.0, True, id="a slow share"),
+        pytest.param(60 * 4096.0, 0.0, 60.0, True, id="a hard disk read at random"),
+        pytest.param(2000.0 * MIB, 0.0, 15000.0, True, id="an SSD"),
+        pytest.param(0.0, 2.0 * MIB, 0.0, True, id="a download"),
+        pytest.param(0.0, 3 * 128 * 1024.0, 0.0, False, id="a log"),
     ],
 )
-def test_reads_and_major_faults_count_by_rate(
-    interval_s: float, read_bytes: float, faults: float, works: bool
+def test_disk_use_and_major_faults_count_by_rate(
+    interval_s: float, read_bytes: float, write_bytes: float, faults: float, works: bool
 ) -> None:
-    assert steady(interval_s, read_bytes=read_bytes, major_faults=faults)[-1] is works
+    disk = {"read_bytes": read_bytes, "write_bytes": write_bytes}
+    assert steady(interval_s, **disk, major_faults=faults)[-1] is works
 
 
 def test_counters_that_cannot_be_read_are_left_out() -> None:
@@ -140,11 +145,10 @@ def test_a_look_at_the_same_instant_gives_no_evidence() -> None:
 
 
 def test_detail_tells_the_rates() -> None:
-    first = Counters(cpu_ticks=0, read_bytes=0, major_faults=0)
-    told = watch(
-        {ROOT: first}, {ROOT: Counters(cpu_ticks=150, read_bytes=4096, major_faults=3)}, every_s=2.0
-    )
-    detail = "CPU 75.0 ticks/s, read 2.0 KiB/s, major faults 1.5/s over 2.00 s"
+    first = Counters(cpu_ticks=0, read_bytes=0, write_bytes=0, major_faults=0)
+    last = Counters(cpu_ticks=150, read_bytes=4096, write_bytes=1024, major_faults=3)
+    told = watch({ROOT: first}, {ROOT: last}, every_s=2.0)
+    detail = "CPU 75.0 ticks/s, read 2.0 KiB/s, wrote 0.5 KiB/s, major faults 1.5/s over 2.00 s"
     assert told[1] == LivenessEvidence(alive=True, detail=detail)
 
 
@@ -209,5 +213,6 @@ def test_status_and_io_say_what_they_have() -> None:
     status = "Name:\tx\nUid:\t1\t2\t3\t4\nRssAnon:\t   8 kB\nRssFile:\t 9 kB\nVmSwap:\t  1 kB\n"
     assert (parse_uid(status), parse_anon(status)) == (2, 9216)
     assert (parse_uid(""), parse_anon("")) == (None, None)
-    assert parse_read_bytes("rchar: 99\nread_bytes: 7\nwrite_bytes: 8\n") == 7
-    assert parse_read_bytes("cancelled_read_bytes: 7\nread_bytes: no\n") is None
+    said = "rchar: 99\nread_bytes: 7\nwrite_bytes: 8\ncancelled_write_bytes: 9\n"
+    assert parse_io(said) == {"read_bytes": 7, "write_bytes": 8}
+    assert parse_io("cancelled_write_bytes: 7\nread_bytes: no\n") == {}

@@ -48,7 +48,7 @@ def load_nvml() -> Any:
 
 
 class ProcessProbe:
-    """Evidence from the rates of CPU time, disk reads and major faults of the serving processes."""
+    """Evidence from the rates of CPU time, disk use and major faults of the serving processes."""
 
     def __init__(self, *, proc: str = PROC) -> None:
         self._proc = proc
@@ -75,8 +75,8 @@ class ProcessProbe:
             if stat is not None:
                 processes[stat.key(pid)] = liveness.Counters(
                     cpu_ticks=stat.cpu_ticks,
-                    read_bytes=liveness.parse_read_bytes(_read(f"{self._proc}/{pid}/io") or ""),
                     major_faults=stat.major_faults,
+                    **liveness.parse_io(_read(f"{self._proc}/{pid}/io") or ""),
                 )
         self._activity, evidence = self._activity.observe(
             liveness.ProcessSample(at=now, processes=processes)
@@ -182,7 +182,9 @@ def _process_state(pid: int) -> dict[str, Any] | None:
         "uid": liveness.parse_uid(_read(f"{PROC}/{pid}/status") or ""),
         "cpu_ticks": stat.cpu_ticks,
         "major_faults": stat.major_faults,
-        "read_bytes": liveness.parse_read_bytes(_read(f"{PROC}/{pid}/io") or ""),
+        "read_bytes": None,
+        "write_bytes": None,
+        **liveness.parse_io(_read(f"{PROC}/{pid}/io") or ""),
         "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
         "wchan": _read(f"{PROC}/{pid}/wchan") or "",
         # only root may read it
