@@ -88,6 +88,11 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
         "127.0.0.1), and the port a free one above 1023",
     ),
 )
+# The same in how a server answered the last probe of a launch that timed out.
+_BY_PROBE: tuple[tuple[str, str], ...] = (
+    ("GET /v1/models: 40[13]", "give the worker the server's --api-key as api_key"),
+    ("GET /v1/models: 404", "start the server without --api-prefix"),
+)
 # The options of llama-server that people write by hand (b11434): `--help` lists all.
 _COMMON = """
     --alias --api-key --api-key-file --api-prefix --batch-size --cache-prompt --cache-ram
@@ -139,13 +144,7 @@ def advice_for(
         case StartFailReason.SPAWN_FAILED:
             return _advice_by(detail, _SHORTAGES)
         case StartFailReason.STARTUP_TIMEOUT:
-            listens = _LISTENS.findall("\n".join(log_tail))
-            if not listens:
-                return None
-            return (
-                f"the server says that it listens on {listens[-1]}: pass it the worker's host and "
-                'port; a script must pass on its arguments ("$@")'
-            )
+            return _advice_by(detail, _BY_PROBE) or _where_it_listens(log_tail)
         case _:
             return None
 
@@ -207,6 +206,19 @@ def _why_it_ended(detail: str, returncode: int | None, log_tail: Sequence[str]) 
     if log_tail:
         return None
     return "it wrote nothing: check that server_cmd starts a llama-server, and run it by hand"
+
+
+def _where_it_listens(log_tail: Sequence[str]) -> str | None:
+    """What to do about a server that is up, but not where or as the worker asks."""
+    listens = _LISTENS.findall("\n".join(log_tail))
+    if not listens:
+        return None
+    if listens[-1].startswith("https:"):
+        return "start the server without --ssl-key-file and --ssl-cert-file: workers use plain HTTP"
+    return (
+        f"the server says that it listens on {listens[-1]}: pass it the worker's host and port; a "
+        'script must pass on its arguments ("$@")'
+    )
 
 
 def _advice_by(text: str, table: Sequence[tuple[str, str]]) -> str | None:

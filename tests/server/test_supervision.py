@@ -280,6 +280,12 @@ def test_a_script_that_passes_no_arguments_on(
     assert f"it listens on http://{HOST}:{elsewhere}: pass it the worker's host and port" in line
 
 
+def test_a_server_with_a_key_that_the_worker_does_not_have(start_error: StartError) -> None:
+    timeouts = TimeoutProfile(startup_timeout_s=3.0)
+    line, *_ = start_error("--api-key", "secret", timeouts=timeouts)
+    assert "the last probe: GET /v1/models: 401; give the worker the server's --api-key" in line
+
+
 # ---------------------------------------------------------------- swapped by hand
 
 

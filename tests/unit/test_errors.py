@@ -142,9 +142,12 @@ def test_an_unknown_cause_gives_no_advice(returncode: int | None, log: str) -> N
         ("spawn_failed", "no process: can't start new thread", "loading", "`ulimit -u`"),
         ("spawn_failed", "[Errno 24] Too many open files", "loading", "`ulimit -n`"),
         ("startup_timeout", "not ready", "main: listening on http://h:81", "on http://h:81: pass"),
+        ("startup_timeout", "not ready", "main: listening on https://h:81", "without --ssl-key"),
+        ("startup_timeout", "GET /v1/models: 401", "listening on http://h:81", "; give the worker"),
+        ("startup_timeout", "GET /v1/models: 404", "listening on http://h:81", "--api-prefix"),
     ],
 )
-def test_advice_for_a_host_at_its_limits(reason: str, detail: str, log: str, says: str) -> None:
+def test_advice_by_what_the_worker_saw(reason: str, detail: str, log: str, says: str) -> None:
     assert says in str(WorkerStartError(reason, detail, None, [log])).splitlines()[0]
 
 

@@ -45,10 +45,15 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
 
     began_at: float
     worked_at: float  # the latest evidence of work, or `began_at`
+    last_probe: str = "none ended"
 
     def saw_work(self, at: float) -> StartupWatch:
-        """Evidence of work (the rate of CPU time, or disk reads) restarts `startup_timeout_s`."""
+        """Evidence of work (the rate of CPU time, or of disk use) restarts `startup_timeout_s`."""
         return replace(self, worked_at=max(at, self.worked_at))
+
+    def probed(self, detail: str) -> StartupWatch:
+        """A probe has ended: the server is not ready."""
+        return replace(self, last_probe=detail)
 
     def next_probe_at(self, now: float) -> float:
         """When to look again: every 0.5 s, less often once the start has taken 30 s."""
@@ -61,16 +66,19 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
             return (
                 f"not ready, and no sign of work (CPU or disk) for {silent_s:.1f} s (limit: "
                 f"startup_timeout_s {profile.startup_timeout_s:g}); launched {loading_s:.1f} s "
-                "ago; raise startup_timeout_s if the model loads slowly"
+                "ago; raise startup_timeout_s if the model loads slowly; the last probe: "
+                f"{self.last_probe}"
             )
         # A load that loops shows work for ever: these limits hold regardless of work.
         load_s, last_resort_s = profile.load_timeout_s, profile.silent_work_timeout_s
         if load_s is not None and loading_s >= load_s:
-            return f"not ready within load_timeout_s {load_s:g} s"
+            return (
+                f"not ready within load_timeout_s {load_s:g} s; the last probe: {self.last_probe}"
+            )
         if load_s is None and last_resort_s is not None and loading_s >= last_resort_s:
             return (
                 f"not ready within silent_work_timeout_s {last_resort_s:g} s; set load_timeout_s "
-                "to allow more time"
+                f"to allow more time; the last probe: {self.last_probe}"
             )
         return None
 

@@ -198,14 +198,16 @@ class ServerWatch:
             return
         match self._stage:
             case health.StartupWatch():
-                self._startup_probed(probed, now)
+                self._startup_probed(self._stage, probed, now)
             case health.HealthCounter() if probed.outcome is messages.ProbeOutcome.NOT_ASKED:
                 self._probes.want(self._probes.cause)
                 self._probe_at = min(self._probe_at or math.inf, now + _RETRY_S)
             case health.HealthCounter():
                 self._health_probed(self._stage, probed, began_at, now)
 
-    def _startup_probed(self, probed: messages.Probed, now: float) -> None:
+    def _startup_probed(
+        self, launch: health.StartupWatch, probed: messages.Probed, now: float
+    ) -> None:
         match probed.outcome:
             case messages.ProbeOutcome.READY:
                 self._stage = health.HealthCounter(since=now)
@@ -220,7 +222,7 @@ class ServerWatch:
             case messages.ProbeOutcome.OTHER_PROCESS:
                 self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
             case _:
-                pass
+                self._stage = launch.probed(probed.detail)
 
     def _health_probed(
         self, counter: health.HealthCounter, probed: messages.Probed, began_at: float, now: float

@@ -205,6 +205,25 @@ def test_a_launch_that_is_over_leaves_no_probe() -> None:
     assert step(EvidenceSeen(look=look, alive=True, at=0.3), 0.3) == []
 
 
+@pytest.mark.parametrize(
+    "limit",
+    [{"startup_timeout_s": 10.0}, {"load_timeout_s": 10.0}, {"silent_work_timeout_s": 10.0}],
+)
+def test_a_launch_that_is_given_up_tells_of_its_last_probe(limit: dict[str, float]) -> None:
+    step = Watched(TimeoutProfile(**limit))
+    step(Launch(epoch=1), 0.0)
+    step(Launched(epoch=1, pid=7), 0.0)
+    news: list[Any] = []
+    while not any(isinstance(each, messages.StartupFailed) for each in news):
+        now = step.watch.deadline
+        assert now is not None
+        news = step(Tick(), now)
+        if any(isinstance(each, messages.ProbeReadiness) for each in news):
+            step(probed(ProbeOutcome.FAILED), now)
+    (failed,) = (each for each in news if isinstance(each, messages.StartupFailed))
+    assert failed.detail.endswith("; the last probe: told")
+
+
 def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None:
     step = Watched(TimeoutProfile(startup_timeout_s=10.0))
     step(Launch(epoch=1), 0.0)
