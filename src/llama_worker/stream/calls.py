@@ -21,6 +21,8 @@ from llama_worker.types.request import ExitSignal
 MAX_JSON_DEPTH = 128
 
 _OWN_ID = re.compile("c(0[0-9]{7})")  # no request makes 10**7 calls
+# as the server makes it (b11434)
+_KIMI_ID = re.compile(r"functions\.[^:]+:[0-9]+")
 _EXCERPT_CHARS = 200
 # arguments up to this length are parsed again whenever they grow; longer ones once, at the end
 _EARLY_CHARS = 1 << 14
@@ -29,7 +31,7 @@ _EARLY_CHARS = 1 << 14
 class RawCall(Struct, frozen=True):
     """One call as the model made it, not checked yet."""
 
-    # the server's; a worker replaces it by its own id, the Responses proxy passes it on
+    # the server's; the Responses proxy passes it on, the model is shown `shown_call_id`
     call_id: str | None
     name: str
     arguments: str  # JSON text, unless the model erred
@@ -46,7 +48,7 @@ class MalformedCall(Struct, frozen=True):
 class ParsedCall(Struct, frozen=True):
     """A well-formed call of a normal tool."""
 
-    id: str  # the worker's own, see `tool_call_id`
+    id: str  # see `shown_call_id`
     name: str
     arguments: dict[str, Any]
     arguments_json: str  # as the model wrote it: sent back unchanged, for the prompt cache
@@ -63,8 +65,12 @@ class Partition(Struct, frozen=True):
     unrun: tuple[RawCall | MalformedCall, ...]  # all but the exits, as received
 
 
-def tool_call_id(number: int) -> str:
-    """The id of a request's `number`-th call: 9 alphanumerics, which every template accepts."""
+def shown_call_id(call_id: str | None, number: int) -> str:
+    """The id under which the model is shown the `number`-th call, whose id was `call_id`: 9
+    alphanumerics, which every template accepts. Kimi K2's is kept: its template shows a call by
+    nothing else."""
+    if call_id is not None and _KIMI_ID.fullmatch(call_id):
+        return call_id
     return f"c{number:08d}"
 
 
@@ -196,9 +202,9 @@ def partition(
                 f"the arguments for {call.name!r} are not a JSON object ({error}): {excerpt}"
             )
         else:
-            own_id = tool_call_id(first_number + len(normal))
+            shown_id = shown_call_id(call.call_id, first_number + len(normal))
             text = call.arguments if call.arguments.strip() else "{}"
-            normal.append(ParsedCall(own_id, call.name, arguments, text, call.tagged))
+            normal.append(ParsedCall(shown_id, call.name, arguments, text, call.tagged))
     return Partition(tuple(normal), tuple(exits), problems[0] if problems else None, tuple(unrun))
 
 

@@ -154,8 +154,8 @@ class ToolTraceEntry(TypedDict):
     over the budget, after one that failed).
 
     Attributes:
-        tool_call_id: the id that the worker gave to the call and sent to the server; if the call
-            was not run, the server's own id, or "".
+        tool_call_id: the id that the worker gave to the call and sent to the server (Kimi K2's
+            own is kept); if the call was not run, the server's own id, or "".
         tool_name: the name of the tool, as the model wrote it.
         arguments: the arguments as a parsed object; if the call was not run, the text that the
             model wrote.

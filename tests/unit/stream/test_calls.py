@@ -138,6 +138,12 @@ def test_a_normal_call_gets_an_own_id() -> None:
     assert (parts.problem, parts.exits) == (None, ())
 
 
+def test_kimis_ids_are_kept() -> None:
+    kimi, other = RawCall("functions.add:0", "add", "{}"), RawCall("functions.add", "add", "{}")
+    parts = partition([kimi, other], NORMAL, EXITS, emitted_at=1.0, first_number=1)
+    assert [call.id for call in parts.normal] == ["functions.add:0", "c00000002"]
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [

@@ -4,7 +4,7 @@ An assistant's turn is several items (reasoning, message, calls), but one chat m
 system and developer messages become one system message: many chat templates fail on a second one or
 lose it silently. Later ones stay in their place, since the messages of one turn must begin with
 those of the turn before: llama-server's prompt cache needs that. Call ids are replaced with our
-own, in the one form that every template takes, except Kimi K2's: its template shows nothing else.
+own (`shown_call_id`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ import base64
 import binascii
 import contextlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llama_worker.responses.api.chat_template import Message
 from llama_worker.responses.api.tools import TOOL_SEARCH, ToolSet, custom_arguments, tool_set
 from llama_worker.responses.errors import ApiError
-from llama_worker.stream.calls import parse_arguments, tool_call_id
+from llama_worker.stream.calls import parse_arguments, shown_call_id
 
 Item = Mapping[str, Any]
 
 _SEALED_PREFIX = "llama-worker-1:"
-# as llama-server makes it (b11434, kimi-k2.cpp); Kimi's template shows a call by its id alone
-_KIMI_ID = re.compile(r"functions\.[^:]+:\d+")
 _SUMMARY_HEAD = "Summary of the conversation so far, which it stands for:"
 
 
@@ -208,10 +205,9 @@ class ChatMessages:
         if not isinstance(name, str):
             raise ApiError(400, f"a {item_type(item)} needs a name", param="input")
         self._calls += 1
-        shown_id, model_name = tool_call_id(self._calls), self._tools.model_name(namespace, name)
+        model_name = self._tools.model_name(namespace, name)
+        shown_id = shown_call_id(call_id if isinstance(call_id, str) else None, self._calls)
         if isinstance(call_id, str):
-            if _KIMI_ID.fullmatch(call_id):
-                shown_id = call_id
             self._shown[call_id] = shown_id, model_name
             self._unanswered.add(call_id)
         function = {"name": model_name, "arguments": arguments}
