@@ -34,7 +34,7 @@ class ToolCall(TypedDict):
     """A tool call in an assistant message."""
 
     id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
+    type: Literal["function"]
     function: ToolCallFunction
 
 
