@@ -17,6 +17,9 @@ How things end, one verb for each:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import masked
 from llama_worker.mailbox import Tick
@@ -67,7 +70,7 @@ class Request:
         )
         self._tools = ToolUse(config, self._totals, order.submission.messages)
         self._turns_count = 0
-        self._turn = self._new_turn(None, now)
+        self._turn = self._new_turn({}, now)
 
     # ------------------------------------------------------------ entries
 
@@ -225,20 +228,20 @@ class Request:
         body = self._prompts.next_body(written.bios, self._turn, batch)
         self._turns_count += 1
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
-        self._turn = self._new_turn(runaway_tokens(body), now)
+        self._turn = self._new_turn(body, now)
         self._totals.output.begin_turn()
         self.state = states.Streaming()
         hold_s = self._prompts.max_hold_s
         return [messages.PostChat(turn_id=self._turn_id, body=body, max_hold_s=hold_s)]
 
-    def _new_turn(self, runaway_tokens: int | None, now: float) -> Turn:
+    def _new_turn(self, body: Mapping[str, Any], now: float) -> Turn:
         return Turn(
             started_at=now,
             prompted=self._prompts.prompted,
-            with_tools=self._tools.offered,
+            with_tools=self._tools.offered and body.get("tool_choice") != "none",
             opens_thinking=self._opens_thinking,
             loop_detector=self._config.loop_detector,
-            runaway_tokens=runaway_tokens,
+            runaway_tokens=runaway_tokens(body),
         )
 
     # ------------------------------------------------------------ a turn goes on, and ends

@@ -730,6 +730,13 @@ def test_native_tagged_exit_calls_count_at_the_end(prompted: bool) -> None:
     assert play.signals == [{"s": 1}]
 
 
+@pytest.mark.parametrize("prompted", [True, False])
+def test_a_host_that_wants_no_calls_gets_their_text(prompted: bool) -> None:
+    play = asked(with_tools(default_params={"tool_choice": "none"}), prompted=prompted)
+    assert play >> (TextDelta(TAGGED), STOP, Done()) << CLOSE << Ends("stop", text=TAGGED)
+    assert play.signals == []
+
+
 @pytest.mark.parametrize(
     ("said", "prompted"), [(call("signal", "{}"), False), (TextDelta(TAGGED), True)]
 )

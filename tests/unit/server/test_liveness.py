@@ -95,8 +95,8 @@ def test_ticks_are_of_ten_milliseconds_whatever_the_clock_of_the_system() -> Non
 def test_disk_use_and_major_faults_count_by_rate(
     interval_s: float, read_bytes: float, write_bytes: float, faults: float, works: bool
 ) -> None:
-    disk = {"read_bytes": read_bytes, "write_bytes": write_bytes}
-    assert steady(interval_s, **disk, major_faults=faults)[-1] is works
+    told = steady(interval_s, read_bytes=read_bytes, write_bytes=write_bytes, major_faults=faults)
+    assert told[-1] is works
 
 
 def test_counters_that_cannot_be_read_are_left_out() -> None:

@@ -206,11 +206,15 @@ def test_a_launch_that_is_over_leaves_no_probe() -> None:
 
 
 @pytest.mark.parametrize(
-    "limit",
-    [{"startup_timeout_s": 10.0}, {"load_timeout_s": 10.0}, {"silent_work_timeout_s": 10.0}],
+    "profile",
+    [
+        TimeoutProfile(startup_timeout_s=10.0),
+        TimeoutProfile(load_timeout_s=10.0),
+        TimeoutProfile(silent_work_timeout_s=10.0),
+    ],
 )
-def test_a_launch_that_is_given_up_tells_of_its_last_probe(limit: dict[str, float]) -> None:
-    step = Watched(TimeoutProfile(**limit))
+def test_a_launch_that_is_given_up_tells_of_its_last_probe(profile: TimeoutProfile) -> None:
+    step = Watched(profile)
     step(Launch(epoch=1), 0.0)
     step(Launched(epoch=1, pid=7), 0.0)
     news: list[Any] = []
