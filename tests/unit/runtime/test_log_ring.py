@@ -71,6 +71,11 @@ def test_the_key_is_masked_wherever_a_line_is_cut(before: int, split: int) -> No
     assert "".join(lines) == "x" * before + "***" + "y" * 9000
 
 
+def test_the_end_of_the_key_is_masked_where_the_server_shows_it() -> None:
+    lines = fed(b"api_keys: ****key-\nsome other key-\n", api_key="api-key-").lines()
+    assert lines == ["api_keys: ***", "some other key-"]
+
+
 def test_the_log_may_be_read_while_it_is_fed() -> None:
     ring, stop = LogRing(50), threading.Event()
 

@@ -32,6 +32,8 @@ class LogRing:
         output = self._partial + data
         if self._key:
             output = output.replace(self._key, MASK.encode())
+            # with -v the server shows the end of its key (b11434)
+            output = output.replace(b"****" + self._key[-4:], MASK.encode())
         *whole, partial = output.split(b"\n")
         while len(partial) > _MAX_LINE_BYTES + len(self._key):  # the cut goes through no key
             whole.append(partial[:_MAX_LINE_BYTES])
