@@ -122,6 +122,14 @@ def test_a_host_that_calls_exec_leaves_nothing(run_host: RunHost) -> None:
     host.go()
     eventually(lambda: not running(seen), f"end of {seen}")
     assert host.process.poll() is None
+    forked = [
+        child
+        for child in psutil.Process(host.process.pid).children()
+        if child.status() != psutil.STATUS_ZOMBIE
+    ]
+    assert len(forked) == 2, "children that the host forked, whose end does not tell of the exec"
+    for child in forked:
+        child.kill()
 
 
 def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: RunHost) -> None:

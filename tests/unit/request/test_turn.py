@@ -60,13 +60,15 @@ def test_reasoning_text_and_calls_are_told_apart(
     assert it.calls() == calls
 
 
-@pytest.mark.parametrize("held_back", ["<tool_c", "<thi"])
-def test_what_was_held_back_comes_once(held_back: str) -> None:
+@pytest.mark.parametrize(
+    ("said", "text"), [("<tool_c", "<tool_c"), ("<thi", "<thi"), (f"{TAGGED} b", " b")]
+)
+def test_what_was_held_back_comes_once(said: str, text: str) -> None:
     it = turn()
-    assert take(it, TextDelta(held_back)) == ("", "")
-    assert it.finish() == ("", held_back)
+    assert take(it, TextDelta(said)) == ("", "")
+    assert it.finish() == ("", text)
     assert it.finish() == ("", "")
-    assert it.text == held_back
+    assert it.text == text
 
 
 def test_after_a_structured_call_nothing_is_held_back() -> None:

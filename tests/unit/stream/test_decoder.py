@@ -287,6 +287,15 @@ def test_nesting_of_any_depth_raises_nothing(form: str) -> None:
         assert StreamDecoder().feed(good + record)[0] == TextDelta("x")
 
 
+@pytest.mark.parametrize("every_choice", [False, True])
+def test_of_several_answers_the_first_is_taken_unless_all_are_asked_for(every_choice: bool) -> None:
+    second = {**chunk({"content": "b"})["choices"][0], "index": 1}
+    said = records(chunk({"content": "a"}), {"choices": [second]})
+    decoder = StreamDecoder(every_choice=True) if every_choice else StreamDecoder()
+    texts = [event.text for event in decoder.feed(said) if isinstance(event, TextDelta)]
+    assert "".join(texts) == ("ab" if every_choice else "a")
+
+
 def test_deltas_in_a_row_are_one_event() -> None:
     text = [{"content": "a"}, {"content": "b"}]
     thoughts = [{"reasoning_content": "c"}, {"reasoning_content": "d"}]
