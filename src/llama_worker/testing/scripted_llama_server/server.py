@@ -239,16 +239,16 @@ class Server:
         return headers.get("connection", "").lower() != "close"
 
     def _refusal(self, path: str, is_chat: bool, headers: Mapping[str, str]) -> Json | None:
-        if path not in ROUTES and not is_chat:
-            status, said = 404, ("File Not Found", "not_found_error")
+        if self.loading:
+            status, said = 503, ("Loading model", "unavailable_error")
         elif (
             self.api_key
             and path != "/health"
             and headers.get("authorization") != f"Bearer {self.api_key}"
         ):
             status, said = 401, ("Invalid API Key", "authentication_error")
-        elif self.loading:
-            status, said = 503, ("Loading model", "unavailable_error")
+        elif path not in ROUTES and not is_chat:
+            status, said = 404, ("File Not Found", "not_found_error")
         else:
             return None
         return {**USUAL_ANSWER, "status": status, "body": error_body(status, *said)}
