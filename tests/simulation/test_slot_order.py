@@ -9,7 +9,7 @@ import pytest
 
 from llama_worker.errors import RequestFailed
 from llama_worker.types.request import RequestState
-from tests.simulation.bench import quiet_bench
+from tests.simulation.bench import FAST, quiet_bench
 from tests.simulation.server import Build, Headers, Reply
 
 B11434 = Build(
@@ -44,7 +44,7 @@ def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
 
 def test_a_request_whose_slot_never_has_a_turn_ends_alone() -> None:
     """Reported of llama-server: its slot is taken, and only the others go on. It has no headers."""
-    bench = quiet_bench()
+    bench = quiet_bench(replace(FAST, slots=3))  # with one that is idle, it cannot be queued
     endless = Reply(key="r", prompt_tokens=9, reasoning_tokens=0, text_tokens=10**9, step_tokens=1)
     bench.machine.reply_to = lambda request_id, turn: endless
     with bench.ready():

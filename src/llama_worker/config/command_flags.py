@@ -198,17 +198,17 @@ def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) 
 
 
 def batch_tokens(command: Sequence[str], env: Mapping[str, str]) -> int | None:
-    """How many tokens the server computes at most in one batch; None if another program may say
-    so."""
+    """How many tokens the server computes at most in one batch; None if the command does not say
+    so: a script, or a file of options, may."""
     _, tokens = _setting(_BATCH_SIZE, command, env)
-    if tokens.isdecimal():
-        return int(tokens)
-    return DEFAULT_BATCH_SIZE if program_at(command) is not None else None
+    return int(tokens) if tokens.isdecimal() else None
 
 
 def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     """A line for the user if batches are larger than needed: others wait for them. Else None."""
     size = batch_tokens(command, env)
+    if size is None and program_at(command) is not None:
+        size = DEFAULT_BATCH_SIZE
     if size is None or size <= BATCH_SIZE:
         return None
     return (

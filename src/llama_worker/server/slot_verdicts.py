@@ -83,7 +83,6 @@ class SlotsRound:
         """
         if self._anybody_picks_slots:
             return False
-        one_is_free = any(all(not slot.is_processing for slot in track) for track in self._tracks)
         others_use_the_rest = all(
             sum(slot.is_processing for slot in look.slots) <= len(self._served)
             for look in self.looks
@@ -92,7 +91,12 @@ class SlotsRound:
             self.suspect.headers_at is not None and self.suspect.headers_at < self._began_at
         )
         would_have_slot = bool(self._served) and not self.suspect.may_encode
-        return one_is_free and others_use_the_rest and (has_headers or would_have_slot)
+        return self._one_is_idle and others_use_the_rest and (has_headers or would_have_slot)
+
+    @property
+    def _one_is_idle(self) -> bool:
+        """Whether some slot was free at every look, so that no request had to queue."""
+        return any(all(not slot.is_processing for slot in track) for track in self._tracks)
 
     @property
     def _anybody_picks_slots(self) -> bool:
@@ -204,7 +208,8 @@ class SlotsRound:
     @property
     def _must_have_slot(self) -> bool:
         """Whether the one slot for which no request accounts must be the suspect's, which has no
-        headers: a server sends them at the slot's first turn (b10453 to b11434)."""
+        headers: a server sends them at the slot's first turn (b10453 to b11434). If none is idle,
+        it may queue behind another client's."""
         others_are_served = all(
             other in self._served for other in self.others if other.phase in (_WAITING, _PREFILL)
         )
@@ -213,7 +218,7 @@ class SlotsRound:
             for look in self.looks
         )
         may_wait = self.suspect.may_encode or self._anybody_picks_slots
-        return others_are_served and one_is_left and not may_wait
+        return self._one_is_idle and others_are_served and one_is_left and not may_wait
 
     def _has_been_served(self, other: Progress) -> bool:
         """Whether the request had a slot at every look: it received data between them, or a token

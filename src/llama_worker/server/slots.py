@@ -15,8 +15,8 @@ from llama_worker.config.validation import as_count
 
 LOOKS_COUNT = 4  # in one round
 LOOK_TIMEOUT_S = 2.0  # it answers within 0.21 s, even in the middle of a long batch (b11434)
-# Silence counts only after this time, in which a look is kept open: a server that copies prompts to
-# its cache, one after the other as requests come, answers only between two of these copies.
+# Silence counts only after this time, in which a look is kept open: a server that takes a request
+# first copies the prompts of all idle slots to its cache, and answers then.
 SILENT_S = 60.0
 # more often would disturb the server, which restarts its own 1 s waits at every answer
 LOOK_INTERVAL_S = 2.0

@@ -230,8 +230,8 @@ def test_batches_that_everything_waits_for_are_named(
     assert size is None or f"in batches of {size} tokens" in (line or "")
 
 
-def test_only_a_servers_own_command_tells_the_size_of_its_batches() -> None:
-    assert batch_tokens(MODEL, {}) == 2048
+def test_only_a_command_that_says_so_tells_the_size_of_its_batches() -> None:
+    assert batch_tokens(MODEL, {}) is None
     assert batch_tokens(("./serve.sh",), {}) is None
     assert batch_tokens(("./serve.sh", "-b", "64"), {}) == 64
     assert batch_tokens(("./serve.sh",), {"LLAMA_ARG_BATCH": "256"}) == 256

@@ -94,7 +94,13 @@ def judge(
         "dead beside a silent prefill": ([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True),
         "beside who said less": ([stands(decoded=90), decodes(10)], TOLD_88, [QUIET], STALL, True),
         "a lone prefill stands still": ([IN_A_BATCH, MOVES], IN_PREFILL, [SERVED], STALL, True),
-        "its slot never has a turn": ([stands(prompt=0), MOVES], WAITS, [SERVED], STALL, True),
+        "its slot never has a turn": (
+            [stands(prompt=0), MOVES, IDLE],
+            WAITS,
+            [SERVED],
+            STALL,
+            True,
+        ),
         "the same of one in one piece": (
             [stands(prompt=0), MOVES, IDLE],
             replace(WAITS, in_one_piece=True),
@@ -204,26 +210,32 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
             [SERVED, replace(SERVED_PROMPT, request_id=3)],
             False,
         ),
-        "no headers, and its image is encoded": (
+        "queued, and the slot is a stranger's": (
             [stands(prompt=0), MOVES],
+            WAITS,
+            [SERVED],
+            False,
+        ),
+        "no headers, and its image is encoded": (
+            [stands(prompt=0), MOVES, IDLE],
             replace(WAITS, has_media=True),
             [SERVED],
             False,
         ),
         "no headers, and it waits for a slot of its own": (
-            [stands(prompt=0), MOVES],
+            [stands(prompt=0), MOVES, IDLE],
             replace(WAITS, needs_specific_slots=True),
             [SERVED],
             False,
         ),
         "queued, and the slot is another's who waits": (
-            [stands(prompt=0), MOVES],
+            [stands(prompt=0), MOVES, IDLE],
             WAITS,
             [SERVED, replace(WAITS, request_id=3)],
             False,
         ),
         "queued, and two slots are strangers'": (
-            [stands(prompt=0), MOVES, STUCK],
+            [stands(prompt=0), MOVES, STUCK, IDLE],
             WAITS,
             [SERVED],
             False,

@@ -469,7 +469,7 @@ def now_and_then(now: float) -> tuple[Slot, ...] | SlotsTimeout:
 
 
 def copies_prompts_to_its_cache(now: float) -> tuple[Slot, ...] | SlotsTimeout:
-    """One after the other, as requests come; it answers between two copies."""
+    """Whenever requests come; it answers after each time."""
     return writes_on(now) if now < 180.0 or now % 20.0 < 1.0 else SlotsTimeout()
 
 
