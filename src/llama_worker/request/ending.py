@@ -126,8 +126,8 @@ def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False)
             detail += f" ({cause.type})"
         if status is not None:
             detail += f", code {status}"
-        if is_of_shared_context(cause.message):
-            status = None
+    if is_of_shared_context(detail):
+        status = None
     # 400: it is one of those that were sent, in `messages`
     is_malformed_call = offers_tools and status != 400 and reports_malformed_call(detail)
     if is_malformed_call and reason in (

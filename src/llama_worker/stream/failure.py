@@ -20,7 +20,7 @@ _REFUSES = re.compile(
     "|Failed to (download|load) image|cannot make GET request|Invalid base64 value"
     "|unsupported URL scheme|invalid URL|HTTPS is not supported"
     "|Failed to parse (messages|tools|tool call arguments)|Cannot (use|specify) both"
-    "|Cannot specify grammar with tools|While executing "
+    "|Cannot specify grammar with tools|requires --jinja|Unknown reasoning format|While executing "
 )
 
 

@@ -291,12 +291,14 @@ def test_a_report_of_a_malformed_call_accuses_no_server() -> None:
 
 def test_a_full_context_that_slots_share_accuses_no_server() -> None:
     """All that use it fail at once."""
-    play = generating()
-    error = ServerError("Context size has been exceeded.", 500, "server_error")
-    detail = "Context size has been exceeded. (server_error), code 500"
-    assert play >> error << CLOSE << Ends("server_error", text="a", fail_detail=detail)
-    assert play.record is not None
-    assert play.record.http_status is None
+    message = "Context size has been exceeded."
+    record = ServerError(message, 500, "server_error")
+    refusal = closed(failure("http_error", f"HTTP 500: {message} (server_error)", 500))
+    for event, outcome in ((record, "server_error"), (refusal, "http_error")):
+        play = asked()
+        assert play >> event << CLOSE << Ends(outcome)
+        assert play.record is not None
+        assert play.record.http_status is None
 
 
 # --------------------------------------------------------------- a broken connection, a dead server
