@@ -16,6 +16,7 @@ from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.runtime.http import session
 
 _QUERY_TIMEOUT_S = 2.0  # timeout of a small question, which the server answers within milliseconds
+_SAYS_OF_TEMPLATE = (200, 400, 500)  # of `/apply-template`; the others say that nothing was tried
 _PROPS_S = 60.0  # how long what `/props` says is cached
 _PROPS_RETRY_S = 5.0  # and how long if it did not tell: the server is loading, or busy
 
@@ -40,9 +41,9 @@ class UpstreamFacts:
             adapted = adapt(messages)
             if adapted == messages:
                 continue
-            answer = self._ask(exchange, request, "POST", "/apply-template", probe)
-            if isinstance(answer, Mapping):
-                self._accepted[adapt] = is_rendered(probe, answer.get("prompt"))
+            status, answer = self._ask(exchange, request, "POST", "/apply-template", probe)
+            if status in _SAYS_OF_TEMPLATE:
+                self._accepted[adapt] = is_rendered(probe, as_object(answer).get("prompt"))
             if not self._accepted.get(adapt):
                 messages = adapted
         return messages
@@ -50,7 +51,7 @@ class UpstreamFacts:
     def sampling(self, exchange: Exchange, request: HttpRequest) -> Mapping[str, float]:
         """The server's sampling parameters, which apply if a request does not set its own."""
         if time.monotonic() >= self._props_until:
-            props = as_object(self._ask(exchange, request, "GET", "/props"))
+            props = as_object(self._ask(exchange, request, "GET", "/props")[1])
             sampling = sampling_of(props)
             if sampling:
                 self._sampling = sampling
@@ -66,10 +67,10 @@ class UpstreamFacts:
         method: str,
         path: str,
         body: Mapping[str, object] | None = None,
-    ) -> object:
-        """The answer's JSON; None without an answer, or if it is not JSON."""
+    ) -> tuple[int, object]:
+        """The status and the answer's JSON; (0, None) without an answer."""
         try:
-            _, answer = session.ask(
+            status, answer = session.ask(
                 self._endpoint,
                 method,
                 path,
@@ -79,5 +80,5 @@ class UpstreamFacts:
                 abort=exchange.abort,
             )
         except (OSError, ValueError):
-            return None
-        return json_of(answer)
+            return 0, None
+        return status, json_of(answer)

@@ -62,6 +62,18 @@ def text(value: str) -> Json:
             [said("user"), said("assistant", reasoning_content="hm"), said("assistant", "b")],
             [said("user"), said("assistant", "a\n\nb", reasoning_content="hm")],
         ),
+        "all that was thought": (
+            [
+                said("user"),
+                said("assistant", reasoning_content="hm"),
+                said("assistant", "b", reasoning_content="well"),
+            ],
+            [said("user"), said("assistant", "a\n\nb", reasoning_content="hm\n\nwell")],
+        ),
+        "an answer before calls": (
+            [said("user"), said("assistant"), CALL, RESULT, said("assistant", "b"), said("user")],
+            [said("user"), {**CALL, "content": "a"}, RESULT, said("assistant", "b"), said("user")],
+        ),
         "after a result": (
             [said("user"), CALL, RESULT, said("user", "b"), said("user", "c")],
             [said("user"), CALL, RESULT, DONE, said("user", "b\n\nc")],

@@ -7,12 +7,13 @@ those of the turn before: llama-server's prompt cache needs that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Message = dict[str, Any]
 
+_TURNS = ("user", "assistant")
+_REASONING = "reasoning_content"
 # Put between a call's result and the user's message: OpenCode sends Mistral's models the same.
 _ANSWER: Message = {"role": "assistant", "content": "Done."}
 
@@ -41,34 +42,53 @@ def late_instructions_as_user(messages: Sequence[Message]) -> list[Message]:
 
 def alternating(messages: Sequence[Message]) -> list[Message]:
     """The messages with user and assistant in turn, calls and their results aside, for templates
-    that refuse anything else: adjacent messages of one role become one, and a short answer comes
-    between a result and a user's message."""
+    that refuse anything else: adjacent messages of one role become one, also an answer and the
+    calls after it, and a short answer comes between a result and a user's message."""
     adapted: list[Message] = []
-    role_before = ""
-    for role, run in groupby(messages, _alternating_role):
-        group = [*run]
-        if role == role_before == "user":  # calls and results lie between
-            adapted.append(_ANSWER)
-        adapted += [_merged(group)] if role else group
-        role_before = role or role_before
+    role_before = ""  # of the latest message that counts
+    for run in _runs(messages):
+        role = run[0]["role"]
+        if role in _TURNS and not _calls(run[-1]):
+            if role == role_before == "user":
+                adapted.append(_ANSWER)
+            role_before = role
+        adapted.append(_merged(run))
     return adapted
 
 
-def _alternating_role(message: Message) -> str:
-    """Its role, if the templates count it: "user" or "assistant"; else ""."""
-    role = message["role"]
-    return role if role in ("user", "assistant") and not message.get("tool_calls") else ""
+def _runs(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Those that become one message."""
+    run: list[Message] = []
+    for message in messages:
+        if run and (message["role"] not in _TURNS or not _continues(run[-1], message)):
+            yield run
+            run = []
+        run.append(message)
+    if run:
+        yield run
 
 
-def _merged(messages: list[Message]) -> Message:
+def _continues(before: Message, message: Message) -> bool:
+    return before["role"] == message["role"] and not _calls(before)
+
+
+def _calls(message: Message) -> bool:
+    return bool(message.get("tool_calls"))
+
+
+def _merged(run: list[Message]) -> Message:
     """Messages of one role as one: texts joined by a blank line, parts in their order."""
-    contents = [message["content"] for message in messages]
+    if len(run) == 1:
+        return run[0]
+    contents = [message["content"] for message in run if message["content"]]
     if all(isinstance(content, str) for content in contents):
         content: Any = "\n\n".join(contents)
     else:
         parts = [part for content in contents for part in (*_parts("\n\n"), *_parts(content))]
         content = parts[1:]
-    return {**messages[0], **messages[-1], "content": content}
+    merged = {**run[0], **run[-1], "content": content}
+    thoughts = [message[_REASONING] for message in run if message.get(_REASONING)]
+    return {**merged, _REASONING: "\n\n".join(thoughts)} if thoughts else merged
 
 
 def _parts(content: str | list[Message]) -> list[Message]:
