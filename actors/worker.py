@@ -28,7 +28,7 @@ from llama_worker.request.messages import (
     ToolThreadReturned,
     ToolThreadStuck,
 )
-from llama_worker.request.prompt import OWNED_PARAMS
+from llama_worker.request.prompt import params_warnings
 from llama_worker.request.report import lost_record
 from llama_worker.request.states import READ_REST_S
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
@@ -150,11 +150,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         if admitted is None:
             _refuse(order, "NO_SLOT_AVAILABLE")
             return
-        for owned in OWNED_PARAMS:
-            if owned in order.submission.params or owned in self._config.default_params:
-                self._journal.warn(
-                    f"params: {owned!r} is set by the worker; the given value was ignored", now
-                )
+        for line in params_warnings(self._config, order.submission.params):
+            self._journal.warn(line, now)
         self._dispatcher.begin(
             admitted,
             order.submission,

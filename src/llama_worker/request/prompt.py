@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, PromptError, run_bios, tagged_call
+from llama_worker.config.command_flags import cache_ram_mib
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import as_count
 from llama_worker.request.messages import BiosWritten, WriteBios
@@ -238,7 +239,7 @@ def _assistant(text: str, reasoning: str) -> ChatMessage:
 
 # ---------------------------------------------------------------- the body
 
-OWNED_PARAMS = ("messages", "tools", "stream")  # the worker sets them: a caller's are dropped
+_OWNED_PARAMS = ("messages", "tools", "stream")  # the worker sets them: a caller's are dropped
 
 # With one of these the prompt may end differently from the one that the server was asked about.
 _TEMPLATE_PARAMS = frozenset(
@@ -259,6 +260,20 @@ _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
 _MORE_TOKENS = 64
 
 
+def params_warnings(config: WorkerConfig, params: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for the user: what in a request's parameters is ignored, or breaks a promise."""
+    given = {**config.default_params, **params}
+    for owned in _OWNED_PARAMS:
+        if owned in given:
+            yield f"params: {owned!r} is set by the worker; the given value was ignored"
+    names_slot = config.slots > 1 and _count(given.get("id_slot")) is not None
+    if names_slot and cache_ram_mib(config.server_cmd, config.env):
+        yield (
+            "params: 'id_slot' may mix two conversations: while that slot is busy, the server may "
+            "load another prompt from its cache into it; leave it out, or set --cache-ram 0"
+        )
+
+
 def request_body(
     config: WorkerConfig,
     params: Mapping[str, Any],
@@ -267,7 +282,7 @@ def request_body(
     prompted: bool,
 ) -> dict[str, Any]:
     """The body of the chat request. The caller's parameters override the worker's defaults, but not
-    `OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools."""
+    `_OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools."""
     body: dict[str, Any] = {
         "return_progress": True,
         "stream_options": {"include_usage": True},
@@ -280,7 +295,7 @@ def request_body(
         if not given.keys().isdisjoint(_TOKEN_LIMITS):  # one limit, under any of its names
             body = {name: value for name, value in body.items() if name not in _TOKEN_LIMITS}
         body.update(given)
-    for owned in OWNED_PARAMS:
+    for owned in _OWNED_PARAMS:
         body.pop(owned, None)
     body["messages"] = messages
     tools = [*config.normal_tools, *config.exit_tools]

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from llama_worker.request.prompt import (
     SYSTEM_PROMPT_DELIMITER,
     Prompts,
     needs_specific_slots,
+    params_warnings,
 )
 from llama_worker.request.submission import Submission
 from llama_worker.stream.calls import ParsedCall
@@ -304,6 +306,27 @@ def test_what_the_worker_owns_is_replaced() -> None:
     assert body(WITH_TOOLS, owned)["tools"] == [ADD, SIGNAL]
     assert body(WITH_TOOLS, owned, prompted=True) == body()
     assert owned == before
+    for of, params in ((config(default_params=owned), {}), (config(), owned)):
+        ignored = [line.split()[1] for line in params_warnings(of, params)]
+        assert ignored == ["'messages'", "'tools'", "'stream'"]
+
+
+@cases(
+    "slots, cache, params, warns",
+    {
+        "a busy slot": (2, (), {"id_slot": 0}, True),
+        "any slot": (2, (), {"id_slot": -1}, False),
+        "no other request": (1, (), {"id_slot": 0}, False),
+        "no cache": (2, ("--cache-ram", "0"), {"id_slot": 0}, False),
+    },
+)
+def test_a_slot_by_its_number_may_mix_conversations(
+    slots: int, cache: tuple[str, ...], params: dict[str, Any], warns: bool
+) -> None:
+    command = ("llama-server", "-m", "m.gguf", *cache)
+    of = replace(config(), slots=slots, server_cmd=command)
+    assert bool([*params_warnings(of, params)]) is warns
+    assert bool([*params_warnings(replace(of, default_params=params), {})]) is warns
 
 
 @cases(
