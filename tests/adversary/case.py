@@ -37,6 +37,8 @@ SLACK_S = 25.0
 DEEPEST = 4.0  # how much longer a token at the end of the longest prompts takes than the first
 _MEDIA = 0x94D049BB133111EB
 _LINKS = 0x85EBCA6B27D4EB2F
+_KINDS = 0xC2B2AE3D27D4EB4F
+_LONGEST_INFILL_S = 100.0  # chats wait for it, whatever they wait for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,7 @@ class Case(Bench):
         build, self.deepest, self.batch_s, self.longest_batch_s = _build(dice)
         self.for_media = Dice(seed ^ _MEDIA)  # so that other draws stay as they are
         self.for_links = Dice(seed ^ _LINKS)
+        self.for_kinds = Dice(seed ^ _KINDS)
         build = replace(build, drafts=self.for_media.chance(0.05))
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
         # anybody works.
@@ -334,6 +337,10 @@ class Case(Bench):
             encode_s=self.for_media.log_between(0.1, self._longest_look_s()),
             draft_s=self.for_media.log_between(0.1, self._longest_look_s()) * build.drafts,
         )
+        if request_id >= FOREIGN and self.wedge is None and self.for_kinds.chance(0.5):
+            reply.is_infill = True
+            longest_tokens = int(_LONGEST_INFILL_S * build.decode_tokens_per_s)
+            reply.text_tokens = min(reply.text_tokens, max(1, longest_tokens))
         if holds_back:
             reply.twist, reply.twist_at = "held back", 1 + dice.below(reply.text_tokens)
         return reply

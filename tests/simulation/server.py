@@ -114,6 +114,7 @@ class Reply:
     fetch_s: float = 0.0  # until the server has its image, where that is a link
     encode_s: float = 0.0  # of its image, where it has one
     draft_s: float = 0.0  # of another model's first reading of the prompt, behind the first token
+    is_infill: bool = False  # not computed beside chats
     twist: str | None = None  # a misbehaviour of faults.py
     twist_at: int = 0  # tokens of the answer before it
 
@@ -525,8 +526,7 @@ class LlamaServer:
     def _fill_batch(self) -> float | None:
         """Decide what each slot has in the next batch: the seconds that it takes, None without
         anything to do."""
-        build = self.build
-        busy = [exchange for exchange in self.busy if not exchange.dead]
+        build, busy = self.build, self._of_one_kind()
         writing = [exchange for exchange in busy if exchange.has_read]
         seconds = float(sum(max(1, self._next_tokens(each)) for each in writing))
         seconds /= build.decode_tokens_per_s
@@ -548,6 +548,13 @@ class LlamaServer:
             rate = build.prefill_tokens_per_s / (1 + depth / build.deep_tokens) / self.slowness
             seconds += exchange.in_batch / rate
         return seconds if any(each.has_read or each.in_batch for each in busy) else None
+
+    def _of_one_kind(self) -> list[Exchange]:
+        """Those that share the next batch: of the kind of the first that writes, else of the first
+        that reads."""
+        busy = [exchange for exchange in self.busy if not exchange.dead]
+        first = next((each for each in busy if each.has_read), busy[0] if busy else None)
+        return [each for each in busy if first and each.reply.is_infill == first.reply.is_infill]
 
     def _begin(self, exchange: Exchange) -> None:
         """The first turn of its slot; a misbehaviour may take it out of it."""
@@ -571,9 +578,12 @@ class LlamaServer:
     def _batch_done(self) -> None:
         self._batch, self._pages_in = None, False
         self.advanced_at = self._scheduler.host_time
+        of_batch = self._of_one_kind()
         for exchange in [each for each in self.busy if not each.dead]:
             if exchange.closed_by_client:
                 self._drop(exchange)
+            elif exchange not in of_batch:
+                continue
             elif exchange.has_read:
                 self._write_answer(exchange, self._next_tokens(exchange))
             elif exchange.is_begun and self._read_prompt(exchange):

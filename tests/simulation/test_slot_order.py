@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from llama_worker.errors import RequestFailed
 from llama_worker.types.request import RequestState
 from tests.simulation.bench import FAST, quiet_bench
 from tests.simulation.server import Build, Headers, Reply
+from tests.simulation.strangers import FOREIGN, Unheard
 
 B11434 = Build(
     slots=2, prefill_tokens_per_s=20.0, decode_tokens_per_s=2.0, batch_tokens=512, load_s=1.0
@@ -61,4 +63,25 @@ def test_a_request_whose_slot_never_has_a_turn_ends_alone() -> None:
         bench.scheduler.run_for(1.0)
         (first,) = bench.server.exchanges
         assert first.request_id == 1
+        assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
+
+
+def test_who_queues_behind_a_task_that_is_not_computed_beside_chats_is_spared() -> None:
+    """Such as `/infill`: its slot is taken, and stands still while a chat generates."""
+    bench = quiet_bench(replace(FAST, decode_tokens_per_s=10.0))
+    chat = Reply(key="r", prompt_tokens=9, reasoning_tokens=0, text_tokens=4000, step_tokens=1)
+    infill = replace(chat, text_tokens=50, is_infill=True)
+    short = replace(chat, text_tokens=50)
+    replies = {FOREIGN: infill, 1: chat}
+    bench.machine.reply_to = lambda request_id, turn: replies.get(request_id, short)
+    with bench.ready():
+        first = bench.worker.ask("the first")
+        bench.scheduler.run_for(5.0)
+        stranger: Any = Unheard()
+        bench.server.accept(stranger, (FOREIGN, 1), {})
+        second = bench.worker.ask("the second")
+        bench.scheduler.run_for(300.0)
+        assert len(bench.server.queue) == 1
+        for answer in (first, second):
+            assert bench.answer(answer, 600.0)["state"] is RequestState.COMPLETED
         assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
