@@ -111,7 +111,7 @@ class ResponsesProxy(Startable):
         return refused
 
     def close(self) -> None:
-        """Cut running requests and stop listening. Blocks until no thread is left; idempotent."""
+        """Cut running requests and stop listening. Blocks until no request runs; idempotent."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads
         future: WorkerFuture[None] = WorkerFuture()
