@@ -166,6 +166,33 @@ def test_a_request_that_waits_for_its_slots_is_spared(
         assert worker.get_worker_status().get(timeout=patience())["restart_count"] == 0
 
 
+FOX = "The red fox jumps over the lazy dog near the river bank. " * 20
+NUMBERS = "Numbers: one two three four five six seven eight nine ten. " * 20
+
+
+@pytest.mark.parametrize(
+    ("cache", "mixes"),
+    [((), True), (("--cache-ram", "0"), False)],
+    ids=["with a prompt cache", "without"],
+)
+def test_a_slot_asked_for_while_it_is_busy_may_get_another_prompt(
+    serve: Serve, cache: tuple[str, ...], mixes: bool
+) -> None:
+    """The server's own fault (b11434). Once the first case fails, the warning can go."""
+    config = serve(slots=2, whole=True, args=(*SERVER_ARGS, *cache))
+    here = {"id_slot": 0, "temperature": 0}
+    long = {**here, "max_tokens": 200, "ignore_eos": True}
+    with LlamaWorker(config) as worker:
+        ended(worker, submitted(worker, "cached", FOX, max_tokens=4, **here))
+        running = submitted(worker, "running", NUMBERS, **long)
+        wait_status(worker, running, is_generating)
+        waits = submitted(worker, "waits", f"{FOX} And", max_tokens=4, **here)
+        assert ("fox" in ended(worker, running)["text"]) is mixes
+        ended(worker, waits)
+        warnings = worker.get_worker_status().get(timeout=patience())["warnings"]
+        assert any("'id_slot' may mix" in line for line in warnings) is mixes
+
+
 def test_one_long_batch_is_spared(serve: Serve, looks: list[float]) -> None:
     profile = suspicious()
     long_s = _suspect_after_s() + 7.0  # long enough for four looks
