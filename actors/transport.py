@@ -2,7 +2,7 @@
 
 Receives OpenStream, CloseStream, FlushStream, HurryStream, CloseAllStreams and each stream's
 StreamClosed. The streams send their news to the RequestActors directly. Sends the RequestActors
-StreamFlushed, and the WorkerActor StreamsClosed. Owns every open stream.
+StreamFlushed, and the WorkerActor AllStreamsClosed. Owns every open stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TransportActor(Child[messages.TransportMessage]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._streams: dict[messages.TurnId, Stream] = {}
-        self._is_closing = False  # True: StreamsClosed must be sent after the last one
+        self._is_closing = False  # True: AllStreamsClosed must be sent after the last one
 
     def handle(self, message: messages.TransportMessage) -> None:
         match message:
@@ -72,4 +72,4 @@ class TransportActor(Child[messages.TransportMessage]):
     def _report_closed(self) -> None:
         if self._is_closing and not self._streams:
             self._is_closing = False
-            self.tell_worker(messages.StreamsClosed(epoch=self.member.epoch))
+            self.tell_worker(messages.AllStreamsClosed(epoch=self.member.epoch))

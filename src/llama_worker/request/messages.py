@@ -82,7 +82,7 @@ class SignalEmitted(Struct, frozen=True, kw_only=True):
     signal: ExitSignal
 
 
-class StreamsClosed(Struct, frozen=True, kw_only=True):
+class AllStreamsClosed(Struct, frozen=True, kw_only=True):
     """No connection to the server is open any more."""
 
     epoch: int
@@ -155,7 +155,7 @@ class CloseStream(Struct, frozen=True, kw_only=True):
 
 
 class CloseAllStreams(Struct, frozen=True):
-    """Close every connection; answered by `StreamsClosed` when the last reader has ended."""
+    """Close every connection; answered by `AllStreamsClosed` when the last reader has ended."""
 
 
 class FlushStream(Struct, frozen=True, kw_only=True):

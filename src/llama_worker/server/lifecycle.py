@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
-from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
+from llama_worker.request.messages import Abandon, AllStreamsClosed, CloseAllStreams
 from llama_worker.server import lifecycle_endings as endings
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.lifecycle_states import (
@@ -109,7 +109,7 @@ def step(  # noqa: C901  one line per case
             return _replace_server(life, now, reason, detail)
         case Ready(), RecycleDue(detail=detail):
             return endings.recycle(life, now, detail)
-        case Ending(closing_until=float()) as ending, StreamsClosed():
+        case Ending(closing_until=float()) as ending, AllStreamsClosed():
             return endings.terminate(life, ending)
         case Ending(closing_until=float(at)) as ending, Tick() if now >= at:
             return endings.terminate(life, ending)

@@ -10,10 +10,10 @@ from msgspec import Struct
 
 from llama_worker.mailbox import Mailbox, Reply, Tick
 from llama_worker.request.messages import (
+    AllStreamsClosed,
     CheckServer,
     ProgressReported,
     ReportProgress,
-    StreamsClosed,
 )
 from llama_worker.request.progress import Batch, Progress
 from llama_worker.request.table import RequestRecord
@@ -299,7 +299,7 @@ ServerMessage = (  # what decides about the server's life
     | HealthLost
     | GpuFaulted
     | Stalled
-    | StreamsClosed
+    | AllStreamsClosed
     | MemoryMeasured
     | PaceLearnt
 )

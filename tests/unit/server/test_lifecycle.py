@@ -12,7 +12,7 @@ from msgspec import structs
 from llama_worker.config.profiles import RestartPolicy
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
-from llama_worker.request.messages import Abandon, CloseAllStreams, StreamsClosed
+from llama_worker.request.messages import Abandon, AllStreamsClosed, CloseAllStreams
 from llama_worker.server.blame import GpuFault, RestartCause
 from llama_worker.server.lifecycle import Drained, step
 from llama_worker.server.lifecycle_states import (
@@ -114,7 +114,7 @@ startup_failed = news(StartupFailed, detail="no sign of work")
 died = news(Died, returncode=-9)
 exited = last_news(Exited, returncode=1, log_tail=("oops",), port_taken=False)
 unkillable = news(Unkillable, detail="SIGKILL does not end process 5")
-streams_closed = news(StreamsClosed)
+streams_closed = news(AllStreamsClosed)
 
 
 def launching(policy: RestartPolicy = POLICY) -> Lifecycle:
