@@ -95,7 +95,7 @@ class ResponseEvents:
         self._sequence_number = 0
         self._splitter: ReasoningSplitter | None = ReasoningSplitter()  # None once a call has begun
         self._call_start = items.CallStart()
-        self._open: items.Item | None = None
+        self._open: items.OutputItem | None = None
         self._waiting: deque[items.Delta] = deque()
         self._call_ids: set[str] = set()
         self._closed_calls: set[int] = set()
@@ -207,7 +207,7 @@ class ResponseEvents:
             self.response["incomplete_details"] = {"reason": incomplete}
         elif all(item["type"] == "reasoning" for item in self.response["output"]):
             # clients expect a message, even an empty one
-            self._begin_item(items.Message(self._new_id("msg")))
+            self._begin_item(items.MessageItem(self._new_id("msg")))
             self._close("completed")
         self._emit_terminal(status)
 
@@ -249,12 +249,12 @@ class ResponseEvents:
             if self._append(self._waiting[0]):
                 self._waiting.popleft()
                 continue
-            if isinstance(self._open, items.Call) and not self._open.is_complete():
+            if isinstance(self._open, items.CallItem) and not self._open.is_complete():
                 return
             self._close("completed")
             if not self._begin_item_for(self._waiting[0]):
                 return
-            if isinstance(self._open, items.Call):  # others' deltas may wait between its own
+            if isinstance(self._open, items.CallItem):  # others' deltas may wait between its own
                 self._waiting = deque(delta for delta in self._waiting if not self._append(delta))
 
     def _append(self, delta: items.Delta) -> bool:
@@ -268,9 +268,9 @@ class ResponseEvents:
     def _begin_item_for(self, delta: items.Delta) -> bool:
         """Open the item that the delta begins. False: a call whose name has not come yet."""
         if isinstance(delta, chat.ReasoningDelta):
-            self._begin_item(items.Reasoning(self._new_id("rs"), seal=self._seal))
+            self._begin_item(items.ReasoningItem(self._new_id("rs"), seal=self._seal))
         elif isinstance(delta, chat.TextDelta):
-            self._begin_item(items.Message(self._new_id("msg")))
+            self._begin_item(items.MessageItem(self._new_id("msg")))
         else:
             name, call_id = self._name_and_id(delta.index)
             if not name:
@@ -282,7 +282,7 @@ class ResponseEvents:
             unknown = Tool(kind="function", name=name, model_name=name)
             tool = self._tools.called(name) or unknown
             self._begin_item(
-                items.Call(self._new_id(_CALL_PREFIXES[tool.kind]), delta.index, call_id, tool)
+                items.CallItem(self._new_id(_CALL_PREFIXES[tool.kind]), delta.index, call_id, tool)
             )
         return True
 
@@ -294,7 +294,7 @@ class ResponseEvents:
         (call,) = assembler.calls()
         return call.name, call.call_id
 
-    def _begin_item(self, item: items.Item) -> None:
+    def _begin_item(self, item: items.OutputItem) -> None:
         self._open = item
         self._emit("response.output_item.added", output_index=self._index, item=item.in_progress())
         self._emit_of(item, item.opening())
@@ -303,7 +303,7 @@ class ResponseEvents:
         item, self._open = self._open, None
         if item is None:
             return
-        if isinstance(item, items.Call):
+        if isinstance(item, items.CallItem):
             self._closed_calls.add(item.index)
         self._emit_of(item, item.closing(status))
         done = item.done(status)
@@ -319,7 +319,7 @@ class ResponseEvents:
         self._release_call()
         self._pass_on_waiting()
         while self._open is not None or self._waiting:
-            if status == "incomplete" and isinstance(self._open, items.Call):
+            if status == "incomplete" and isinstance(self._open, items.CallItem):
                 return
             if self._open is not None:
                 self._close(status)
@@ -375,7 +375,7 @@ class ResponseEvents:
         self._out.append({"type": kind, "sequence_number": self._sequence_number, **fields})
         self._sequence_number += 1
 
-    def _emit_of(self, item: items.Item, emitted: items.Emitted) -> None:
+    def _emit_of(self, item: items.OutputItem, emitted: items.Emitted) -> None:
         for kind, fields in emitted:  # inlines `_emit`: this runs for every token
             self._out.append(
                 {

@@ -16,7 +16,7 @@ ItemStatus = Literal["completed", "incomplete"]
 Emitted = list[tuple[str, dict[str, Any]]]  # types of events, and the item's own fields of each
 
 
-class Message(Struct):
+class MessageItem(Struct):
     """A message item: text."""
 
     id: str
@@ -61,7 +61,7 @@ class Message(Struct):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-class Reasoning(Struct):
+class ReasoningItem(Struct):
     """A reasoning item. Its text comes twice, as content and as summary: clients show either."""
 
     id: str
@@ -124,7 +124,7 @@ class Reasoning(Struct):
         return {"type": "reasoning_text", "text": text}
 
 
-class Call(Struct):
+class CallItem(Struct):
     """A tool call item; `index`: the server's number for the call."""
 
     id: str
@@ -198,7 +198,7 @@ class Call(Struct):
         return "".join(self._pieces)
 
 
-Item = Message | Reasoning | Call
+OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class CallStart(Struct):
