@@ -240,7 +240,7 @@ class LlamaWorker(Startable):
         def order(reply: WorkerFuture[RequestResult]) -> Ask:
             prompt = validate_submit(job_name, system_prompt, user_prompt, params, messages)
             if job_name == "ask":  # the caller did not name the job
-                prompt = replace(prompt, question=f"ask {hash(repr(prompt.user_prompt)):x}")
+                prompt = replace(prompt, job_key=f"ask {hash(repr(prompt.user_prompt)):x}")
             return Ask(submission=prompt, reply=reply)
 
         return self._ask(order)

@@ -82,8 +82,8 @@ _State = _Streaming | _ReadingRest | _Over | _Disconnected | _Ended
 
 class LeasedRequest:
     """One client's request. `in_one_piece`: the reply comes once it is complete, not as a stream.
-    `answers`: how many are asked for; each has its own end. `question`: what is asked, in short;
-    the same if the client asks again."""
+    `answers`: how many are asked for; each has its own end. `job_key`: the same if the client
+    asks again."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class LeasedRequest:
         in_one_piece: bool = False,
         answers: int = 1,
         offers_tools: bool = False,
-        question: str = "",
+        job_key: str = "",
     ) -> None:
         self.request_id = admitted.request_id
         self.given_up: ending.Outcome | None = None  # why the worker gave it up; None: it did not
@@ -111,7 +111,7 @@ class LeasedRequest:
             unix_offset=unix_offset,
             output=Output(None),
             iterations_left=0,
-            question=question,
+            job_key=job_key,
             has_media=has_media,
             links_media=links_media,
             needs_specific_slots=needs_specific_slots,

@@ -38,7 +38,7 @@ class RequestTotals(Struct, kw_only=True):
     unix_offset: float  # Unix seconds minus monotonic seconds
     output: Output
     iterations_left: int
-    question: str = ""
+    job_key: str = ""
     has_media: bool = False
     links_media: bool = False
     needs_specific_slots: bool = False
@@ -215,7 +215,7 @@ def build_record(
         was_sent=was_sent and not outcome.is_unsent,
         has_media=totals.has_media,
         is_leased=totals.is_leased,
-        question=totals.question,
+        job_key=totals.job_key,
     )
 
 

@@ -63,7 +63,7 @@ class Request:
             unix_offset=unix_offset,
             output=Output(config.loop_detector),
             iterations_left=config.max_tool_iterations,
-            question=order.submission.question,
+            job_key=order.submission.job_key,
             has_media=bool(order.submission.part_kinds - {"text"}),
             links_media=order.submission.links_media,
             needs_specific_slots=needs_specific_slots(self._prompts.params),

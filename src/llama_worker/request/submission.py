@@ -35,7 +35,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     messages: tuple[ChatMessage, ...]
     part_kinds: frozenset[str] = frozenset()  # types of the content parts
     links_media: bool = False
-    question: str = ""  # what is asked, in short, if the host named no job
+    job_key: str = ""  # the same for each retry; set if the host named no job
 
 
 def valid_id(request_id: int) -> int:

@@ -39,7 +39,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     was_sent: bool = True  # its last turn, or a part of it; False: certainly not
     has_media: bool = False  # images or sounds in its prompt
     is_leased: bool = False  # its output went to its client and is not kept here
-    question: str = ""  # what is asked, in short, if nobody named the job
+    job_key: str = ""  # the same for each retry; set if nobody named the job
 
     @property
     def is_broken_off(self) -> bool:
@@ -52,8 +52,8 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     @property
     def job(self) -> str:
         """The same for a request and its retries: each lease has its own job name, and all requests
-        that a host does not name share one, so `question` is preferred."""
-        return self.question or self.job_name
+        that a host does not name share one, so `job_key` is preferred."""
+        return self.job_key or self.job_name
 
     def copy_of_status(self) -> RequestStatus:
         """A copy for one host to keep: no two get the same dicts."""

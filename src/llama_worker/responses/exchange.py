@@ -116,7 +116,7 @@ class Exchange:
                 in_one_piece=chat.get("stream") is not True,
                 answers=answers,
                 offers_tools=bool(chat.get("tools")),
-                question=_question(messages),
+                job_key=_job_key(messages),
             ),
         )
         self._client.set_stall_callback(self.leased.stopped_waiting)
@@ -187,7 +187,7 @@ def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
         return reply.get()
 
 
-def _question(messages: object) -> str:
+def _job_key(messages: object) -> str:
     """A text that is the same if a client retries its request, as most do after an error."""
     if not isinstance(messages, Sequence):
         return ""

@@ -88,7 +88,7 @@ def ended(
 
 
 def asked(reason: RequestFailReason, job: str) -> RequestRecord:
-    return replace(ended(reason, job), question="why?")
+    return replace(ended(reason, job), job_key="why?")
 
 
 def found(
