@@ -106,7 +106,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                     self._probes[messages.LookAtSlots] = look
                 except RuntimeError:
                     yield messages.SlotsSeen(epoch=epoch, look=None)
-            case messages.StopWatching():
+            case messages.AbortProbes():
                 self._abort_probes()
 
     def _give_up(

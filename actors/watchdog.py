@@ -86,7 +86,7 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                     self._probes[messages.LookAtSlots] = look
                 except RuntimeError:
                     self.me().tell(messages.SlotsSeen(epoch=epoch, look=None))
-            case messages.StopWatching():
+            case messages.AbortProbes():
                 self._abort_probes()
             case _:
                 self.tell_worker(effect)

@@ -13,6 +13,7 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.request.progress import Progress
 from llama_worker.server.messages import (
+    AbortProbes,
     AskForProgress,
     BecameReady,
     EvidenceSeen,
@@ -24,7 +25,6 @@ from llama_worker.server.messages import (
     ProbeOutcome,
     ProbeReadiness,
     SlotsSeen,
-    StopWatching,
     Unwatch,
     Watch,
     WatchdogMessage,
@@ -166,7 +166,7 @@ class VirtualWatch:
                         self.slots_asked_at.append(self.now)
                         self._open_look = (self.now + effect.timeout_s, effect)
                         messages += self._slots_seen()
-                    case StopWatching():
+                    case AbortProbes():
                         pass
                     case _:
                         self.news.append((self.now, effect))

@@ -210,6 +210,10 @@ class StopWatching(Struct, frozen=True, kw_only=True):
     """The launch is over: stop probing."""
 
 
+class AbortProbes(Struct, frozen=True, kw_only=True):
+    """Abort the pending probes: nobody needs their answers."""
+
+
 class ProbeReadiness(Struct, frozen=True, kw_only=True):
     """Ask the server whether it is ready; `Probed` follows. `first`: it was not ready so far."""
 
@@ -326,8 +330,8 @@ WatchdogMessage = (
     | Tick
 )
 
-WatchOrder = ProbeReadiness | StopWatching | Look | LookAtSlots | AskForProgress
-"""What a watch orders its actor to do. StopWatching: answers of pending probes are not needed."""
+WatchOrder = ProbeReadiness | AbortProbes | Look | LookAtSlots | AskForProgress
+"""What a watch orders its actor to do."""
 
 WatchReport = (
     BecameReady | StartupFailed | HealthLost | GpuFaulted | Stalled | Observed | PaceLearnt

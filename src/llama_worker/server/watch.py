@@ -148,7 +148,7 @@ class ServerWatch:
 
     def _stop_watching(self) -> None:
         self._is_over = True
-        self._effects.append(messages.StopWatching())
+        self._effects.append(messages.AbortProbes())
 
     def _tick(self, now: float) -> None:
         if self._probe_at is not None and now >= self._probe_at:

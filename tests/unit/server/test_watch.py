@@ -197,7 +197,7 @@ def test_a_launch_that_is_over_leaves_no_probe() -> None:
     step(Launch(epoch=1), 0.0)
     (look,) = step(Launched(epoch=1, pid=7), 0.0)
     step(Tick(), 0.1)
-    assert StopWatching() in step(StopWatching(), 0.2)
+    assert messages.AbortProbes() in step(StopWatching(), 0.2)
     assert step.watch.deadline is None
     assert step(probed(ProbeOutcome.READY), 0.3) == []
     assert step(Launched(epoch=1, pid=7), 0.3) == []
@@ -235,7 +235,7 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
     while not news and step.watch.deadline is not None:
         now = step.watch.deadline
         news = step(Tick(), now)
-    assert [type(told) for told in news] == [messages.StartupFailed, StopWatching]
+    assert [type(told) for told in news] == [messages.StartupFailed, messages.AbortProbes]
     assert 10.0 <= now <= 10.5
     assert step.watch.deadline is None
 
