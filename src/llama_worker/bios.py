@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from llama_worker.config.validation import plain_str
 from llama_worker.errors import described_error
 from llama_worker.types.chat import ToolDef
 from llama_worker.types.hooks import BiosContext, BiosProvider, BiosText
@@ -138,7 +137,7 @@ def run_bios(provider: BiosProvider | None, ctx: BiosContext) -> BiosText | str:
                 "the BIOS provider must return a str, or a BiosText of two strs, not "
                 f"{type(text).__name__}"
             )
-        plain.append(plain_str(text))
+        plain.append(str.__str__(text))  # a subclass may hold what cannot be copied
         try:
             plain[-1].encode()
         except UnicodeEncodeError as exc:
