@@ -1,9 +1,10 @@
 """ProcessActor: starts and ends the server's process tree. `server.termination` decides when to
 send which signal.
 
-Receives Launch, Terminate, CheckServer and MeasureMemory. Sends the WorkerActor Unkillable,
-MemoryMeasured and, before a kill that asks for it or follows a SIGTERM, EvidenceKept. Both get the
-reports of the launch itself (Launched, LaunchFailed, Died, Exited). Owns one server process.
+Receives Launch, Terminate, CheckServer and MeasureMemory. Answers a RequestActor's CheckServer with
+ServerChecked. Sends the WorkerActor Unkillable, MemoryMeasured and, before a kill that asks for it
+or follows a SIGTERM, EvidenceKept. Both this actor and the WorkerActor get the reports of the
+launch itself (Launched, LaunchFailed, Died, Exited). Owns one server process.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Receives Begin, BeginLease, EndLease, CancelRequest, Abandon, GetStatus, ReadOut
 its stream's news, and the outcomes of tool calls, BIOS texts and checks of the server. Carries out
 the request's orders: sends the TransportActor OpenStream, CloseStream, FlushStream and HurryStream,
 the ToolLoopActor RunTool and DropTool, the ProcessActor CheckServer, the WatchdogActor
-ProgressReported, the WorkerActor RequestEnded. Owns the request's record until the request ends.
+ProgressReported, the WorkerActor SignalEmitted, ToolsRefused and RequestEnded. Owns the request's
+record until the request ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """WorkerActor: the supervisor. Admits requests, and controls the server's life and the other actors
 of each launch.
 
-Receives the host's orders and questions from the handle, and its own actors' messages. Owns the
-request table, the journal and the other actors. `ServerLife` deals with the server,
-`RequestDispatcher` with single requests.
+Receives the host's orders and questions from the handle, leases from a proxy's clients, and its own
+actors' messages. Sends the ProcessActor Launch, Terminate and MeasureMemory; the TransportActor
+CloseAllStreams; the RequestActors Begin, BeginLease, EndLease, CancelRequest, Abandon, GetStatus
+and ReadOutput; the WatchdogActor PaceLearnt, Launch, Launched, Watch, Unwatch, ProbeNow and
+StopWatching; and each of its actors ReportIn. Owns the request table, the journal and the other
+actors. `ServerLife` deals with the server, `RequestDispatcher` with single requests.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 All messages are frozen, and what they carry is never changed afterwards. Orders are imperatives,
 facts are past tense. Instants (`*_at`, `now`) are monotonic seconds. Facts about a launch carry its
-`epoch`, those about a stream its `turn_id`, so that stale ones are recognised and dropped. Orders
-to a launch's actors carry none: each launch has its own actors. The other messages are defined in
-the packages that they concern.
+`epoch`, those about a stream its `turn_id`, so that stale ones are recognised and dropped. Of the
+orders to a launch's actors only `Launch` carries an `epoch`: each launch has its own actors. The
+other messages are defined in the packages that they concern.
 """
 
 from __future__ import annotations

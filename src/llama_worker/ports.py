@@ -38,8 +38,8 @@ class Host(Protocol):
         """Unix seconds; may jump in both directions."""
 
     def call_at(self, at: float, call: Callable[[], object]) -> Timer:
-        """Make the call once `now()` has reached `at`, on a thread of the runtime. The call may
-        only `tell`."""
+        """Make the call once `now()` has reached `at`, on a thread of the runtime. The call must
+        not block."""
 
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
         """Run an actor: on the thread that Pykka starts for it, or as the simulator schedules it.

@@ -129,8 +129,8 @@ class Recycle:
 class Canary:
     """One greedy completion that a server has to get right before it is READY.
 
-    `check` gets the answer's text and returns whether it is good; it runs on a thread of its own.
-    An exception counts as False.
+    `check` gets the answer's text and returns whether it is good; it runs on a thread that the
+    probes of all workers share. An exception counts as False.
     """
 
     prompt: Annotated[str, partial(checked_str, empty=False)]

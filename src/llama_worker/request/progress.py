@@ -40,10 +40,10 @@ class Progress:
     dispatched_at: float  # of the request: the first turn's start
     turn_started_at: float
     headers_at: float | None = None
-    first_token_at: float | None = None  # for the status; verdicts use the phase
+    first_token_at: float | None = None
     prompt_progress_at: float | None = None  # the latest report of prompt progress
     last_data_at: float | None = None  # the latest data that advanced the turn
-    last_stream_byte_at: float | None = None  # any byte, keepalives too; for the status
+    last_stream_byte_at: float | None = None  # any byte, keepalives too; for `describe`
     batches: tuple[Batch, ...] = ()  # the latest few of the prompt
     has_media: bool = False  # images or sounds are no tokens until they are encoded
     links_media: bool = False  # the server fetches it by its URL, before it gives any sign of work

@@ -48,7 +48,7 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
     last_probe: str = "none ended"
 
     def saw_work(self, at: float) -> StartupWatch:
-        """Evidence of work (the rate of CPU time, or of disk use) restarts `startup_timeout_s`."""
+        """Evidence of work restarts `startup_timeout_s`."""
         return replace(self, worked_at=max(at, self.worked_at))
 
     def probed(self, detail: str) -> StartupWatch:
@@ -64,7 +64,7 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
         loading_s, silent_s = now - self.began_at, now - self.worked_at
         if silent_s >= profile.startup_timeout_s:
             return (
-                f"not ready, and no sign of work (CPU or disk) for {silent_s:.1f} s (limit: "
+                f"not ready, and no sign of work for {silent_s:.1f} s (limit: "
                 f"startup_timeout_s {profile.startup_timeout_s:g}); launched {loading_s:.1f} s "
                 "ago; raise startup_timeout_s if the model loads slowly; the last probe: "
                 f"{self.last_probe}"

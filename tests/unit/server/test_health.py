@@ -75,7 +75,7 @@ def test_a_probe_is_given_up_when_the_next_is_due_within_bounds(
 
 # ---------------------------------------------------------------- before READY
 
-IDLE = "not ready, and no sign of work (CPU or disk) for 120.0 s (limit: startup_timeout_s 120)"
+IDLE = "not ready, and no sign of work for 120.0 s (limit: startup_timeout_s 120)"
 LAST_RESORT = TimeoutProfile(startup_timeout_s=120.0, silent_work_timeout_s=1000.0)
 BOUNDED = TimeoutProfile(startup_timeout_s=120.0, silent_work_timeout_s=500.0, load_timeout_s=900.0)
 

@@ -1,4 +1,4 @@
-"""Daemon threads for calls that block, each of which only sends a message with the outcome.
+"""Daemon threads for calls that block: streams, probes, token counts, the requests to a proxy.
 
 To start a thread takes longer than most of these calls, so a few idle ones are kept for the next
 call of any worker.

@@ -1,5 +1,5 @@
-"""The one timer thread of a host process: at each deadline it makes a call that only sends a
-message.
+"""The one timer thread of a host process: at each deadline it makes a call, which must not
+block.
 
 It sleeps until the earliest deadline, and for ever if there is none.
 """
