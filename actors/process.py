@@ -142,7 +142,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
         )
 
     def _evidence(self) -> Mapping[str, Any]:
-        """Read from /proc, which takes a millisecond and does not block."""
+        """Read from /proc, which does not block."""
         return self._runtime.process_evidence(self._pid) if self._pid is not None else {}
 
 

@@ -48,9 +48,9 @@ _STATE_STYLES = {
     "failed": "red",
     "down": "red",
 }
-_ANSWER_S = 2.0  # a server answers within 10 ms, even during a long batch (b11434)
+_ANSWER_S = 2.0  # a server answers far sooner, even during a long batch (b11434)
 _METRICS_S = 10.0  # for each answer the host asks its workers
-_METRICS_BYTES = 64 * 1024 * 1024  # at most; a worker has some 9 KB of them
+_METRICS_BYTES = 64 * 1024 * 1024  # at most
 _MAX_ASKED = 16  # servers, at the same time
 _QUIT = (b"q", b"Q")
 _ENDS = "q or Ctrl-C ends"

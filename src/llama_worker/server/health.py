@@ -14,7 +14,7 @@ from llama_worker.config.profiles import Canary, TimeoutProfile
 from llama_worker.errors import described_error
 from llama_worker.server.messages import ProbeOutcome
 
-PROBE_TIMEOUT_S = 10.0  # a loaded server answers within 10 ms (b11434)
+PROBE_TIMEOUT_S = 10.0  # a loaded server answers far sooner (b11434)
 _PROBE_TIMEOUT_MIN_S = 1.0
 # from this interval on, probes are due on whole seconds: many workers then wake the host once
 _ALIGNED_FROM_S = 10.0

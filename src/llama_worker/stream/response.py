@@ -1,8 +1,8 @@
 """Parses a server's reply into its head, its body and, for a chat, its events. Sans-IO; one per
 exchange, one thread at a time.
 
-The parser is `httptools`, that of Node.js behind a thin Python layer: a chunk costs a fiftieth of
-what it costs a parser in Python.
+The parser is `httptools`, that of Node.js behind a thin Python layer: a parser in Python takes much
+longer for each chunk.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def sse(events: list[Event]) -> bytes:
 
 def to_json(event: Event) -> bytes:
     try:
-        return _encode(event)  # ten times as fast as json
+        return _encode(event)  # much faster than json
     except UnicodeEncodeError:  # a lone surrogate, which a client's own text may hold
         return json.dumps(event, separators=(",", ":")).encode()
 

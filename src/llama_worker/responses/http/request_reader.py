@@ -1,10 +1,10 @@
 """Parses the bytes of a client's connection into complete HTTP requests. Sans-IO; one thread at a
 time.
 
-Heads are parsed by `httptools`: `h11`, in Python, takes ten times as long, and delays every first
-token by that. This reader is stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer
-encoding but "chunked". It parses bodies itself: `httptools` would take the body of a request for an
-upgrade for the next request, and does not tell the announced size of a chunk.
+Heads are parsed by `httptools`: a parser in Python would delay every first token. This reader is
+stricter: a request is HTTP/1.0 or 1.1, has one Host, and no transfer encoding but "chunked". It
+parses bodies itself: `httptools` would take the body of a request for an upgrade for the next
+request, and does not tell the announced size of a chunk.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RequestReader:
         self._head_bytes = bytearray()
         self.head: HttpRequest | None = None  # of the request that is being read
         self.origin: str | None = None
-        self._body = bytearray()  # a list of tiny pieces would take 30 times the memory
+        self._body = bytearray()  # a list of tiny pieces would take far more memory
         self._length = 0  # of a body that is not chunked
         self._chunks: ChunkedBody | None = None
         self._awaits_continue = False

@@ -38,7 +38,7 @@ class ClientSocket:
         self._client = client
         self._max_bytes = max_message_bytes
         self._protocol = WSConnection(ConnectionType.SERVER)
-        self._unfinished = bytearray()  # a list of tiny pieces would take 30 times the memory
+        self._unfinished = bytearray()  # a list of tiny pieces would take far more memory
         self._messages: deque[bytes] = deque()
         self._messages_bytes = 0
         headers = [

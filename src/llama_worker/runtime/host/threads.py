@@ -18,8 +18,8 @@ from llama_worker.runtime.host.callbacks import log_exception
 from llama_worker.runtime.host.futures import never_block_this_thread
 from llama_worker.runtime.host.timers import call_at, now
 
-ADD_THREADS_AFTER_S = 0.05  # a server answers within 10 ms
-_MAX_SPARE = 4  # threads that are kept, 16 KiB each
+ADD_THREADS_AFTER_S = 0.05  # a server that works answers sooner
+_MAX_SPARE = 4  # threads that are kept
 _Call = Callable[[], object]
 _spare: list[queue.SimpleQueue[tuple[str, _Call]]] = []  # the mailboxes of the idle threads
 _spare_lock = threading.Lock()

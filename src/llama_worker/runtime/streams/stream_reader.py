@@ -21,7 +21,7 @@ from llama_worker.stream.lazy_reading import LazyReading, Portion
 from llama_worker.stream.response import ChatBody
 from llama_worker.types.request import RequestFailReason
 
-_READ_BYTES = 16 * 1024  # to allocate 64 KiB each time takes longer than to read a token
+_READ_BYTES = 16 * 1024  # to allocate much more each time takes longer than to read a token
 _READS = 64  # at a time; a caller of `flush` waits for them
 
 
