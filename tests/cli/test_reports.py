@@ -116,7 +116,7 @@ def test_tokens_that_the_server_did_not_count() -> None:
         (result(finish_reason=RequestFinishReason.MAX_TOKENS), exits.DONE, "--max-tokens"),
         (result("canceled"), exits.CANCELED, "the output so far is above"),
         (result("canceled", text=""), exits.CANCELED, "cancelled before any output"),
-        (failed("stall_timeout"), exits.FAILED, "--timeouts slow_prefill"),
+        (failed("stall_timeout"), exits.FAILED, "--timeouts slow"),
         (failed("http_error", "exceeds the available context size"), exits.FAILED, "--ctx-size"),
         (failed("server_died"), exits.FAILED, "  \u241b[31mlast line"),
         (

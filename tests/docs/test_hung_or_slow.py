@@ -133,7 +133,7 @@ def test_the_first_row_of_the_table_says_the_limit_of_connecting() -> None:
 
 def test_the_last_row_is_the_limit_of_a_dead_stream_beside_live_ones() -> None:
     when, reason, after = DEAD_BESIDE
-    assert when == "generating, `/slots` is not to be had, and others get data"
+    assert when == "generating, `/slots` is not available, and others get data"
     assert f"{STALLED_ALONE_MULTIPLE} x `idle_stream_timeout_s`" in after
     times = {"liveness_at": 19.9, "neighbour_data_at": 19.9, "now": 20.0}
     found = judge(STATES["generating"], "idle_stream_timeout_s", **times)

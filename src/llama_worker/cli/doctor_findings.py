@@ -210,7 +210,7 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
         text = (
             "CPU time can be read, but disk reads cannot: a model that loads slowly may look hung"
         )
-        todo = "run the server as the same user; or use --timeouts slow_prefill"
+        todo = "run the server as the same user; or use --timeouts slow"
         yield Finding("note", "/proc", text, todo)
     else:
         yield Finding("ok", "/proc", "CPU time and disk reads can be seen")

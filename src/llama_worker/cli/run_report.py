@@ -30,7 +30,7 @@ from llama_worker.types.worker import StartFailReason
 _LOG_PREFIX = re.compile(r"[\d.]+ [A-Z] \S+ +(\S+: )?")
 _LOG_LINES = 12  # shown if a server did not start: a failed model load prints ten lines
 _LABEL_CHARS = 200  # a terminal cuts it to its width
-_SLOW_HARDWARE = "on slow hardware, use --timeouts slow_prefill"
+_SLOW_HARDWARE = "on slow hardware, use --timeouts slow"
 _LOOPS = "the model repeats itself: try another --temperature, --seed or prompt"
 _HANGS = f"the server showed no sign of work; {_SLOW_HARDWARE}"
 _BY_FAILURE = {
