@@ -47,6 +47,8 @@ class StubActor:
         self._loop = asyncio.get_running_loop()
         self._reachable = asyncio.Event()
         self._reachable.set()
+        self.sends_pieces = asyncio.Event()
+        self.sends_pieces.set()
         self.calls: list[str] = []
         self._values: dict[str, Any] = {
             "get_place": {"node_id": "stub", "node_ip": "10.0.0.2", "pid": 1},
@@ -59,12 +61,19 @@ class StubActor:
 
     def set_reachable(self, reachable: bool) -> None:
         """Whether its answers arrive. Any thread."""
-        self._loop.call_soon_threadsafe(self._reachable.set if reachable else self._reachable.clear)
+        self._set(self._reachable, reachable)
+
+    def set_sends_pieces(self, sends: bool) -> None:
+        """Whether the pieces of its requests arrive. Any thread."""
+        self._set(self.sends_pieces, sends)
+
+    def _set(self, event: asyncio.Event, value: bool) -> None:
+        self._loop.call_soon_threadsafe(event.set if value else event.clear)
 
     def call(self, method: str) -> Any:
         self.calls.append(method)
         if method == "follow":
-            return _pieces(self.breaks, self.breaks_first)
+            return _pieces(self)
         return Ref(lambda: self._answer(method))
 
     async def _answer(self, method: str) -> Any:
@@ -86,16 +95,17 @@ class _Method:
         return self._actor.call(self._name)
 
 
-async def _pieces(breaks: bool, breaks_first: bool) -> AsyncIterator[Ref]:
+async def _pieces(actor: StubActor) -> AsyncIterator[Ref]:
     status = {"request_id": 1, "job_name": "job", "state": "completed", "signals": []}
     status |= {"ok": True, "created_at": 1.0}
     output = {"ok": True, "text": "yes", "reasoning": ""}
-    result = {} if breaks else {"result": {**status, "text": "yes"}}
+    result = {} if actor.breaks else {"result": {**status, "text": "yes"}}
 
     async def piece() -> Any:
         return {"status": status, "output": output, **result}
 
-    if not breaks_first:
+    await actor.sends_pieces.wait()
+    if not actor.breaks_first:
         yield Ref(piece)
     raise ActorUnavailableError("the connection broke", b"\1" * 16)
 

@@ -9,8 +9,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import ray
 
 from llama_worker import RequestResult, WorkerConfig
 from llama_worker.ray import (
@@ -25,7 +27,7 @@ from llama_worker.ray import (
 from tests.actors.conftest import HOST, WAIT_S, eventually
 from tests.ray.stub_actor import SLOTS, StubActor, without_ray
 
-READY, SILENT = ReplicaState.READY, ReplicaState.SILENT
+READY, SILENT, LOST = ReplicaState.READY, ReplicaState.SILENT, ReplicaState.LOST
 
 
 class Stage:
@@ -182,6 +184,44 @@ def test_a_silent_replica_is_not_replaced(stage: Stage) -> None:
         actor.set_reachable(True)
         stage.wait_states(READY)
         assert "drain" not in actor.calls
+
+
+def test_a_replica_is_not_replaced_while_it_admits(stage: Stage) -> None:
+    """A request that it ran to its end, but whose first piece was not received, would run again."""
+    with stage.started(2) as (first, second):
+        first.set_sends_pieces(False)
+        submitted = stage.fleet.submit("job", "", "Hello?")
+        eventually(lambda: "follow" in first.calls, "its admission")
+        stage.fleet.replace(0)
+        eventually(lambda: "drain" in first.calls, "its drain")
+        for _ in range(3):  # turns of the fleet's loop
+            stage.replicas()
+        assert stage.killed == []
+        first.set_sends_pieces(True)
+        assert submitted.get(timeout=WAIT_S)["ok"]
+        eventually(lambda: stage.killed == [first], "its end")
+        assert second.calls.count("submit") == 0
+
+
+def test_a_shutdown_of_ray_ends_the_replicas(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call would start a new cluster."""
+    with stage.started(1) as (actor,):
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        stage.wait_states(LOST)
+        assert "Ray was shut down" in stage.replicas()[0]["last_error"]
+        renewals = actor.calls.count("renew")
+        stage.replicas()
+        assert actor.calls.count("renew") == renewals
+
+
+def test_an_actor_of_an_earlier_ray_is_replaced(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stage.started(1) as (first,):
+        monkeypatch.setattr(first, "call", Mock(side_effect=Exception("Failed to submit")))
+        eventually(lambda: len(stage.actors) == 2, "another actor")
+        stage.wait_states(READY)
+        assert "Failed to submit" in stage.replicas()[0]["last_error"]
 
 
 def test_a_lease_is_renewed_until_the_server_has_stopped(stage: Stage) -> None:

@@ -176,6 +176,66 @@ def test_an_actor_of_an_earlier_ray_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
     kill(Mock())
 
 
+def test_a_kill_does_not_wait_for_a_head_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    def wait(actor: object) -> None:
+        asked.set()
+        answers.wait(WAIT_S)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "kill", wait)
+    kill(Mock())
+    assert asked.wait(WAIT_S)
+    assert not answers.is_set()
+    answers.set()
+
+
+def test_a_replica_without_a_place_is_not_asked() -> None:
+    async def ask() -> None:
+        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
+        replica._actor = Mock()
+        with pytest.raises(ReplicaLost, match="no place for it yet"):
+            await replica.ask(RayWorker.get_worker_status)
+        assert replica._actor.mock_calls == []
+
+    run_async(ask())
+
+
+def test_a_request_is_cancelled_at_its_own_actor() -> None:
+    """Another may have taken its place meanwhile, with another request of that id."""
+
+    async def follow() -> None:
+        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
+        its, replica._actor = Mock(), Mock()
+        request = replica.requests[7] = RequestCopy(7, progress("Once"))
+        broken = Mock(side_effect=ActorUnavailableError("the connection broke", b"\1" * 16))
+        pieces = Mock(__anext__=broken)
+        await replica._follow(its, replica._lost, request, pieces)
+        its.cancel.remote.assert_called_once_with(request.remote_id)
+        assert replica._actor.mock_calls == []
+        assert request.is_over
+
+    run_async(follow())
+
+
+def test_a_subscription_that_is_cancelled_is_forgotten(
+    scripted_workers: list[ScriptedWorker],
+) -> None:
+    async def subscribe() -> None:
+        worker = ray_worker()
+        waiting = asyncio.create_task(anext(worker.events()))
+        await asyncio.sleep(0)
+        assert len(worker._listeners) == 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert worker._listeners == []
+
+    run_async(subscribe())
+
+
 def ray_worker(**settings: Any) -> RayWorker:
     return RayWorker(lambda port: WorkerConfig("w", HOST, port, ["llama-server"], **settings))
 

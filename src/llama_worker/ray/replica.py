@@ -22,6 +22,7 @@ from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStat
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.threads import start_thread
 from llama_worker.types.request import (
     NotFound,
     RequestResult,
@@ -38,6 +39,8 @@ _SILENT_S = 3.0
 _CANCEL_S = 0.1  # until a task that still runs is cancelled again
 _MARGIN_S = 2.0  # on top of a lease: the last renewal may have arrived, and its answer been lost
 _ANSWER_S = 15.0  # to a submit
+_KILL_S = 0.2  # Ray takes microseconds to send a kill
+_SHUT_DOWN = "Ray was shut down in this program"
 _SHOWN_CHARS = 400
 _RAY_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
 T = TypeVar("T")
@@ -153,6 +156,8 @@ class Replica:
             self._end_actor()
             if not was_ready:
                 await asyncio.sleep(self._retry_s)
+        if not self._started.done():
+            self._started.fail(self._lost(_SHUT_DOWN))
 
     async def close(self, timeout_s: float) -> None:
         """Stop the server and end the actor; what has not stopped after `timeout_s` is killed."""
@@ -195,6 +200,10 @@ class Replica:
             raise self._lost(one_line(error)) from error
         except RayError as error:
             raise self._lost(self._why_killed or one_line(error)) from error
+        except (ReplicaLost, WorkerStartError):
+            raise
+        except Exception as error:  # Ray's for a call of an actor of an earlier ray.init()
+            raise self._lost(described_error(error)) from error
 
     async def _serve(self, actor: Any) -> None:
         """Start the worker and wait for its failure. Raises ReplicaLost when it has failed."""
@@ -207,10 +216,11 @@ class Replica:
         raise self._lost(f"its worker failed: {status.get('last_error', 'no reason given')}")
 
     async def _renew(self, actor: Any) -> None:
-        """Renew the actor's lease. When it is over, kill the actor and raise ReplicaLost."""
+        """Renew the actor's lease. When it is over, kill the actor and raise ReplicaLost; also
+        raised when Ray is shut down."""
         now = asyncio.get_running_loop().time
         answered_at = now()  # when the last answered renewal was sent
-        while True:
+        while ray.is_initialized():  # otherwise a call would start a new cluster
             sent_at, over_at = now(), answered_at + self._lease_s + _MARGIN_S
             renewal = asyncio.wrap_future(actor.renew.remote(self._lease_s).future())
             await asyncio.wait({renewal}, timeout=_SILENT_S)
@@ -228,6 +238,7 @@ class Replica:
             elif now() > answered_at + _SILENT_S:
                 self._set_silent(True)
             await asyncio.sleep(_RENEW_S)
+        raise self._lost(_SHUT_DOWN)
 
     def _set_silent(self, is_silent: bool) -> None:
         if is_silent is not self._silent.is_set():
@@ -243,6 +254,8 @@ class Replica:
         self._state, self._started = ReplicaState.DRAINING, WorkerFuture()
         with suppress(RayError):  # it died meanwhile, and is replaced anyway
             await actor.drain.remote()
+            while self._admitting:  # those are not followed yet; `_ANSWER_S` at most
+                await asyncio.sleep(_CANCEL_S)
             await self._settle()
             self._why_killed = "it was drained and is being replaced"
             kill(actor)
@@ -300,7 +313,7 @@ class Replica:
             return answer
         copy = RequestCopy(next(ids), first)
         self.requests[copy.request_id] = copy
-        start_task(self._follow(copy, pieces), self._follows)
+        start_task(self._follow(actor, lost, copy, pieces), self._follows)
         return copy
 
     async def cancel(self, copy: RequestCopy) -> bool:
@@ -314,17 +327,20 @@ class Replica:
         return False
 
     async def ask(self, method: Callable[[RayWorker], Coroutine[Any, Any, T]]) -> T:
-        """Call a method of the actor. Raises ReplicaLost if there is no actor, or it dies."""
+        """Call a method of the actor. Raises ReplicaLost if there is none, or Ray has no place for
+        it yet, or it dies."""
         lost = self._lost
-        if self._actor is None:
-            raise lost(self._last_error or "no actor was created yet")
+        if self._actor is None or self._place is None:  # a call would wait for a place
+            raise lost(self._last_error or "Ray has found no place for it yet")
         try:
             answer: T = await getattr(self._actor, method.__name__).remote()
             return answer
         except RayError as error:
             raise lost(one_line(error)) from error
 
-    async def _follow(self, copy: RequestCopy, pieces: Any) -> None:
+    async def _follow(
+        self, actor: Any, lost: Callable[..., ReplicaLost], copy: RequestCopy, pieces: Any
+    ) -> None:
         """Update the copy until its request is over. In any case the copy ends and leaves
         `requests` in one step of the loop, and before there is another actor."""
         why = "its actor sent no result"
@@ -336,9 +352,9 @@ class Replica:
         except RayError as error:
             why = one_line(error)
             if isinstance(error, ActorUnavailableError):  # it may live, and still run the request
-                self._actor.cancel.remote(copy.remote_id)
+                actor.cancel.remote(copy.remote_id)
         finally:
-            copy.lose(str(self._lost(self._why_killed or why, copy.request_id)), time.time())
+            copy.lose(str(lost(self._why_killed or why, copy.request_id)), time.time())
             del self.requests[copy.request_id]
 
 
@@ -380,10 +396,18 @@ def start_task(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) 
 
 
 def kill(actor: Any) -> None:
-    """End an actor's process; the server's guard then ends the server."""
+    """End an actor's process; the server's guard then ends the server.
+
+    On a thread: Ray waits until its head has registered the actor, which a dead one never does.
+    """
     if ray.is_initialized():
-        with suppress(RayError):  # the host has initialised Ray anew: the actor ended before
-            ray.kill(actor)
+        with suppress(RuntimeError):  # the program exits, and Ray ends its actors
+            start_thread("llama_worker-kill", partial(_kill, actor)).join(_KILL_S)
+
+
+def _kill(actor: Any) -> None:
+    with suppress(RayError):  # the host has initialised Ray anew: the actor ended before
+        ray.kill(actor)
 
 
 def one_line(error: RayError) -> str:

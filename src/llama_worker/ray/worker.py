@@ -178,7 +178,8 @@ class RayWorker:
 
     async def events(self) -> AsyncGenerator[_Event, None]:
         """Yield each lifecycle event from now on, as the config's `on_event` gets it; ends when the
-        worker is closed."""
+        worker is closed, or by `ray.cancel`: Ray does not tell an actor that its caller has gone.
+        """
         with self._listening() as queue:
             while (event := await queue.get()) is not _CLOSED:
                 yield event
