@@ -20,13 +20,18 @@ from llama_worker.request.messages import (
 )
 from llama_worker.request.output import WaitingReads, read_output
 from llama_worker.request.submission import Submission
-from llama_worker.request.table import Admitted, RequestRecord, RequestTable
+from llama_worker.request.table import (
+    NOT_FOUND,
+    NOT_READY,
+    Admitted,
+    RequestRecord,
+    RequestTable,
+)
 from llama_worker.runtime.host.open_futures import WeakList
 from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.server.messages import Unwatch, Watch
 from llama_worker.types.request import (
     NotFound,
-    NotReady,
     RequestFailReason,
     RequestResult,
     RequestState,
@@ -35,9 +40,6 @@ from llama_worker.types.request import (
 RequestOrder = Question | GetResult | AwaitResult | ReleaseResult | CancelRequest
 """What a host asks or orders about one request that was admitted."""
 
-# Each answer is a copy of these: the host may change it.
-_NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
-_NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 _SWEEP_FROM = 16
 
 
@@ -111,7 +113,7 @@ class RequestDispatcher:
             return
         record = self._table.record(question.request_id)
         if record is None:
-            question.reply.answer(_NOT_FOUND.copy())
+            question.reply.answer(NOT_FOUND.copy())
             return
         match question:
             case GetStatus(reply=reply):
@@ -133,7 +135,7 @@ class RequestDispatcher:
             self._table.release(order.request_id)
         else:
             runs = order.request_id in self._in_flight
-            order.reply.answer(_NOT_READY.copy() if runs else _NOT_FOUND.copy())
+            order.reply.answer(NOT_READY.copy() if runs else NOT_FOUND.copy())
 
     def _release(self, order: ReleaseResult) -> None:
         """Forget a request that has ended; one that runs goes on."""
@@ -148,7 +150,7 @@ class RequestDispatcher:
         elif order.request_id in self._in_flight:
             self._in_flight[order.request_id].results.add(order.reply)
         else:
-            order.reply.answer(_NOT_FOUND.copy())
+            order.reply.answer(NOT_FOUND.copy())
 
     def _cancel(self, order: CancelRequest) -> None:
         """Cancel the request, if it still runs; answered when its slot is free."""

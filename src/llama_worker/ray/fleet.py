@@ -31,6 +31,7 @@ from llama_worker.ray.types import (
 )
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission, validate_submit
+from llama_worker.request.table import NOT_FOUND, NOT_READY
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
 from llama_worker.runtime.host.open_futures import OpenFutures
 from llama_worker.startable import Startable
@@ -48,9 +49,6 @@ from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
 _LEAST_LEASE_S = 10.0  # several times the 3 s after which a replica is SILENT
 _RESERVED_OPTIONS = ("max_restarts", "max_task_retries")
-# Each caller gets a copy, which it may change.
-_NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
-_NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=WorkerFuture[Any])
@@ -243,18 +241,18 @@ class Fleet(Startable):
     async def get_status(self, request_id: int) -> RequestStatus | NotFound:
         """The request's status, as its replica reported it last."""
         request = self._find(request_id)
-        return request.status() if request is not None else _NOT_FOUND.copy()
+        return request.status() if request is not None else NOT_FOUND.copy()
 
     @_in_loop
     async def get_result(self, request_id: int) -> RequestResult | NotReady | NotFound:
         """The result of a terminal request, which is then forgotten."""
         request = self._find(request_id)
         if request is None:
-            return _NOT_FOUND.copy()
+            return NOT_FOUND.copy()
         result = request.result()
         if result is not None:
             del self._requests[request_id]
-        return result or _NOT_READY.copy()
+        return result or NOT_READY.copy()
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
         """Resolves when the request is terminal; it is forgotten once a `get` has returned the
@@ -279,7 +277,7 @@ class Fleet(Startable):
         checked_int("reasoning_offset", reasoning_offset, at_least=0)
         request = self._find(request_id)
         if request is None:
-            return _NOT_FOUND.copy()
+            return NOT_FOUND.copy()
         return request.read_output(text_offset, reasoning_offset)
 
     @_in_loop
@@ -373,7 +371,7 @@ class Fleet(Startable):
             waiter.fail(error)
             return
         if request is None:
-            waiter.answer(_NOT_FOUND.copy())
+            waiter.answer(NOT_FOUND.copy())
         else:
             request.answer_at_end(waiter)
 

@@ -40,7 +40,6 @@ from llama_worker.stream.turn_end import Finished, TurnEnd, TurnEndEvent, TurnOu
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 LeaseEffects = list[messages.RequestEnded | messages.AskIfServerDied]
-_DISCONNECTS = (RequestFailReason.CONNECT_FAILED, RequestFailReason.STREAM_DISCONNECTED)
 
 
 class _Streaming(Struct, frozen=True):
@@ -293,7 +292,7 @@ class LeasedRequest:
             case Finished(reason=reason):
                 outcome = ending.TOKEN_LIMIT if reason == "length" else ending.COMPLETED
                 self._state = _Over(outcome, self._state.until)
-            case StreamFailure(reason=reason) if reason in _DISCONNECTS and self.given_up is None:
+            case StreamFailure() if ended.is_disconnect and self.given_up is None:
                 self._state = _Disconnected(ending.failed_by(ended))
             case ServerError() | StreamFailure():
                 outcome = ending.failed_by(ended, offers_tools=self._offers_tools)

@@ -273,9 +273,7 @@ class Request:
             case Finished():
                 rest = self.state.outcome if isinstance(self.state, states.ReadingRest) else None
                 return self._turn_finished(at, otherwise=rest)
-            case StreamFailure(
-                reason=RequestFailReason.CONNECT_FAILED | RequestFailReason.STREAM_DISCONNECTED
-            ):
+            case StreamFailure() if ended.is_disconnect:
                 self.state = states.Disconnected(since=at, failure=ended)
                 return []
             case StreamFailure() if self._may_ask_without_tools and refuses_tools(ended):

@@ -9,8 +9,18 @@ from collections import OrderedDict
 from msgspec import Struct
 
 from llama_worker.request.progress import Batch
-from llama_worker.types.request import RequestFailReason, RequestPhase, RequestResult, RequestStatus
+from llama_worker.types.request import (
+    NotFound,
+    NotReady,
+    RequestFailReason,
+    RequestPhase,
+    RequestResult,
+    RequestStatus,
+)
 
+# Each answer is a copy of these: the host may change it.
+NOT_FOUND: NotFound = {"ok": False, "error": "NOT_FOUND"}
+NOT_READY: NotReady = {"ok": False, "error": "NOT_READY"}
 # After these failures the server has no work left for the request.
 _NO_WORK_LEFT = frozenset(
     {

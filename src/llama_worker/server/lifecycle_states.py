@@ -85,7 +85,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
     """The whole state of the state machine, with its settings."""
 
     policy: RestartPolicy
-    stop_grace_s: float = 10.0
+    stop_grace_s: float
     state: State = field(default_factory=Stopped)
     epoch: int = 0  # of the latest launch
     budget: RestartBudget = field(default_factory=RestartBudget)

@@ -13,13 +13,13 @@ from llama_worker.config.command import flag_values
 from llama_worker.config.command_flags import commanded_n_ctx
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import as_count
+from llama_worker.stream.reasoning import CLOSING_TAGS
 
 _MODALITIES = {
     "image_url": "vision",
     "input_audio": "audio",
     "input_video": "video",
 }  # content part kind -> the modality that it needs
-_THINK_OPENINGS = ("<think>", "[THINK]", "<seed:think>")
 
 
 class ServerTraits(Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any])
     return ServerTraits(
         slots=as_count(slots),
         tools=tools,
-        opens_thinking=isinstance(prompt, str) and prompt.rstrip().endswith(_THINK_OPENINGS),
+        opens_thinking=isinstance(prompt, str) and prompt.rstrip().endswith(tuple(CLOSING_TAGS)),
         n_ctx=as_count(generation.get("n_ctx")) if isinstance(generation, Mapping) else None,
         modalities={str(k): v for k, v in modalities.items() if isinstance(v, bool)}
         if isinstance(modalities, Mapping)

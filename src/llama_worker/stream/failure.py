@@ -33,6 +33,14 @@ class StreamFailure(Struct, frozen=True, kw_only=True):
     is_unsent: bool = False  # nothing of the request was sent
     context: ContextUse | None = None  # if the prompt does not fit
 
+    @property
+    def is_disconnect(self) -> bool:
+        """Whether the connection broke, or was never made: perhaps because the server died."""
+        return self.reason in (
+            RequestFailReason.CONNECT_FAILED,
+            RequestFailReason.STREAM_DISCONNECTED,
+        )
+
 
 def exceeds_context(message: str, kind: str | None) -> bool:
     """Whether an error says that the prompt does not fit (b11434; before September 2025)."""

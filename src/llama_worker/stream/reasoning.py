@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from msgspec import Struct
 
-_CLOSING = {
+CLOSING_TAGS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
@@ -106,13 +106,13 @@ class ReasoningSplitter:
 
     def _head(self, text: str) -> SplitText:
         text = text.lstrip()
-        for opening, closing in _CLOSING.items():
+        for opening, closing in CLOSING_TAGS.items():
             if text.startswith(opening):
                 self._at = _Position.THOUGHT
                 self._closing_tags = (closing,)
                 return self._thought(text.removeprefix(opening))
         opened = self._opened_by_template and self._original is None
-        possible_tags = (*_CLOSING, *_CLOSING.values()) if opened else _CLOSING.keys()
+        possible_tags = (*CLOSING_TAGS, *CLOSING_TAGS.values()) if opened else CLOSING_TAGS.keys()
         if not text or _start_of_tag(text, possible_tags) == 0:
             self._tag_start = text
             return _NOTHING
@@ -120,7 +120,7 @@ class ReasoningSplitter:
             return self._all_is_text()
         self._at = _Position.THOUGHT
         self.only_assumed = True
-        self._closing_tags = _CLOSING.values()
+        self._closing_tags = CLOSING_TAGS.values()
         return self._thought(text)
 
     def _thought(self, text: str) -> SplitText:

@@ -117,8 +117,12 @@ unkillable = news(Unkillable, detail="SIGKILL does not end process 5")
 streams_closed = news(AllStreamsClosed)
 
 
+def stopped(policy: RestartPolicy = POLICY) -> Lifecycle:
+    return Lifecycle(policy=policy, stop_grace_s=10.0)
+
+
 def launching(policy: RestartPolicy = POLICY) -> Lifecycle:
-    life, effects = start(Lifecycle(policy=policy), 0.0)
+    life, effects = start(stopped(policy), 0.0)
     assert effects == (Launch(epoch=1),)
     return life
 
@@ -146,8 +150,7 @@ def error_of(effects: Effects) -> WorkerStartError:
 
 def test_start_and_stop_without_effect_resolve_at_once() -> None:
     assert start(ready(), 2.0) == (ready(), (Resolve(Start),))
-    stopped = Lifecycle(policy=POLICY)
-    assert stop(stopped, 0.0) == (stopped, (Resolve(Stop),))
+    assert stop(stopped(), 0.0) == (stopped(), (Resolve(Stop),))
     life, effects = stop(exited(ready(), 10.0)[0], 10.1)
     assert (life.state, effects[-1]) == (Stopped(), Resolve(Stop))
 
@@ -331,7 +334,7 @@ def test_expected_messages_change_nothing() -> None:
     )
     for life in (stopping, exited(stopping, 6.0)[0], ending):
         assert died(life, 10.0) == (life, ())
-    for life in (ready(), launching(), backing_off, Lifecycle(policy=POLICY)):
+    for life in (ready(), launching(), backing_off, stopped()):
         assert unkillable(life, 11.0) == (life, ())
 
 
@@ -434,7 +437,7 @@ def test_exited_without_died_ends_the_drain() -> None:
 
 
 def test_drain_of_a_worker_that_is_not_ready_is_a_stop() -> None:
-    for life in (Lifecycle(policy=POLICY), replace_state(Failed()), exited(ready(), 10.0)[0]):
+    for life in (stopped(), replace_state(Failed()), exited(ready(), 10.0)[0]):
         ended, effects = drain(life, 11.0)
         assert (ended.state, effects[-1]) == (Stopped(), Resolve(Stop))
     life, effects = drain(launching(), 1.0)

@@ -9,7 +9,6 @@ run out, those that have waited longest are dropped.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import queue
@@ -22,6 +21,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+from llama_worker.errors import is_shortage
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import AccessPolicy
@@ -42,7 +42,6 @@ _MAX_BUSY = 512
 _PENDING_BODIES = 4  # all incomplete bodies together may take as much as so many of full size
 _PENDING_HEADS_BYTES = 64 * 1024 * 1024
 _PAUSE_S = 0.25  # before the next accept, if descriptors are short and no client can be evicted
-_SHORT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _logger = logging.getLogger("llama_worker.responses")
 
 
@@ -152,7 +151,7 @@ class SocketListener:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _SHORT_OF_DESCRIPTORS and not self._evict_one():
+                if is_shortage(error) and not self._evict_one():
                     self._epoll.modify(self._socket, 0)
                     self._accept_at = time.monotonic() + _PAUSE_S
                     return
