@@ -218,7 +218,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(
-            text, parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=_finite_int
+            text, parse_constant=refuse_constant, parse_float=finite_float, parse_int=_finite_int
         )
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -227,12 +227,12 @@ def parse_arguments(text: str) -> dict[str, Any]:
         raise ValueError("a lone surrogate") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}")
-    if _is_deeper(value, MAX_JSON_DEPTH):
+    if is_deeper(value, MAX_JSON_DEPTH):
         raise ValueError("nested too deeply")
     return value
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def is_deeper(value: Any, depth: int) -> bool:
     """Whether more than `depth` JSON containers are nested in each other."""
     level = [value]
     for _ in range(depth + 1):
@@ -247,11 +247,13 @@ def _is_deeper(value: Any, depth: int) -> bool:
     return True
 
 
-def _refuse_constant(text: str) -> float:
+def refuse_constant(text: str) -> float:
+    """A `parse_constant` for `json.loads`: raises ValueError, since JSON has no NaN or Infinity."""
     raise ValueError(f"{text} is not JSON")
 
 
-def _finite_float(text: str) -> float:
+def finite_float(text: str) -> float:
+    """A `parse_float` for `json.loads`. Raises ValueError for what would become infinite."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError("a number outside the range of a double")
@@ -259,7 +261,7 @@ def _finite_float(text: str) -> float:
 
 
 def _finite_int(text: str) -> int:
-    _finite_float(text)
+    finite_float(text)
     return int(text)
 
 

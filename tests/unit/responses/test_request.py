@@ -324,6 +324,21 @@ def test_a_body_must_be_a_json_object(data: bytes) -> None:
         parse_body(data)
 
 
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999", b"1" * 5000])
+def test_a_number_beyond_a_double_is_refused(number: bytes) -> None:
+    with pytest.raises(ApiError, match="outside the range of a double"):
+        parse_body(b'{"input": [%b]}' % number)
+
+
+def test_a_body_may_nest_200_containers() -> None:
+    def nested(containers: int) -> bytes:
+        return b'{"input": %b0%b}' % (b"[" * (containers - 1), b"]" * (containers - 1))
+
+    assert parse_body(nested(200))
+    with pytest.raises(ApiError, match="deeper than 200 levels"):
+        parse_body(nested(201))
+
+
 def test_references_are_found_and_resolved_once() -> None:
     body = {"input": [{"type": "item_reference", "id": "msg_1"}, {"id": "rs_1"}, USER]}
     assert references(body).item_ids == ("msg_1", "rs_1")

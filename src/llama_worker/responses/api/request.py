@@ -7,7 +7,6 @@ unchanged.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from llama_worker.responses.api.tools import (
     tool_set,
 )
 from llama_worker.responses.errors import ApiError
+from llama_worker.stream.calls import finite_float, is_deeper, refuse_constant
 
 # parts of the body are stored and repeated: they are serialised with less stack left than here
 _MAX_DEPTH = 200
@@ -159,12 +159,15 @@ def _chat_body(
 def parse_body(data: bytes) -> dict[str, Any]:
     """The body's JSON object, which can be serialised again. Raises ApiError."""
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
+        body = json.loads(data, parse_constant=refuse_constant, parse_float=finite_float)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise ApiError(400, "the request's body is not JSON") from None
+    except ValueError:
+        raise ApiError(400, "a number in the request is outside the range of a double") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the request's body is not a JSON object")
-    _check(body)
+    if is_deeper(body, _MAX_DEPTH):
+        raise ApiError(400, f"the request's body is nested deeper than {_MAX_DEPTH} levels")
     return body
 
 
@@ -174,26 +177,6 @@ def parse_create(message: bytes) -> dict[str, Any]:
     if body.pop("type", None) != "response.create":
         raise ApiError(400, "messages must be of type 'response.create'", param="type")
     return {**body, "stream": True}
-
-
-def _check(body: dict[str, Any]) -> None:
-    level: list[Any] = [body]
-    for _ in range(_MAX_DEPTH):
-        level = [child for value in level for child in _children(value)]
-        if not level:
-            return
-    raise ApiError(400, f"the request's body is nested deeper than {_MAX_DEPTH} levels")
-
-
-def _children(value: object) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, list):
-        return value
-    # Python accepts NaN and 1e999; JSON has no such numbers
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ApiError(400, "a number in the request is outside the range of a double")
-    return ()
 
 
 # --- input ----------------------------------------------------------------------------------------
