@@ -18,6 +18,7 @@ from llama_worker.actors.base import LiveSet, SupervisedActor, message_types
 from llama_worker.actors.children import Children
 from llama_worker.actors.request_dispatcher import RequestDispatcher, RequestOrder
 from llama_worker.actors.server_life import ServerLife
+from llama_worker.clock import earliest
 from llama_worker.config.command import masked_server_cmd
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import ConfigError, LlamaWorkerError, RequestRefused, WorkerClosed
@@ -278,14 +279,13 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
     @property
     def _deadline(self) -> float | None:
         """When a `Tick` is due; None: never."""
-        instants = (
+        return earliest(
             self._table.expires_at,
             self._roll_call.deadline,
             self._server.lifecycle.deadline,
             self._server.recycle_at,
             self._children.requests_end_at,
         )
-        return min((at for at in instants if at is not None), default=None)
 
     # ------------------------------------------------------------ supervision
 

@@ -20,6 +20,16 @@ _OWN_TIMER_S = 1.0
 _SWEEP_MIN = 64
 
 
+def earliest(*instants: float | None) -> float | None:
+    """The first of the instants that are not None; None if all are."""
+    return min((at for at in instants if at is not None), default=None)
+
+
+def latest(*instants: float | None) -> float | None:
+    """The last of the instants that are not None; None if all are."""
+    return max((at for at in instants if at is not None), default=None)
+
+
 class ClockTimer:
     """One call that is due at an instant. Thread-safe."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
+from llama_worker.clock import latest
 from llama_worker.stream import events
 from llama_worker.types.request import RequestPhase
 
@@ -80,8 +81,7 @@ class Progress:
     @property
     def data_at(self) -> float | None:
         """When this turn's latest data came; None if none did. Headers do not count as data."""
-        times = [at for at in (self.last_data_at, self.prompt_progress_at) if at is not None]
-        return max(times, default=None)
+        return latest(self.last_data_at, self.prompt_progress_at)
 
 
 def newest(start: float, *others: float | None) -> float:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from msgspec import Struct, field
 
+from llama_worker.clock import latest
 from llama_worker.request.ending import Outcome, failed
 from llama_worker.request.output import Output
 from llama_worker.request.progress import Progress, TurnProgress
@@ -60,8 +61,8 @@ class RequestTotals(Struct, kw_only=True):
         turn.is_over = True
         if self.first_token_at is None:
             self.first_token_at = turn.first_token_at
-        self.data_at = _latest(self.data_at, turn.last_data_at)
-        self.stream_byte_at = _latest(self.stream_byte_at, turn.last_stream_byte_at)
+        self.data_at = latest(self.data_at, turn.last_data_at)
+        self.stream_byte_at = latest(self.stream_byte_at, turn.last_stream_byte_at)
         self.tokens += turn.tokens
         if turn.usage is not None:
             before = self.usage or UsageReport(
@@ -134,8 +135,8 @@ def build_status(
         "first_token_at": turn.first_token_at
         if totals.first_token_at is None
         else totals.first_token_at,
-        "last_progress_at": _latest(totals.data_at, progress.data_at, totals.work_seen_at),
-        "last_stream_byte_at": _latest(turn.last_stream_byte_at, totals.stream_byte_at),
+        "last_progress_at": latest(totals.data_at, progress.data_at, totals.work_seen_at),
+        "last_stream_byte_at": latest(turn.last_stream_byte_at, totals.stream_byte_at),
         "last_liveness_at": totals.liveness_at,
     }
     status.update(
@@ -236,7 +237,3 @@ def lost_record(
     progress = build_progress(totals, turn, RequestPhase.DONE, concluding=True)
     lost = failed(RequestFailReason.UNKNOWN_ERROR, detail).for_host(secret)
     return build_record(totals, turn, progress, lost, [], now)
-
-
-def _latest(*instants: float | None) -> float | None:
-    return max((at for at in instants if at is not None), default=None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from llama_worker.clock import latest
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress, newest
 from llama_worker.server.blame import Verdict, VerdictHistory, is_busy
@@ -362,8 +363,7 @@ class RequestWatch:
     def _worked_at(self, request_id: int) -> float | None:
         """The newest sign of work: by the server's processes, or by a slot that may be the
         request's. A look that failed for lack of resources counts as one."""
-        signs = (self.liveness_at, self._shortage_at, self._moved_at.get(request_id))
-        return max((at for at in signs if at is not None), default=None)
+        return latest(self.liveness_at, self._shortage_at, self._moved_at.get(request_id))
 
 
 class _LeftoverWork:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from llama_worker.clock import earliest
+
 
 class Member(NamedTuple):
     """One of the actors of a launch."""
@@ -33,10 +35,8 @@ class RollCall:
     @property
     def deadline(self) -> float | None:
         """When a question is due or an answer is overdue; None: never."""
-        instants = [at + ANSWER_TIMEOUT_S for at in self._unanswered.values()]
-        if self._next_at is not None:
-            instants.append(self._next_at)
-        return min(instants, default=None)
+        overdue_at = (at + ANSWER_TIMEOUT_S for at in self._unanswered.values())
+        return earliest(self._next_at, *overdue_at)
 
     def keep(self, *, busy: bool, now: float) -> None:
         """Ask from now on; stop asking if the worker is not `busy` and no answer is owed."""

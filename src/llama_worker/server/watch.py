@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from typing import Literal, assert_never
 
+from llama_worker.clock import earliest
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
@@ -76,8 +77,7 @@ class ServerWatch:
         """When a `Tick` is due; None: never."""
         if self._is_over:
             return None
-        instants = (self._look_at, self._probe_at, self._requests.slots.deadline)
-        return min((at for at in instants if at is not None), default=None)
+        return earliest(self._look_at, self._probe_at, self._requests.slots.deadline)
 
     def step(self, message: messages.WatchdogMessage, now: float) -> list[messages.WatchEffect]:
         """The effects to carry out now, in order. A message about another launch is dropped."""
