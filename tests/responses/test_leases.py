@@ -23,12 +23,12 @@ from llama_worker import ConfigError, LlamaWorker, WorkerState
 from llama_worker.actors.messages import BeginLease, RequestMessage
 from llama_worker.actors.request import RequestActor
 from llama_worker.mailbox import Tick
+from llama_worker.request import leased
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.responses.http.client import Client as ServedClient
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 from llama_worker.runtime.http import session
 from llama_worker.server import request_watch, slots
-from llama_worker.stream import turn_end
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
 from tests.responses.conftest import HELLO, HOST, Client, Json, MakeClient
@@ -273,7 +273,7 @@ def test_behind_the_end_nothing_is_awaited_long(
     target: str,
 ) -> None:
     """A server that never ends the reply keeps neither the client nor the slot."""
-    monkeypatch.setattr(turn_end, "SETTLE_S", 0.2)  # of 2 s
+    monkeypatch.setattr(leased, "SETTLE_S", 0.2)  # of 2 s
     stage = make_stage(slots=1)
     assert stage.client.create(*reply, stream=True, target=target, messages=WHOLE).status == 200
     stage.wait_jobs(0)
@@ -284,7 +284,7 @@ def test_behind_the_end_nothing_is_awaited_long(
 def test_of_several_answers_every_one_is_awaited(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, asks: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(turn_end, "SETTLE_S", 0.0)
+    monkeypatch.setattr(leased, "SETTLE_S", 0.0)
     stage, second = make_stage(slots=1), "data: the second, which is slower\n\n"
     reply = stage.say(*FINISHED, fs.Sleep(0.2), fs.Raw(second), fs.DoneMarker(), **asks)
     assert reply.data.endswith(f"{second}data: [DONE]\n\n".encode())

@@ -36,7 +36,7 @@ from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAI
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.stream.events import Finish, ReasoningDelta, ServerError, StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.turn_end import Finished, TurnEnd, TurnEndEvent, TurnOutcome
+from llama_worker.stream.turn_end import SETTLE_S, Finished, TurnEnd, TurnEndEvent, TurnOutcome
 from llama_worker.types.request import OutputChunk, RequestFailReason, RequestPhase, RequestStatus
 
 LeaseEffects = list[messages.RequestEnded | messages.AskIfServerDied]
@@ -100,6 +100,8 @@ class LeasedRequest:
     ) -> None:
         self.request_id = admitted.request_id
         self.given_up: ending.Outcome | None = None  # why the worker gave it up; None: it did not
+        # when to stop waiting for the rest of the reply; None until a `TurnEndEvent` came
+        self.settled_at: float | None = None
         self._api_key = api_key
         self._answers = self._answers_left = answers
         self._offers_tools = offers_tools
@@ -153,12 +155,9 @@ class LeasedRequest:
                 case Finish() if self._answers_left > 1:
                     self._answers_left -= 1
                 case _ if isinstance(event, TurnEndEvent):
-                    self._conclude(self._turn_end.feed(event, at))
-
-    @property
-    def settled_at(self) -> float | None:
-        """When to stop waiting for the rest of the reply; None until a `TurnEndEvent` came."""
-        return self._turn_end.settled_at
+                    if self.settled_at is None:  # a second such event gives no more time
+                        self.settled_at = at + SETTLE_S
+                    self._conclude(self._turn_end.feed(event))
 
     def closed(self, failure: StreamFailure | None) -> None:
         """The exchange with the server is over; `failure` is None if it ended regularly."""

@@ -252,7 +252,7 @@ class Request:
         for event in batch.events:
             if isinstance(event, TurnEndEvent):
                 turn.record(event, at)
-                ended = turn.end.feed(event, at)
+                ended = turn.end.feed(event)
                 if ended is not None:
                     return self._turn_ended(ended, at)
                 if isinstance(self.state, states.Streaming):

@@ -115,6 +115,8 @@ class ChatExchange:
         events, self._events = self._events, []
         if not events and not body.is_over:
             before_waiting()
+            if (settled_at := self._leased.settled_at) is not None:
+                self._await_rest(settled_at)
             self._leased.before_reading()
             try:
                 data = self._connection.receive(_READ_BYTES)
@@ -134,6 +136,13 @@ class ChatExchange:
             self.close()
             return None
         return events
+
+    def _await_rest(self, until: float) -> None:
+        """Wait for what may follow a finish reason. Aborts at the instant `until`, even if the
+        server goes on sending."""
+        left_s = until - timers.now()
+        if left_s <= 0.0 or not self._abort.wait_readable(left_s):
+            self._abort.abort()
 
     def close(self) -> None:
         if self._reply is not None:
@@ -200,25 +209,17 @@ class ResponseRun:
             while not self._events.is_over:
                 read = chat.read(self._wait)
                 self._send(
-                    self._events.closed(chat.failure)
-                    if read is None
-                    else self._events.feed(read, time.monotonic())
+                    self._events.closed(chat.failure) if read is None else self._events.feed(read)
                 )
         finally:
             chat.close()
             self.abandon()
 
     def _wait(self) -> None:
-        """Called before each wait for more of the stream. Aborts at the deadline: what may follow a
-        finish reason is not awaited for ever."""
+        """Called before each wait for more of the stream."""
         if self._first and not self._abort.wait_readable(_FIRST_TEXT_WAIT_S):
             self._write([])
         self.before_reading()
-        deadline = self._events.deadline
-        if deadline is not None and not self._abort.wait_readable(
-            max(deadline - time.monotonic(), 0.0)
-        ):
-            self._abort.abort()
 
     def abandon(self) -> None:
         """The client has left, and may continue from what it has received; idempotent."""

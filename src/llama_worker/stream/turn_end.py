@@ -34,13 +34,9 @@ class TurnEnd:
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        # monotonic; after a `TurnEndEvent`, when to stop waiting for more
-        self.settled_at: float | None = None
 
-    def feed(self, event: TurnEndEvent, now: float) -> TurnOutcome | None:
+    def feed(self, event: TurnEndEvent) -> TurnOutcome | None:
         """An event that may be the last."""
-        if self.settled_at is None:  # a second such event gives no more time
-            self.settled_at = now + SETTLE_S
         match event:
             case Finish(reason=reason):
                 self.finish_reason = reason
@@ -56,12 +52,4 @@ class TurnEnd:
             return Finished(self.finish_reason)
         return failure or StreamFailure(
             reason=RequestFailReason.STREAM_DISCONNECTED, detail=NO_FINISH_REASON
-        )
-
-    def tick(self, now: float) -> TurnOutcome | None:
-        """The deadline `settled_at` may have come."""
-        return (
-            Finished(self.finish_reason)
-            if self.settled_at is not None and now >= self.settled_at
-            else None
         )

@@ -91,6 +91,15 @@ def test_its_stream_tells_how_it_ended(
     assert request.end(5.0) is None
 
 
+@pytest.mark.parametrize("event", [Finish("stop"), Done(), ServerError("no memory", 500, None)])
+def test_two_seconds_are_left_after_the_first_possible_end(event: StreamEvent) -> None:
+    request = speaking()
+    assert request.settled_at is None
+    request.received([event], 3.0)
+    request.received([Done()], 4.0)
+    assert request.settled_at == 5.0
+
+
 def test_phases_follow_what_came() -> None:
     request = leased()
     assert request.progress().phase == "waiting"

@@ -29,7 +29,6 @@ from llama_worker.stream.events import (
 from tests.responses.oracle import Event, check_events, read_sse
 
 HEARTBEAT = object()
-NOW = 100.0
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 NAMESPACE = {"type": "namespace", "name": "n", "tools": [TOOL]}
 GRAMMAR = {"type": "grammar", "grammar": {"definition": "start: /a/"}}
@@ -80,12 +79,12 @@ def run(
     events = new_events(body, seal=seal)
     out = events.begin()
     for one in said:
-        out += events.heartbeat() if one is HEARTBEAT else events.feed([one], NOW)  # type: ignore[list-item]
+        out += events.heartbeat() if one is HEARTBEAT else events.feed([one])  # type: ignore[list-item]
     out += events.closed()
     assert events.is_over
     for late in (events.closed(), events.fail("late"), events.heartbeat()):
         assert late == []
-    assert events.feed([TextDelta("late")], NOW) == []
+    assert events.feed([TextDelta("late")]) == []
     assert out[-1]["response"] == events.response
     return read_sse(sse(out))
 
@@ -93,7 +92,7 @@ def run(
 def fed(*said: StreamEvent) -> ResponseEvents:
     events = new_events()
     events.begin()
-    events.feed(said, NOW)
+    events.feed(said)
     return events
 
 
@@ -257,14 +256,14 @@ def test_items_are_what_the_model_meant(
 def test_deltas_and_calls_come_at_once() -> None:
     events = fed()
     for text in ("a", "b"):
-        assert [
-            event["delta"] for event in events.feed([TextDelta(text)], NOW) if "delta" in event
-        ] == [text]
-    assert events.feed([call(0, None, "f", "c1"), call(0, "{")], NOW) == []  # the name may grow
+        assert [event["delta"] for event in events.feed([TextDelta(text)]) if "delta" in event] == [
+            text
+        ]
+    assert events.feed([call(0, None, "f", "c1"), call(0, "{")]) == []  # the name may grow
     for text, shown_text in (('"a', '{"a'), ('": 1', '": 1'), ("}", "}")):
-        new = events.feed([call(0, text)], NOW)
+        new = events.feed([call(0, text)])
         assert [event["delta"] for event in new if "delta" in event] == [shown_text]
-    assert [event["type"] for event in events.feed([call(1, "{}", "g", "c2")], NOW)] == [
+    assert [event["type"] for event in events.feed([call(1, "{}", "g", "c2")])] == [
         "response.function_call_arguments.done",
         "response.output_item.done",
         "response.output_item.added",
@@ -353,17 +352,6 @@ def test_an_error_after_a_finish_reason_still_counts(
     assert check_events(events)["error"] == {"code": code, "message": message}
     assert events[-2]["error"]["message"] == events[-2]["message"] == message
     assert events[-2]["code"] == code
-
-
-@pytest.mark.parametrize(("now", "over"), [(NOW + 1.99, False), (NOW + 2.0, True)])
-def test_two_seconds_are_left_after_a_finish_reason(now: float, over: bool) -> None:
-    assert fed(TextDelta("a")).deadline is None
-    events = fed(TextDelta("a"), Finish("stop"))
-    assert events.deadline == NOW + 2.0
-    assert [event["type"] for event in events.feed([], now)][-1:] == (
-        ["response.completed"] if over else []
-    )
-    assert events.is_over is over
 
 
 CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edit."}

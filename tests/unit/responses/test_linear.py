@@ -104,10 +104,10 @@ def interleaved(count: int) -> None:
     """Two calls whose arguments come in turns."""
     events = ResponseEvents(unique="1", clock=lambda: 0.0, echo={})
     for index in (0, 1):
-        events.feed([ToolCallDelta(index, f"c{index}", "add", '{"a": "')], 0.0)
+        events.feed([ToolCallDelta(index, f"c{index}", "add", '{"a": "')])
     for _ in range(count):
         for index in (0, 1):
-            events.feed([ToolCallDelta(index, None, None, "x")], 0.0)
+            events.feed([ToolCallDelta(index, None, None, "x")])
 
 
 def test_waiting_calls_cost_linear_time() -> None:

@@ -54,8 +54,8 @@ class ResponseEvents:
     """Makes one response's events. Call `begin` once, `feed` with what is read of the stream,
     `closed` at its end; each returns the events to send.
 
-    `unique`: from which the ids are made. `clock` returns seconds since 1970; other instants are
-    monotonic seconds. After the terminal event all methods return [], and `response` is final.
+    `unique`: from which the ids are made. `clock` returns seconds since 1970. After the terminal
+    event all methods return [], and `response` is final.
 
     An item that is open when the stream fails, or a call that is open at the token limit, is never
     reported done: clients act on what is done, and make it part of their history.
@@ -103,12 +103,6 @@ class ResponseEvents:
         self._timings = chat.TimingsReport(None, None, None, None)
 
     @property
-    def deadline(self) -> float | None:
-        """When `feed` must be called, even if nothing has come: the model has finished, and what
-        may still follow is not waited for any longer. None: there is no deadline."""
-        return None if self.is_over else self._turn_end.settled_at
-
-    @property
     def stored(self) -> dict[str, Any]:
         """The response to store: it also has the item that was open when the stream failed, as
         incomplete."""
@@ -127,7 +121,7 @@ class ResponseEvents:
             self._emit_response("in_progress")
         return self._take()
 
-    def feed(self, stream_events: Iterable[chat.StreamEvent], now: float) -> list[Event]:
+    def feed(self, stream_events: Iterable[chat.StreamEvent]) -> list[Event]:
         for event in stream_events:
             if self.is_over:
                 break
@@ -143,7 +137,7 @@ class ResponseEvents:
                     for delta in self._call_start.feed(event):
                         self._take_delta(delta)
                 case chat.Finish() | chat.ServerError() | chat.Done():
-                    self._conclude(self._turn_end.feed(event, now))
+                    self._conclude(self._turn_end.feed(event))
                 case chat.UsageReport():
                     self._usage = event
                 case chat.TimingsReport():
@@ -152,8 +146,6 @@ class ResponseEvents:
                     pass
                 case _:
                     assert_never(event)
-        if self._turn_end.settled_at is not None:
-            self._conclude(self._turn_end.tick(now))
         return self._take()
 
     def closed(self, failure: StreamFailure | None = None) -> list[Event]:
