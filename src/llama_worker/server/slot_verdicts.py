@@ -202,8 +202,12 @@ class SlotsRound:
         if self.suspect.phase is _GENERATING:
             return True
         # In prefill only if no other prompt is read, which would fill the batches.
-        reads_alone = not track[0].decoded_tokens and sum(map(_may_read, self._tracks)) == 1
-        return reads_alone and (self.suspect.phase is _PREFILL or self._must_have_slot)
+        if track[0].decoded_tokens or sum(map(_may_read, self._tracks)) != 1:
+            return False
+        if self.suspect.phase is _WAITING:
+            return self._must_have_slot
+        # An older build may send headers before there is a slot, but no report.
+        return self.suspect.prompt_progress_at is not None or self._one_is_idle
 
     @property
     def _must_have_slot(self) -> bool:

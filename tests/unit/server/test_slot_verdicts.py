@@ -93,7 +93,8 @@ def judge(
         "dead beside a live one": ([STUCK, MOVES], WRITES, [SERVED], STALL, True),
         "dead beside a silent prefill": ([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True),
         "beside who said less": ([stands(decoded=90), decodes(10)], TOLD_88, [QUIET], STALL, True),
-        "a lone prefill stands still": ([IN_A_BATCH, MOVES], IN_PREFILL, [SERVED], STALL, True),
+        "a lone prefill stands still": ([IN_A_BATCH, MOVES], REPORTED, [SERVED], STALL, True),
+        "the same, unreported": ([IN_A_BATCH, MOVES, IDLE], IN_PREFILL, [SERVED], STALL, True),
         "its slot never has a turn": (
             [stands(prompt=0), MOVES, IDLE],
             WAITS,
@@ -133,7 +134,7 @@ REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
     "tracks, suspect, others",
     {
         "its turn comes behind another client": ([UNSEEN, UNSEEN], REPEATED, []),
-        "it reads beside another": ([UNSEEN, MOVES], IN_PREFILL, [SERVED]),
+        "it reads beside another": ([UNSEEN, MOVES], REPORTED, [SERVED]),
         "a batch beside it": ([UNSEEN, STUCK], WRITES, [QUIET_IN_PREFILL]),
         "a draft model reads its prompt": ([DRAFTS], WRITES, []),
         "a draft model reads a neighbour's prompt": ([DRAFTS, STUCK], WRITES, [QUIET]),
@@ -213,6 +214,12 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         "queued, and the slot is a stranger's": (
             [stands(prompt=0), MOVES],
             WAITS,
+            [SERVED],
+            False,
+        ),
+        "the same on a build that sends headers at once": (
+            [stands(prompt=0), MOVES],
+            IN_PREFILL,
             [SERVED],
             False,
         ),
