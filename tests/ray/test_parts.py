@@ -42,7 +42,8 @@ from llama_worker.ray import (
     ReplicaLost,
     RequestUpdate,
 )
-from llama_worker.ray.replica import Replica, kill, one_line
+from llama_worker.ray.calls import kill, one_line
+from llama_worker.ray.replica import Replica
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.host.callbacks import run_callback

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -14,15 +12,15 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from llama_worker.errors import ConfigError, WorkerStartError, described_error
+from llama_worker.ray.calls import kill, one_line
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStatus, RequestUpdate
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.host.threads import start_thread
 from llama_worker.types.request import (
     NotFound,
     RequestResult,
@@ -39,10 +37,7 @@ _SILENT_S = 3.0
 _CANCEL_S = 0.1  # until a task that still runs is cancelled again
 _MARGIN_S = 2.0  # on top of a lease: the last renewal may have arrived, and its answer been lost
 _ANSWER_S = 15.0  # to a submit
-_KILL_S = 0.2  # Ray takes microseconds to send a kill
 _SHUT_DOWN = "Ray was shut down in this program"
-_SHOWN_CHARS = 400
-_RAY_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
 T = TypeVar("T")
 _logger = logging.getLogger("llama_worker.ray")
 
@@ -393,29 +388,3 @@ def start_task(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) 
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
-
-
-def kill(actor: Any) -> None:
-    """End an actor's process; the server's guard then ends the server.
-
-    On a thread: Ray waits until its head has registered the actor, which a dead one never does.
-    """
-    if ray.is_initialized():
-        with suppress(RuntimeError):  # the program exits, and Ray ends its actors
-            start_thread("llama_worker-kill", partial(_kill, actor)).join(_KILL_S)
-
-
-def _kill(actor: Any) -> None:
-    with suppress(RayError):  # the host has initialised Ray anew: the actor ended before
-        ray.kill(actor)
-
-
-def one_line(error: RayError) -> str:
-    """Ray's text about a death or a failed call, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, RayTaskError) or (
-        isinstance(error, ActorDiedError) and error.actor_init_failed
-    ):
-        lines = lines[-1:]  # the exception, without the traceback above it
-    words = " ".join(line for line in lines if not _RAY_FIELDS.match(line))
-    return textwrap.shorten(words, _SHOWN_CHARS, placeholder=" ...")

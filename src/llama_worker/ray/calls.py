@@ -1,0 +1,44 @@
+"""Ray's own call that may wait for its head, and its texts."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+from llama_worker.runtime.host.threads import start_thread
+
+_KILL_S = 0.2  # Ray takes microseconds to send a kill
+_SHOWN_CHARS = 400
+_RAY_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
+
+
+def kill(actor: Any) -> None:
+    """End an actor's process; the server's guard then ends the server.
+
+    On a thread: Ray waits until its head has registered the actor, which a dead one never does.
+    """
+    if ray.is_initialized():
+        with suppress(RuntimeError):  # the program exits, and Ray ends its actors
+            start_thread("llama_worker-kill", partial(_kill, actor)).join(_KILL_S)
+
+
+def _kill(actor: Any) -> None:
+    with suppress(RayError):  # the host has initialised Ray anew: the actor ended before
+        ray.kill(actor)
+
+
+def one_line(error: RayError) -> str:
+    """Ray's text about a death or a failed call, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, RayTaskError) or (
+        isinstance(error, ActorDiedError) and error.actor_init_failed
+    ):
+        lines = lines[-1:]  # the exception, without the traceback above it
+    words = " ".join(line for line in lines if not _RAY_FIELDS.match(line))
+    return textwrap.shorten(words, _SHOWN_CHARS, placeholder=" ...")
