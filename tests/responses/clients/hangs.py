@@ -35,9 +35,12 @@ SUSPICIOUS = replace(TIMEOUTS, **_SUSPICIOUS)  # type: ignore[arg-type]
 ONCE = ("-c", "model_providers.llama.stream_max_retries=0")  # its user sees the first failure
 FAST_S = 30.0 + 2 * 5.0 + 3.0  # what `--timeouts fast` promises of one that generates
 # Of all that Codex says the model is shown the last message, and how it is repeated: short enough
-# for a small model on a slow machine.
+# for a small model on a slow machine. A probe is shown as a whole: else the messages become one.
 PARROT = """\
 {%- set said = messages[-1]['content'] -%}
+{%- if messages[0]['content'].startswith('probe-') -%}
+{%- for message in messages -%}{{- message['content'] + '\\n' -}}{%- endfor -%}
+{%- endif -%}
 {%- for _ in range(2) -%}
 {{- '<|im_start|>user\\n' + said + '<|im_end|>\\n<|im_start|>assistant\\n' -}}
 {%- if not loop.last -%}{{- said + '<|im_end|>\\n' -}}{%- endif -%}
