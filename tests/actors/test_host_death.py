@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
             json.dumps(fs.to_json(replace(script, lifetime_s=120))),
         )
         command, pipe = [sys.executable, str(HOST_PROGRAM), *arguments], subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
         running.append(process)
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
@@ -80,7 +83,8 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
 
     yield run
     for process in running:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and the children that it forked
         process.communicate()
 
 
@@ -128,8 +132,6 @@ def test_a_host_that_calls_exec_leaves_nothing(run_host: RunHost) -> None:
         if child.status() != psutil.STATUS_ZOMBIE
     ]
     assert len(forked) == 2, "children that the host forked, whose end does not tell of the exec"
-    for child in forked:
-        child.kill()
 
 
 def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: RunHost) -> None:

@@ -171,8 +171,8 @@ def _props(endpoint: Endpoint) -> dict[str, Any]:
 def _run(
     interrupts: Interrupts, *command: str, environment: Mapping[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """(return code, output); the code is None if it did not end, or could not be run. A signal ends
-    the program, too, and raises KeyboardInterrupt."""
+    """Run a program; returns its return code and output. The code is None if it could not be run,
+    or was killed for taking too long. A signal kills it, too, and raises KeyboardInterrupt."""
     try:
         process = subprocess.Popen(
             command,

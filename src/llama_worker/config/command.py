@@ -160,7 +160,7 @@ def program_at(command: Sequence[str]) -> int | None:
 
 def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[str, str]]:
     """Each of the flags that the command gives its server, with its value: what follows `=`, or the
-    next word ("" if there is none). A preset that sets one counts, as `--some-default's --port`."""
+    next word ("" if there is none). A flag that a preset sets is named `--PRESET's --port`."""
     values = []
     words = command[program_at(command) or 0 :]
     for index, word in enumerate(words):

@@ -175,7 +175,7 @@ def options_file_warnings(environment: Mapping[str, str]) -> list[str]:
 
 
 def _home_config(environment: Mapping[str, str]) -> str | None:
-    """`.config` in the home folder as a llama-server finds that; None if there is none."""
+    """The folder `.config` of the user, where llama-server looks; None if the user has no home."""
     try:
         home = environment.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:  # no such user: in a container, mostly

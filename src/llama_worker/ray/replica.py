@@ -322,8 +322,8 @@ class Replica:
         return False
 
     async def ask(self, method: Callable[[RayWorker], Coroutine[Any, Any, T]]) -> T:
-        """Call a method of the actor. Raises ReplicaLost if there is none, or Ray has no place for
-        it yet, or it dies."""
+        """Call a method of the actor. Raises ReplicaLost if no actor runs, because Ray has found no
+        place for it yet or it died."""
         lost = self._lost
         if self._actor is None or self._place is None:  # a call would wait for a place
             raise lost(self._last_error or "Ray has found no place for it yet")

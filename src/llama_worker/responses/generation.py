@@ -208,9 +208,10 @@ class ResponseRun:
         try:
             while not self._events.is_over:
                 read = chat.read(self._wait)
-                self._send(
-                    self._events.closed(chat.failure) if read is None else self._events.feed(read)
-                )
+                if read is None:
+                    self._send(self._events.closed(chat.failure))
+                else:
+                    self._send(self._events.feed(read))
         finally:
             chat.close()
             self.abandon()

@@ -61,24 +61,25 @@ class StartupWatch(Struct, frozen=True, kw_only=True):
 
     def overdue(self, profile: TimeoutProfile, now: float) -> str | None:
         """Why to give up the launch; None: not yet."""
+        why = self._why_overdue(profile, now)
+        return None if why is None else f"{why}; the last probe: {self.last_probe}"
+
+    def _why_overdue(self, profile: TimeoutProfile, now: float) -> str | None:
         loading_s, silent_s = now - self.began_at, now - self.worked_at
         if silent_s >= profile.startup_timeout_s:
             return (
                 f"not ready, and no sign of work for {silent_s:.1f} s (limit: "
                 f"startup_timeout_s {profile.startup_timeout_s:g}); launched {loading_s:.1f} s "
-                "ago; raise startup_timeout_s if the model loads slowly; the last probe: "
-                f"{self.last_probe}"
+                "ago; raise startup_timeout_s if the model loads slowly"
             )
         # A load that loops shows work for ever: these limits hold regardless of work.
         load_s, last_resort_s = profile.load_timeout_s, profile.silent_work_timeout_s
         if load_s is not None and loading_s >= load_s:
-            return (
-                f"not ready within load_timeout_s {load_s:g} s; the last probe: {self.last_probe}"
-            )
+            return f"not ready within load_timeout_s {load_s:g} s"
         if load_s is None and last_resort_s is not None and loading_s >= last_resort_s:
             return (
                 f"not ready within silent_work_timeout_s {last_resort_s:g} s; set load_timeout_s "
-                f"to allow more time; the last probe: {self.last_probe}"
+                "to allow more time"
             )
         return None
 

@@ -37,7 +37,7 @@ MIN_DISK_BYTES_PER_S = float(1 << 19)
 MIN_MAJOR_FAULTS = 20
 MIN_MAJOR_FAULTS_PER_S = 20.0
 
-_DISK_BYTES = re.compile(r"^(read|write)_bytes: *(\d+)$", re.MULTILINE)
+_DISK_BYTES = re.compile(r"^(read_bytes|write_bytes): *(\d+)$", re.MULTILINE)
 _UID = re.compile(r"^Uid:\t\d+\t(\d+)\t", re.MULTILINE)
 _ANON = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
@@ -232,10 +232,13 @@ def parse_stat(line: str) -> ProcessStat | None:
         return None
 
 
-def parse_io(io: str) -> dict[str, int]:
-    """`read_bytes` and `write_bytes`: of storage, not of caches. What the text of `io` does not say
-    is absent."""
-    return {f"{name}_bytes": int(count) for name, count in _DISK_BYTES.findall(io)}
+def parse_io(io: str) -> dict[str, int | None]:
+    """`read_bytes` and `write_bytes`: of storage, not of caches. None: the text of `io` does not
+    say."""
+    said = dict(_DISK_BYTES.findall(io))
+    return {
+        name: int(said[name]) if name in said else None for name in ("read_bytes", "write_bytes")
+    }
 
 
 def parse_uid(status: str) -> int | None:

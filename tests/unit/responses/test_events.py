@@ -79,7 +79,10 @@ def run(
     events = new_events(body, seal=seal)
     out = events.begin()
     for one in said:
-        out += events.heartbeat() if one is HEARTBEAT else events.feed([one])  # type: ignore[list-item]
+        if one is HEARTBEAT:
+            out += events.heartbeat()
+        else:
+            out += events.feed([one])  # type: ignore[list-item]
     out += events.closed()
     assert events.is_over
     for late in (events.closed(), events.fail("late"), events.heartbeat()):

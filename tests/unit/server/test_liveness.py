@@ -215,4 +215,5 @@ def test_status_and_io_say_what_they_have() -> None:
     assert (parse_uid(""), parse_anon("")) == (None, None)
     said = "rchar: 99\nread_bytes: 7\nwrite_bytes: 8\ncancelled_write_bytes: 9\n"
     assert parse_io(said) == {"read_bytes": 7, "write_bytes": 8}
-    assert parse_io("cancelled_write_bytes: 7\nread_bytes: no\n") == {}
+    nothing = {"read_bytes": None, "write_bytes": None}
+    assert parse_io("cancelled_write_bytes: 7\nread_bytes: no\n") == nothing

@@ -210,11 +210,13 @@ class CallStart(Struct):
     def feed(self, delta: ToolCallDelta) -> list[ToolCallDelta]:
         """The pieces whose call's name is final now."""
         held = self.release()
+        settled: list[ToolCallDelta] = []
         if held is not None and held.index == delta.index:
             arguments = f"{held.arguments or ''}{delta.arguments or ''}"
             call_id, name = delta.call_id or held.call_id, delta.name or held.name
-            held, delta = None, ToolCallDelta(delta.index, call_id, name, arguments)
-        settled = [] if held is None else [held]
+            delta = ToolCallDelta(delta.index, call_id, name, arguments)
+        elif held is not None:
+            settled.append(held)
         if delta.name and (delta.arguments or "") in ("", "{"):
             self.held = delta
         else:

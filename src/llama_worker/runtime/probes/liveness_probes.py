@@ -182,8 +182,6 @@ def _process_state(pid: int) -> dict[str, Any] | None:
         "uid": liveness.parse_uid(_read(f"{PROC}/{pid}/status") or ""),
         "cpu_ticks": stat.cpu_ticks,
         "major_faults": stat.major_faults,
-        "read_bytes": None,
-        "write_bytes": None,
         **liveness.parse_io(_read(f"{PROC}/{pid}/io") or ""),
         "rss_bytes": stat.rss_pages * os.sysconf("SC_PAGE_SIZE"),
         "wchan": _read(f"{PROC}/{pid}/wchan") or "",

@@ -172,6 +172,7 @@ class SlotsQuestion(_Question):
             status, body = self._ask("GET", "/slots", self._timeout_s)
             slots = parse_slots(json_of(body)) if status == 200 else None
             if slots is not None:
+                # A late answer shows the slots of shortly before it came.
                 asked_at = max(asked_at, timers.now() - LOOK_TIMEOUT_S)
                 look = SlotsLook(asked_at=asked_at, slots=slots)
         except TimeoutError:
