@@ -43,7 +43,8 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
     (OUT_OF_MEMORY.pattern, f"the model does not fit into memory: {LESS_MEMORY}"),
     (
         "CUDA driver version is insufficient|no CUDA-capable device|ROCm error|CUDA error",
-        "the GPU or its driver fails: check nvidia-smi, or run without it (--gpu-layers 0)",
+        "the GPU or its driver fails, or its memory is full: check nvidia-smi, or run without it "
+        "(--gpu-layers 0)",
     ),
     (
         (

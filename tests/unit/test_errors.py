@@ -114,6 +114,7 @@ def test_unknown_reasons_are_refused() -> None:
         ),
         (1, "posix_madvise(POSIX_MADV_RANDOM) failed: Invalid argument\ninvalid magic", "GGUF"),
         (-signal.SIGABRT, "CUDA error: invalid argument", "the GPU or its driver fails"),
+        (-signal.SIGABRT, "ggml-cuda/ggml-cuda.cu:109: CUDA error", "or its memory is full"),
         (1, "couldn't bind HTTP server socket, hostname: 10.9.9.9", "address of this machine"),
         (-signal.SIGILL, "", "add --no-repack, which avoids AMX; or take a portable build"),
         (132, "./run.sh: line 2: 4711 Illegal instruction (core dumped)", "add --no-repack"),
