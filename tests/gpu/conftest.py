@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -36,6 +38,34 @@ def gpu(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"{llama_server} was built without CUDA")
 
 
+@dataclass(frozen=True, slots=True)
+class GpuHolder:
+    """Takes all of the GPU away from `server`, a llama-server, from inside of it."""
+
+    server: str
+    order: Path
+
+    def hold(self, seconds: float) -> None:
+        """Until then, or until the server is killed, nothing that it launches is computed."""
+        draft = self.order.with_suffix(".draft")
+        draft.write_text(str(seconds))
+        draft.replace(self.order)
+
+
+@pytest.fixture
+def gpu_holder(gpu: None, llama_server: str, tmp_path: Path) -> GpuHolder:
+    """Of one server; what starts it, such as its guard, does not load the library."""
+    library, order, server = (tmp_path / name for name in ("hold_gpu.so", "order", "llama-server"))
+    source = Path(__file__).with_name("hold_gpu.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    server.write_text(
+        f"#!/bin/sh\nexport LD_PRELOAD='{library}' HOLD_GPU_ORDER='{order}'\n"
+        f"exec '{llama_server}' \"$@\"\n"
+    )
+    server.chmod(0o755)
+    return GpuHolder(str(server), order)
+
+
 MakeWorker = Callable[..., LlamaWorker]
 
 
@@ -44,10 +74,12 @@ def on_gpu(gpu: None, llama_server: str, smollm2: str) -> Iterator[MakeWorker]:
     """A factory of workers that are READY, all layers on the first GPU; closed at the end of the
     test."""
 
-    def make(*, restart_backoff_s: float = 0.01, **config: Any) -> LlamaWorker:
+    def make(
+        *, restart_backoff_s: float = 0.01, executable: str = llama_server, **config: Any
+    ) -> LlamaWorker:
         worker = LlamaWorker.from_model(
             smollm2,
-            executable=llama_server,
+            executable=executable,
             extra_args=["--n-gpu-layers", "99", "--ctx-size", "8192", "--threads", "1"],
             env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"},
             restart=RestartPolicy(

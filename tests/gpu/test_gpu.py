@@ -11,10 +11,11 @@ import pytest
 from llama_worker import LlamaWorker, RequestFailReason, TimeoutProfile
 from llama_worker.runtime.probes.liveness_probes import NvidiaProbe
 from tests.actors.conftest import eventually
-from tests.gpu.conftest import MakeWorker, used_bytes
+from tests.gpu.conftest import GpuHolder, MakeWorker, used_bytes
 from tests.server.conftest import (
     ENDLESS,
     ended,
+    forced,
     is_generating,
     is_ticking,
     pid_of,
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.gpu
 LOOKS, BETWEEN_LOOKS_S = 5, 0.5  # a small model on a fast GPU fills its context within seconds
 SLACK_BYTES = 64 << 20  # what other programs may take and give back meanwhile
 RESTARTS = 10
+IDLE_S = 5.0
+LONG_S, FOR_EVER_S = 4 * IDLE_S, 300.0  # a kernel that is slow, and one that a kill has to end
 
 
 def begin_endless_answer(worker: LlamaWorker) -> int:
@@ -81,6 +84,60 @@ def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: 
     neighbour.cancel(endless).get(timeout=patience())
     assert is_ticking(ended(neighbour, endless)["text"])
     wait_ready(neighbour, restarts=0)
+
+
+def limits(suspect_after_s: float | None) -> TimeoutProfile:
+    return TimeoutProfile(
+        idle_stream_timeout_s=IDLE_S,
+        silent_work_timeout_s=2 * LONG_S,
+        suspect_after_s=suspect_after_s,
+        liveness_probe_interval_s=1.0,
+        stop_grace_s=1.0,
+    )
+
+
+def chars_of(worker: LlamaWorker, request_id: int) -> int:
+    status = worker.get_status(request_id).get(timeout=patience())
+    assert status["ok"], status
+    return status["output_chars"]
+
+
+@pytest.mark.parametrize(
+    ("suspect_after_s", "found_by"),
+    [(None, "silent_work_timeout_s"), (LONG_S, "none is in prefill")],
+)
+def test_a_kernel_that_never_ends_is_found_though_gpu_and_cpu_are_busy(
+    on_gpu: MakeWorker, gpu_holder: GpuHolder, suspect_after_s: float | None, found_by: str
+) -> None:
+    before = used_bytes()
+    worker = on_gpu(timeouts=limits(suspect_after_s), executable=gpu_holder.server)
+    request_id = begin_endless_answer(worker)
+    gpu_holder.hold(FOR_EVER_S)
+    result = ended(worker, request_id, work_s=2 * LONG_S)
+    assert result["fail_reason"] is RequestFailReason.STALL_TIMEOUT
+    assert found_by in result["fail_detail"]
+    assert is_ticking(result["text"])
+    wait_ready(worker, restarts=1)
+    assert ended(worker, submitted(worker, "after", "Say it.", **forced("well")))["text"] == "well"
+    worker.stop().get(timeout=patience())
+    eventually(lambda: used_bytes() < before + SLACK_BYTES, "the memory is free", patience())
+
+
+def test_a_kernel_that_takes_long_is_waited_for(on_gpu: MakeWorker, gpu_holder: GpuHolder) -> None:
+    worker = on_gpu(timeouts=limits(None), executable=gpu_holder.server)
+    text = "word " * 1500
+    request_id = submitted(worker, "slow", "Say it.", **forced(text))
+    wait_status(worker, request_id, is_generating)
+    began_at = time.monotonic()
+    gpu_holder.hold(LONG_S)
+    time.sleep(LONG_S / 2)
+    said = chars_of(worker, request_id)
+    time.sleep(IDLE_S)
+    assert chars_of(worker, request_id) == said < len(text)
+    result = ended(worker, request_id, work_s=LONG_S)
+    assert time.monotonic() - began_at > LONG_S
+    assert result["text"] == text
+    wait_ready(worker, restarts=0)
 
 
 @pytest.mark.parametrize("restart_backoff_s", [0.01, 5.0], ids=["at once", "after a pause"])
