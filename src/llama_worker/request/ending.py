@@ -12,7 +12,7 @@ from llama_worker.stream.failure import (
     StreamFailure,
     exceeds_context,
     is_of_shared_context,
-    reports_malformed_call,
+    reports_malformed_output,
 )
 from llama_worker.stream.loops import LoopFound, TextLoopFound
 from llama_worker.types.request import (
@@ -126,13 +126,14 @@ def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False)
             detail += f" ({cause.type})"
         if status is not None:
             detail += f", code {status}"
-    if is_of_shared_context(detail):
-        status = None
     # 400: it is one of those that were sent, in `messages`
-    is_malformed_call = offers_tools and status != 400 and reports_malformed_call(detail)
-    if is_malformed_call and reason in (
-        RequestFailReason.SERVER_ERROR,
-        RequestFailReason.HTTP_ERROR,
+    is_malformed = status != 400 and reports_malformed_output(detail)
+    if is_malformed or is_of_shared_context(detail):
+        status = None  # no fault of the server
+    if (
+        is_malformed
+        and offers_tools
+        and reason in (RequestFailReason.SERVER_ERROR, RequestFailReason.HTTP_ERROR)
     ):
         return failed(RequestFailReason.TOOL_PARSE_ERROR, detail)
     if isinstance(cause, StreamFailure) and cause.is_unsent:

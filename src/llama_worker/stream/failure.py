@@ -14,13 +14,14 @@ from llama_worker.types.request import ContextUse, RequestFailReason
 
 _MAX_MESSAGE_CHARS = 2000
 # b11434 says this with status 500, as if it had failed itself: of media, of what is in `messages`
-# and `tools`, and where a template raises
+# and `tools`, where a template raises, and of schemas
 _REFUSES = re.compile(
     "(image|audio|video) input is not supported|does not support multimodal"
     "|Failed to (download|load) image|cannot make GET request|Invalid base64 value"
     "|unsupported URL scheme|invalid URL|HTTPS is not supported"
     "|Failed to parse (messages|tools|tool call arguments)|Cannot (use|specify) both"
     "|Cannot specify grammar with tools|requires --jinja|Unknown reasoning format|While executing "
+    "|NotImplemented: |JSON schema error at "
 )
 
 
@@ -108,8 +109,9 @@ def refuses_tools(failure: StreamFailure) -> bool:
     )
 
 
-def reports_malformed_call(message: str) -> bool:
-    """Whether the server says that the model wrote a malformed tool call (b11434 and older)."""
+def reports_malformed_output(message: str) -> bool:
+    """Whether the server says that the model wrote a malformed tool call, or what else the format
+    of its chat does not allow (b11434 and older)."""
     text = message.lower()
     # the second: b8334, b9378; the third: what it had understood before does not fit any more
     said = ("failed to parse tool call", "failed to parse input at pos", "invalid diff:")

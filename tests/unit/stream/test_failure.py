@@ -11,7 +11,7 @@ from llama_worker.stream.failure import (
     StreamFailure,
     describe_http_error,
     refuses_tools,
-    reports_malformed_call,
+    reports_malformed_output,
 )
 from llama_worker.types.request import RequestFailReason
 
@@ -70,6 +70,8 @@ Error: Jinja Exception: roles must alternate"""
         ("tool_choice param requires --jinja flag", 400),
         ("Unknown reasoning format: qwen", 400),
         (JINJA, 400),
+        ("NotImplemented: String replace with count argument not implemented", 400),
+        ("JSON schema error at /properties/x: schema must be an object", 400),
         ("Compute error.", 500),
         ("got exception: bad allocation", 500),
         ("failed to process mtmd chunk", 500),
@@ -135,4 +137,4 @@ def test_refusals_of_tools_are_recognised(detail: str, status: int | None, refus
     ],
 )
 def test_reports_of_malformed_calls_are_recognised(message: str, malformed: bool) -> None:
-    assert reports_malformed_call(message) is malformed
+    assert reports_malformed_output(message) is malformed
