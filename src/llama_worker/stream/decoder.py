@@ -32,7 +32,7 @@ from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
 # The fields that are read here, and those that are the same in every record, or a clock.
 _READ_IN_CHUNK = ("choices", "prompt_progress", "usage", "timings", "error", "message")
 _IN_CHUNK = frozenset((*_READ_IN_CHUNK, "id", "object", "created", "model", "system_fingerprint"))
-_IN_CHOICE = frozenset(["index", "delta", "message", "text", "finish_reason"])
+_IN_CHOICE = frozenset(["index", "delta", "message", "finish_reason"])
 _IN_DELTA = frozenset(["role", "content", "reasoning_content", "tool_calls"])
 _CONTENT = (TextDelta, ReasoningDelta, ToolCallDelta, Finish, ServerError)
 _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
@@ -224,8 +224,6 @@ def _choice_events(choice: dict[str, Any], delta_kinds: Container[type]) -> Iter
         yield from _delta_events(delta)
     elif isinstance(message, dict):
         yield from (event for event in _delta_events(message) if type(event) not in delta_kinds)
-    elif isinstance(choice.get("text"), str):  # a text completion
-        yield from _delta_events({"content": choice["text"]})
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason:
         yield Finish(reason)

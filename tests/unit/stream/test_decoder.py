@@ -87,7 +87,6 @@ SAYS_NOTHING = [
         (chunk(None, "stop"), [Finish("stop")]),
         (chunk({"content": "x"}, "length"), [TextDelta("x"), Finish("length")]),
         ({"choices": [{"finish_reason": "stop"}]}, [Finish("stop")]),
-        ({"choices": [{"text": "x", "finish_reason": "stop"}]}, [TextDelta("x"), Finish("stop")]),
         ({"choices": ["x", None, 5, [], [1]]}, [EmptyRecord()]),
         (
             {"choices": [{"index": 1, "delta": {"content": "x"}}, {"delta": {"content": "y"}}]},
@@ -222,7 +221,7 @@ JSON = st.recursive(
 def test_nothing_is_too_odd_to_decode(value: dict[str, Any], delta: Any, finish: Any) -> None:
     decode(value)
     decode(chunk(delta, finish))
-    decode({"choices": [{"message": delta, "text": finish}]})
+    decode({"choices": [{"message": delta, "finish_reason": finish}]})
 
 
 def records(*values: Any) -> bytes:
