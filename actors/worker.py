@@ -41,7 +41,7 @@ from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.messages import Observed
 from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, Member, RollCall
-from llama_worker.server.traits import unsupported
+from llama_worker.server.traits import may_leave_thoughts, unsupported
 from llama_worker.types.request import SubmitErrorCode
 from llama_worker.types.worker import WorkerDebugInfo, WorkerState
 
@@ -160,7 +160,9 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             admitted,
             order.submission,
             prompted=self._is_prompted,
-            opens_thinking=self._server.traits.opens_thinking,
+            opens_thinking=may_leave_thoughts(
+                self._server.traits, self._config, order.submission.params
+            ),
             asked_by=order.reply if isinstance(order, messages.Ask) else None,
         )
         if isinstance(order, messages.Submit):

@@ -57,6 +57,7 @@ _CACHE_RAM = _Option(("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM")
 _CTX_SIZE = _Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
 _BATCH_SIZE = _Option(BATCH_FLAGS, "LLAMA_ARG_BATCH")
 _SLOTS = _Option(SLOT_FLAGS, "LLAMA_ARG_N_PARALLEL", unset="-1")
+_SKIP_CHAT_PARSING = _switch("skip-chat-parsing", "on")
 _OFFLINE = _Option(("--offline",), "LLAMA_ARG_OFFLINE", "on")
 _HF_REPO = _Option(("-hf", "-hfr", "--hf-repo"), "LLAMA_ARG_HF_REPO")
 _DOCKER_REPO = _Option(("-dr", "--docker-repo"), "LLAMA_ARG_DOCKER_REPO")
@@ -77,7 +78,7 @@ _RISKS = (
     _Risk(
         "the server leaves tool calls in the text, where only those in <tool_call> tags are found: "
         "tools and exit tools may not work",
-        (_switch("skip-chat-parsing", "on"),),
+        (_SKIP_CHAT_PARSING,),
     ),
     _Risk(
         "the server reads the whole prompt again in every turn",
@@ -178,6 +179,13 @@ def command_warnings(command: Sequence[str], env: Mapping[str, str], slots: int)
     if slots > 1 and not _in_effect(_SLOTS, command, env):
         lines.append(f"{_NO_SLOTS}{slots}")
     return lines
+
+
+def parses_chats(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether the command has a server take reasoning and calls out of the text, as by default;
+    False for a script, which may not."""
+    skips = _in_effect(_SKIP_CHAT_PARSING, command, env)
+    return not skips and program_at(command) is not None
 
 
 def cache_ram_mib(command: Sequence[str], env: Mapping[str, str]) -> float:

@@ -186,7 +186,7 @@ class Begin(Struct, frozen=True, kw_only=True):
     request_id: int
     submission: Submission
     prompted: bool  # tool calls by text convention: the model's template has no tools
-    opens_thinking: bool  # the template ends the prompt inside a think tag
+    opens_thinking: bool  # by the template, in a way that the server may not parse
 
 
 class Abandon(Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.config.command import flag_values
-from llama_worker.config.command_flags import commanded_n_ctx
+from llama_worker.config.command_flags import commanded_n_ctx, parses_chats
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import as_count
 from llama_worker.stream.reasoning import CLOSING_TAGS
@@ -58,6 +58,21 @@ def server_traits(props: Mapping[str, Any], applied_template: Mapping[str, Any])
         build=build_number(_text(props.get("build_info")) or ""),
         is_router=props.get("role") == "router",
     )
+
+
+def may_leave_thoughts(
+    traits: ServerTraits, config: WorkerConfig, params: Mapping[str, Any]
+) -> bool:
+    """Whether content may begin inside a thought, without a tag: the template opened it, and the
+    server may not parse it."""
+    asked = {**config.default_params, **params}.get("reasoning_format")
+    is_parsed = (
+        traits.build is not None
+        and traits.build >= _PARSES_OPENED_THOUGHTS_FROM
+        and asked != "none"
+        and parses_chats(config.server_cmd, config.env)
+    )
+    return traits.opens_thinking and not is_parsed
 
 
 def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
@@ -155,6 +170,7 @@ _FLAWS = (
 
 
 # The oldest builds that were measured to do so: docs/servers.md.
+_PARSES_OPENED_THOUGHTS_FROM = 9093
 _SHOWS_PROMPT_PROGRESS_FROM = 9544
 _ANSWERS_DURING_BATCHES_FROM = 10453
 

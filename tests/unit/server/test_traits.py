@@ -11,6 +11,7 @@ from llama_worker.server.traits import (
     ServerTraits,
     build_number,
     known_flaws,
+    may_leave_thoughts,
     server_traits,
     shortcomings,
     unsupported,
@@ -71,6 +72,28 @@ def test_what_props_say(props: dict[str, Any], expected: ServerTraits) -> None:
 )
 def test_whether_the_template_ends_inside_a_think_tag(prompt: Any, opens: bool) -> None:
     assert server_traits({}, {"prompt": prompt}).opens_thinking is opens
+
+
+@pytest.mark.parametrize(
+    ("traits", "command", "params", "leaves"),
+    [
+        ({"build": 11434}, ("llama-server",), {}, False),
+        ({"build": 9093}, ("llama-server",), {"reasoning_format": "deepseek"}, False),
+        ({"build": 9092}, ("llama-server",), {}, True),
+        ({}, ("llama-server",), {}, True),
+        ({"build": 11434}, ("llama-server", "--skip-chat-parsing"), {}, True),
+        ({"build": 11434}, ("./serve.sh",), {}, True),
+        ({"build": 11434}, ("llama-server",), {"reasoning_format": "none"}, True),
+        ({"opens_thinking": False}, ("llama-server",), {}, False),
+    ],
+)
+def test_where_a_thought_may_be_left_without_its_tag(
+    traits: dict[str, Any], command: tuple[str, ...], params: dict[str, Any], leaves: bool
+) -> None:
+    said = ServerTraits(**{"opens_thinking": True, **traits})
+    of_all = config(server_cmd=command, default_params=params)
+    for given in (of_all, {}), (config(server_cmd=command), params):
+        assert may_leave_thoughts(said, *given) is leaves
 
 
 @pytest.mark.parametrize(
