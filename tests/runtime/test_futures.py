@@ -18,7 +18,7 @@ import pytest
 
 from llama_worker.runtime.host import callbacks
 from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
-from llama_worker.runtime.host.open_futures import OpenFutures
+from llama_worker.runtime.host.open_futures import OpenFutures, WeakList
 from llama_worker.runtime.host.timers import start_timers
 from tests.actors.conftest import WAIT_S, eventually, no_threads, run_async
 
@@ -435,6 +435,21 @@ def test_every_open_future_fails_at_the_close_and_every_later_one() -> None:
         errors.add(caught.value)
     assert len(errors) == 3  # none holds on to the frames of another's caller
     assert answered.get(timeout=0) == 1
+
+
+def test_all_that_live_are_found_while_another_thread_sweeps() -> None:
+    weak, lasting = WeakList[threading.Event](), [threading.Event() for _ in range(20)]
+    for event in (*[threading.Event() for _ in range(40)], *lasting):
+        weak.add(event)
+    added = iter([threading.Event() for _ in range(4)])
+
+    def others() -> None:
+        for event in added:
+            weak.add(event)
+
+    weak._refs[30] = others  # type: ignore[call-overload]
+    assert set(weak.alive()) >= set(lasting)
+    assert len(weak._refs) < 60
 
 
 def test_a_future_added_during_close_is_answered() -> None:

@@ -41,7 +41,8 @@ class WeakList(Generic[W]):
         return bool(self._refs)
 
     def alive(self) -> list[W]:
-        return [item for ref in self._refs if (item := ref()) is not None]
+        # of a copy: an `add` elsewhere may sweep meanwhile
+        return [item for ref in tuple(self._refs) if (item := ref()) is not None]
 
 
 class OpenFutures:
