@@ -128,8 +128,14 @@ def run_bios(provider: BiosProvider | None, ctx: BiosContext) -> BiosText | str:
     """Call the provider; raises PromptError if it raises, or returns anything but valid text."""
     try:
         bios = no_bios(ctx) if provider is None else provider(ctx)
+        return _plain(bios)  # what it reads may raise, too
+    except PromptError:
+        raise
     except BaseException as exc:  # CancelledError and SystemExit, too: only the prompt fails
         raise PromptError(f"the BIOS provider raised {described_error(exc)}") from exc
+
+
+def _plain(bios: object) -> BiosText | str:
     plain: list[str] = []
     for text in (bios.stable, bios.volatile) if isinstance(bios, BiosText) else (bios,):
         if not isinstance(text, str):

@@ -156,6 +156,7 @@ def test_a_provider_that_raises_is_a_prompt_error(kind: type[BaseException]) -> 
         BiosText(None, ""),  # type: ignore[arg-type]
         BiosText("", 1),  # type: ignore[arg-type]
         "\ud800",
+        pytest.param(Mock(spec=str), id="a proxy of a text"),
     ],
 )
 def test_a_provider_must_return_text(value: Any) -> None:
