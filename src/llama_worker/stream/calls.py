@@ -202,7 +202,10 @@ def partition(
                 f"the arguments for {call.name!r} are not a JSON object ({error}): {excerpt}"
             )
         else:
-            shown_id = shown_call_id(call.call_id, first_number + len(normal))
+            number = first_number + len(normal)
+            shown_id = shown_call_id(call.call_id, number)
+            if any(each.id == shown_id for each in normal):  # a model's own may repeat
+                shown_id = shown_call_id(None, number)
             text = call.arguments if call.arguments.strip() else "{}"
             normal.append(ParsedCall(shown_id, call.name, arguments, text, call.tagged))
     return Partition(tuple(normal), tuple(exits), problems[0] if problems else None, tuple(unrun))

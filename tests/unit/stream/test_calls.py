@@ -138,10 +138,10 @@ def test_a_normal_call_gets_an_own_id() -> None:
     assert (parts.problem, parts.exits) == (None, ())
 
 
-def test_kimis_ids_are_kept() -> None:
+def test_kimis_ids_are_kept_but_not_twice() -> None:
     kimi, other = RawCall("functions.add:0", "add", "{}"), RawCall("functions.add", "add", "{}")
-    parts = partition([kimi, other], NORMAL, EXITS, emitted_at=1.0, first_number=1)
-    assert [call.id for call in parts.normal] == ["functions.add:0", "c00000002"]
+    parts = partition([kimi, other, kimi], NORMAL, EXITS, emitted_at=1.0, first_number=1)
+    assert [call.id for call in parts.normal] == ["functions.add:0", "c00000002", "c00000003"]
 
 
 @pytest.mark.parametrize(
