@@ -18,11 +18,11 @@ def serve(worker: LlamaWorker) -> None:
     """Give the worker jobs until none is left, then collect its answers."""
     asked = {}
     while JOBS:
-        worker.wait_slot().get()
         try:
+            worker.wait_slot().get()
             name, prompt = JOBS.popleft()
-        except IndexError:
-            break  # another worker was first
+        except (RequestRefused, IndexError):
+            break  # this worker is FAILED, or another one was first
         asked[name] = worker.ask(prompt, job_name=name, params={"max_tokens": 64})
     for name, answer in asked.items():
         try:

@@ -110,10 +110,11 @@ class Hive:
             waiting.popleft()
             self._then(worker.result(answer["request_id"]), partial(self._ended, message))
         else:
-            self._then(worker.wait_slot(), lambda free: self._slot_is_free(role, free))
+            self._then(worker.wait_slot(), partial(self._slot_is_free, role, worker))
 
-    def _slot_is_free(self, role: str, free: WorkerFuture[None]) -> None:
-        free.get()  # raises if none ever will be: the worker is FAILED
+    def _slot_is_free(self, role: str, worker: LlamaWorker, free: WorkerFuture[None]) -> None:
+        if self.workers[role] is worker:  # else another has taken its place
+            free.get()  # raises if none ever will be: the worker is FAILED
         self._submit_next(role)
 
     def _ended(self, message: Message, ended: WorkerFuture[Any]) -> None:

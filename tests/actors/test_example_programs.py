@@ -65,8 +65,8 @@ def test_thirty_jobs_over_three_workers_all_get_slots(
     assert len(journal.facts("launched")) == 3
 
 
-def tell(to: str, text: str) -> fs.Step:
-    return fs.ToolCall("tell", {"to": to, "text": text})
+def tell(to: str, text: str, index: int = 0) -> fs.Step:
+    return fs.ToolCall("tell", {"to": to, "text": text}, index=index)
 
 
 def test_other_workers_continue_while_one_is_swapped_or_killed(
@@ -120,3 +120,31 @@ def test_other_workers_continue_while_one_is_swapped_or_killed(
     assert "coder-old has ended its work" in told
     assert told[-1] == "stopped."
     assert len(journal.facts("launched")) == 5
+
+
+def test_a_message_that_waits_at_a_swap_goes_to_the_new_model(
+    make_server: Callable[[fs.Script], None], tmp_path: Path
+) -> None:
+    swapped = tmp_path / "swapped"
+    sayings = {
+        "user says": [tell("coder", "Write it."), tell("coder", "Test it.", index=1)],
+        "Write it.": [fs.Gate(swapped), fs.Text("Written.")],
+        "Test it.": [fs.Text("Tested.")],
+    }
+    make_server(
+        fs.Script(
+            replies=[
+                fs.ScriptedReply(fs.plain_reply(*steps), marker=marker, times=None)
+                for marker, steps in sayings.items()
+            ]
+        )
+    )
+    models = ["a.gguf", "old.gguf", "b.gguf", "--next-coder", "new.gguf"]
+    with example("orchestrator.py", *models, "Build it.") as (program, output):
+        told = []
+        for line in output:
+            told.append(line.rstrip("\n"))
+            if told[-1] == "coder: coder-new is ready":
+                swapped.touch()
+        assert program.wait() == 0
+    assert {"coder: 'Written.'", "coder: 'Tested.'", "outcome: None"} <= set(told)
