@@ -64,8 +64,8 @@ class RunningCall:
     """Tells a tool runner how long its result is waited for, so that it can give up in time."""
 
     deadline: float
-    """The instant of `time.monotonic()` at which `tool_timeout_s` is over; the real limit is later
-    if this program is stopped meanwhile."""
+    """The instant of `time.monotonic()` at which `tool_timeout_s` is over, to some milliseconds:
+    give up a little earlier. The real limit is later if this program is stopped meanwhile."""
     cancelled: threading.Event
     """Set once nobody waits for the result: the time is up, or the request has ended."""
 
