@@ -27,7 +27,6 @@ from llama_worker.request.messages import (
     ToolThreadReport,
     ToolThreadReturned,
     ToolThreadStuck,
-    TurnId,
     WriteBios,
 )
 from llama_worker.runtime.http.token_count import COUNT_S
@@ -269,7 +268,7 @@ class SimRuntime:
 
     def run_tool(self, order: RunTool) -> SimToolThread:
         self.machine.need_thread()
-        thread = SimToolThread(order.turn_id)
+        thread = SimToolThread()
         self.tool_threads.append(thread)
         seconds, ok = self.machine.tool_call(order.turn_id[0])
 
@@ -286,7 +285,7 @@ class SimRuntime:
                 )
             )
             if thread.given_up_to is not None:
-                thread.given_up_to.tell(ToolThreadReturned(turn_id=order.turn_id))
+                thread.given_up_to.tell(ToolThreadReturned())
 
         if seconds is not None:  # else it never returns
             self.scheduler.after(seconds, returned, "a tool returns")
@@ -692,10 +691,9 @@ class _Asker:
 class SimToolThread:
     """The thread of one call, which does not listen."""
 
-    def __init__(self, turn_id: TurnId) -> None:
+    def __init__(self) -> None:
         self.has_returned = False
         self.given_up_to: Mailbox[ToolThreadReport] | None = None
-        self._turn_id = turn_id
 
     def is_alive(self) -> bool:
         return not self.has_returned
@@ -708,4 +706,4 @@ class SimToolThread:
     def give_up(self, reply_to: Mailbox[ToolThreadReport]) -> None:
         if not self.has_returned:
             self.given_up_to = reply_to
-            reply_to.tell(ToolThreadStuck(turn_id=self._turn_id))
+            reply_to.tell(ToolThreadStuck())

@@ -97,13 +97,9 @@ class ToolsRefused(Struct, frozen=True, kw_only=True):
 class ToolThreadStuck(Struct, frozen=True, kw_only=True):
     """A tool thread still runs although nobody waits for it any more."""
 
-    turn_id: TurnId
-
 
 class ToolThreadReturned(Struct, frozen=True, kw_only=True):
     """A stuck tool thread has ended after all."""
-
-    turn_id: TurnId
 
 
 class WriteBios(Struct, frozen=True, kw_only=True):

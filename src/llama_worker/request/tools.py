@@ -32,7 +32,6 @@ class ToolBatch(Struct, frozen=True, kw_only=True):
     """The calls of one turn, which run one after the other."""
 
     calls: tuple[ParsedCall, ...]
-    iteration: int
     started_at: float  # of the call that runs; monotonic seconds
     results: tuple[str, ...] = ()  # of those that returned
 
@@ -94,7 +93,7 @@ class ToolUse:
         """Spend an iteration on these calls."""
         self._totals.iterations_left -= 1
         self._totals.calls_count += len(calls)
-        return ToolBatch(calls=calls, iteration=self._iteration, started_at=now)
+        return ToolBatch(calls=calls, started_at=now)
 
     def record_result(
         self, batch: ToolBatch, result: str, at: float, *, error: str | None = None
@@ -145,7 +144,7 @@ class ToolUse:
             "tool_call_id": batch.call.id,
             "tool_name": batch.call.name,
             "arguments": batch.call.arguments,
-            "iteration": batch.iteration,
+            "iteration": self._iteration,
             "started_at": self._totals.unix(batch.started_at),
             "duration_s": at - batch.started_at,
             "ok": error is None,

@@ -53,7 +53,7 @@ class ToolCallThread:
             if self._has_returned:
                 return
             self._given_up_to = reply_to
-            reply_to.tell(messages.ToolThreadStuck(turn_id=self._order.turn_id))
+            reply_to.tell(messages.ToolThreadStuck())
         self._call.cancelled.set()
         if self._cancel_task is not None:
             self._cancel_task()
@@ -66,7 +66,7 @@ class ToolCallThread:
         except BaseException:
             log_exception(_logger, "closing the event loop of a tool failed")
         if self._given_up_to is not None:
-            self._given_up_to.tell(messages.ToolThreadReturned(turn_id=self._order.turn_id))
+            self._given_up_to.tell(messages.ToolThreadReturned())
 
     def _run_tool(self, loops: contextlib.ExitStack) -> None:
         call = self._order.call
