@@ -133,8 +133,8 @@ def _text(value: object) -> str | None:
 
 # ---------------------------------------------------------------- builds
 
-# A build number counts commits: 1 in a shallow clone, 0 without git; neither is a real number.
-_MIN_BUILD = 2
+# A build number counts commits: of a shallow clone only those that it has, which may be hundreds.
+_MIN_BUILD = 1500  # of January 2024: older than any that is of use here
 _VERSION_PATTERNS = (
     re.compile(r"\bbuild\b[ :=]*b?(\d+)"),  # version: 0.6.0-dev (build 11434, commit 8f2c1d0)
     re.compile(r"^version:\s*b?(\d+)\b(?!\.)", re.MULTILINE),  # version: 7234 (8f2c1d0)
