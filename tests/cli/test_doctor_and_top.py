@@ -31,11 +31,11 @@ def test_the_doctor_finds_nothing_wrong(run: Run, program: MakeProgram, model: s
     problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
     # the tester's machine may have some
     assert (done.returncode, report["ok"]) == (int(bool(problems)), not problems)
-    assert (report["server"]["how"], report["server"]["version"]) == ("LLAMA_SERVER", "7 (fake)")
+    assert (report["server"]["how"], report["server"]["version"]) == ("LLAMA_SERVER", "11000 (fake)")
     assert "4096 tokens of context" in findings["start"]["text"]
     assert findings["tools"]["text"].startswith("native")
     assert findings["/proc"]["level"] == "ok"
-    assert findings["build"]["text"].startswith("llama-server b7 has CVE-2026-107183: ")
+    assert findings["build"]["text"].startswith("llama-server b11000 has CVE-2026-107183: ")
     assert findings["build"]["todo"] == "use a build later than b11392"
     assert server.is_gone()
 
@@ -118,7 +118,7 @@ def test_the_doctor_examines_a_fleet(
     for text in (
         "problem b: this llama-server does not know --tools",
         "note b: server_cmd has --tools: the server may start programs",
-        "note b: llama-server b7 has CVE-2026-107183: ",
+        "note b: llama-server b11000 has CVE-2026-107183: ",
         "note b: the server reads prompts in batches of 2048 tokens",
         "problem model: there is no file none.gguf",
         "note prompt caches: 2 servers may keep up to inf MiB of prompts in memory",
@@ -131,7 +131,7 @@ def test_the_doctor_examines_a_fleet(
 
 LISTS_A_GPU = """[ "$LLAMA_ARG_ODD" ] && exit 1
 case $1 in
---version) echo "version: 7 (fake)" ;;
+--version) echo "version: 11000 (fake)" ;;
 --list-devices) cat <<'END'
 Available devices:
   BLAS: OpenBLAS (0 MiB, 0 MiB free)
@@ -203,7 +203,7 @@ def test_a_fleet_without_a_server_is_a_problem(
         ("exit 1", '["DIR/llama-server"]', "problem"),
         ("exit 1", '["DIR/serve"]', "note"),  # a script of one's own may take no options
         ("exit 1", '["nice", "DIR/llama-server"]', "note"),  # the wrapper may find another
-        ('[ "$NEEDED" ] && echo "version: 7 (fake)"', '["DIR/llama-server"]', "note"),
+        ('[ "$NEEDED" ] && echo "version: 11000 (fake)"', '["DIR/llama-server"]', "note"),
     ],
 )
 def test_a_fleets_server_is_asked_as_its_worker_runs_it(
