@@ -214,6 +214,19 @@ def test_a_shutdown_of_ray_ends_the_replicas(stage: Stage, monkeypatch: pytest.M
         assert actor.calls.count("renew") == renewals
 
 
+def test_without_ray_no_actor_is_called(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_RENEW_S", 0.5)  # until then the replica counts as READY
+    with stage.started(1) as (actor,):
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        with pytest.raises(NoLiveReplica):
+            stage.submit()
+        with pytest.raises(ReplicaLost, match="Ray was shut down"):
+            stage.fleet.get_debug_info(0).get(timeout=WAIT_S)
+        with pytest.raises(ReplicaLost):
+            stage.fleet.replace(0).get(timeout=WAIT_S)
+        assert {"submit", "get_debug_info", "drain"}.isdisjoint(actor.calls)
+
+
 def test_an_actor_of_an_earlier_ray_is_replaced(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

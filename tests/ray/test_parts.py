@@ -103,7 +103,9 @@ def test_an_actor_that_cannot_be_created_fails_the_start(monkeypatch: pytest.Mon
     run_async(start())
 
 
-def test_a_request_that_no_worker_can_take_is_no_loss() -> None:
+def test_a_request_that_no_worker_can_take_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
     async def refuse(*_: Any, **__: Any) -> Any:
         unfit = ConfigError("image_url parts need a model with vision")
         error: Any = RayTaskError  # which has no annotations
@@ -154,7 +156,11 @@ def test_a_close_beside_the_actors_death_ends(monkeypatch: pytest.MonkeyPatch, t
     run_async(close())
 
 
-def test_a_cancelled_request_that_is_lost_was_not_cancelled() -> None:
+def test_a_cancelled_request_that_is_lost_was_not_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
     async def yes(_: int) -> bool:
         return True
 
@@ -205,8 +211,9 @@ def test_a_replica_without_a_place_is_not_asked() -> None:
     run_async(ask())
 
 
-def test_a_request_is_cancelled_at_its_own_actor() -> None:
+def test_a_request_is_cancelled_at_its_own_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another may have taken its place meanwhile, with another request of that id."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
     async def follow() -> None:
         replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
@@ -220,6 +227,37 @@ def test_a_request_is_cancelled_at_its_own_actor() -> None:
         assert request.is_over
 
     run_async(follow())
+
+
+@pytest.mark.parametrize(
+    ("is_initialized", "why"),
+    [(False, "Ray was shut down"), (True, "Failed to submit")],
+    ids=["shut down", "initialised anew"],
+)
+def test_an_actor_that_ray_cannot_call_is_lost(
+    monkeypatch: pytest.MonkeyPatch, *, is_initialized: bool, why: str
+) -> None:
+    """Ray itself would start a new cluster for the call, or raises a plain Exception."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: is_initialized)
+    called = Mock(side_effect=Exception("Failed to submit task"))
+
+    async def call() -> None:
+        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
+        methods = ("submit", "get_debug_info", "cancel")
+        replica._actor = Mock(**{method: Mock(remote=called) for method in methods})
+        replica._place = {"node_id": "n", "node_ip": "i", "pid": 1}
+        with pytest.raises(ReplicaLost, match=why):
+            await replica.admit(validate_submit("j", "", "x", None, None), iter(()))
+        with pytest.raises(ReplicaLost, match=why):
+            await replica.ask(RayWorker.get_debug_info)
+        request = replica.requests[7] = RequestCopy(7, progress("Once"))
+        assert await replica.cancel(request) is False
+        broken = Mock(side_effect=ActorUnavailableError("the connection broke", b"\1" * 16))
+        await replica._follow(replica._actor, replica._lost, request, Mock(__anext__=broken))
+        assert request.is_over
+
+    run_async(call())
+    assert called.called is is_initialized
 
 
 def test_a_subscription_that_is_cancelled_is_forgotten(

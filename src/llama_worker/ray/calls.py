@@ -1,4 +1,4 @@
-"""Ray's own call that may wait for its head, and its texts."""
+"""Ray's own calls, for a host that may shut Ray down, and its texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,26 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+from llama_worker.errors import described_error
 from llama_worker.runtime.host.threads import start_thread
 
+SHUT_DOWN = "Ray was shut down in this program"
 _KILL_S = 0.2  # Ray takes microseconds to send a kill
 _SHOWN_CHARS = 400
 _RAY_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
+
+
+def call(method: Any, *args: Any, **named: Any) -> Any:
+    """Call an actor's method, as its `remote` does. Raises RayError also where that would start a
+    new cluster, since Ray was shut down, or raise a plain Exception."""
+    if not ray.is_initialized():
+        raise RayError(SHUT_DOWN)
+    try:
+        return method.remote(*args, **named)
+    except RayError:
+        raise
+    except Exception as error:  # Ray's for a call of an actor of an earlier ray.init()
+        raise RayError(described_error(error)) from error
 
 
 def kill(actor: Any) -> None:

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from llama_worker.errors import ConfigError, WorkerStartError, described_error
-from llama_worker.ray.calls import kill, one_line
+from llama_worker.ray.calls import SHUT_DOWN, call, kill, one_line
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStatus, RequestUpdate
 from llama_worker.ray.worker import RayWorker
@@ -37,7 +37,6 @@ _SILENT_S = 3.0
 _CANCEL_S = 0.1  # until a task that still runs is cancelled again
 _MARGIN_S = 2.0  # on top of a lease: the last renewal may have arrived, and its answer been lost
 _ANSWER_S = 15.0  # to a submit
-_SHUT_DOWN = "Ray was shut down in this program"
 T = TypeVar("T")
 _logger = logging.getLogger("llama_worker.ray")
 
@@ -152,7 +151,7 @@ class Replica:
             if not was_ready:
                 await asyncio.sleep(self._retry_s)
         if not self._started.done():
-            self._started.fail(self._lost(_SHUT_DOWN))
+            self._started.fail(self._lost(SHUT_DOWN))
 
     async def close(self, timeout_s: float) -> None:
         """Stop the server and end the actor; what has not stopped after `timeout_s` is killed."""
@@ -161,10 +160,10 @@ class Replica:
             self._keeper.cancel()
             await asyncio.wait({self._keeper}, timeout=_CANCEL_S)
         can_answer = self._place is not None and self.state is not ReplicaState.SILENT
-        if self._actor is not None and can_answer and ray.is_initialized():
+        if self._actor is not None and can_answer:
             renewing = asyncio.create_task(self._renew(self._actor))
             with suppress(RayError, TimeoutError):
-                await asyncio.wait_for(self._actor.stop.remote(), timeout_s)
+                await asyncio.wait_for(call(self._actor.stop), timeout_s)
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
         await self._settle()
@@ -181,7 +180,7 @@ class Replica:
         except Exception as error:  # Ray checks some options only now
             raise self._lost(f"Ray cannot create it: {described_error(error)}") from error
         try:
-            self._place = await actor.get_place.remote()
+            self._place = await call(actor.get_place)
             _logger.info("replica placed %s node=%s", self._name, self._node)
             try:
                 async with asyncio.TaskGroup() as life:
@@ -197,27 +196,27 @@ class Replica:
             raise self._lost(self._why_killed or one_line(error)) from error
         except (ReplicaLost, WorkerStartError):
             raise
-        except Exception as error:  # Ray's for a call of an actor of an earlier ray.init()
+        except Exception as error:  # Ray's, where it is shut down meanwhile
             raise self._lost(described_error(error)) from error
 
     async def _serve(self, actor: Any) -> None:
         """Start the worker and wait for its failure. Raises ReplicaLost when it has failed."""
-        status: WorkerStatus = await actor.start.remote()
+        status: WorkerStatus = await call(actor.start)
         self.slots = status["slots_total"]
         self._state = ReplicaState.READY
         _logger.info("replica ready %s node=%s slots=%d", self._name, self._node, self.slots)
         self._started.answer(None)
-        status = await actor.wait_failed.remote()
+        status = await call(actor.wait_failed)
         raise self._lost(f"its worker failed: {status.get('last_error', 'no reason given')}")
 
     async def _renew(self, actor: Any) -> None:
-        """Renew the actor's lease. When it is over, kill the actor and raise ReplicaLost; also
-        raised when Ray is shut down."""
+        """Renew the actor's lease. When it is over, kill the actor and raise ReplicaLost.
+        Raises RayError when Ray is shut down."""
         now = asyncio.get_running_loop().time
         answered_at = now()  # when the last answered renewal was sent
-        while ray.is_initialized():  # otherwise a call would start a new cluster
+        while True:
             sent_at, over_at = now(), answered_at + self._lease_s + _MARGIN_S
-            renewal = asyncio.wrap_future(actor.renew.remote(self._lease_s).future())
+            renewal = asyncio.wrap_future(call(actor.renew, self._lease_s).future())
             await asyncio.wait({renewal}, timeout=_SILENT_S)
             if not renewal.done():
                 self._set_silent(True)
@@ -233,7 +232,6 @@ class Replica:
             elif now() > answered_at + _SILENT_S:
                 self._set_silent(True)
             await asyncio.sleep(_RENEW_S)
-        raise self._lost(_SHUT_DOWN)
 
     def _set_silent(self, is_silent: bool) -> None:
         if is_silent is not self._silent.is_set():
@@ -248,7 +246,7 @@ class Replica:
         actor = self._actor
         self._state, self._started = ReplicaState.DRAINING, WorkerFuture()
         with suppress(RayError):  # it died meanwhile, and is replaced anyway
-            await actor.drain.remote()
+            await call(actor.drain)
             while self._admitting:  # those are not followed yet; `_ANSWER_S` at most
                 await asyncio.sleep(_CANCEL_S)
             await self._settle()
@@ -314,7 +312,7 @@ class Replica:
     async def cancel(self, copy: RequestCopy) -> bool:
         """Cancel one of `requests`. True once it is cancelled; False if it ends otherwise."""
         with suppress(RayError):
-            if await self._actor.cancel.remote(copy.remote_id):
+            if await call(self._actor.cancel, copy.remote_id):
                 ended = WorkerFuture[RequestResult | NotFound]()
                 copy.answer_at_end(ended)
                 result = await ended
@@ -328,7 +326,7 @@ class Replica:
         if self._actor is None or self._place is None:  # a call would wait for a place
             raise lost(self._last_error or "Ray has found no place for it yet")
         try:
-            answer: T = await getattr(self._actor, method.__name__).remote()
+            answer: T = await call(getattr(self._actor, method.__name__))
             return answer
         except RayError as error:
             raise lost(one_line(error)) from error
@@ -347,7 +345,8 @@ class Replica:
         except RayError as error:
             why = one_line(error)
             if isinstance(error, ActorUnavailableError):  # it may live, and still run the request
-                actor.cancel.remote(copy.remote_id)
+                with suppress(RayError):
+                    call(actor.cancel, copy.remote_id)
         finally:
             copy.lose(str(lost(self._why_killed or why, copy.request_id)), time.time())
             del self.requests[copy.request_id]
@@ -355,7 +354,8 @@ class Replica:
 
 async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, Any, Any]:
     """The answer to a submit and, if it was admitted, the stream of updates and the first one."""
-    answer: SubmitResult = await actor.submit.remote(
+    answer: SubmitResult = await call(
+        actor.submit,
         submission.job_name,
         submission.system_prompt,
         submission.user_prompt,
@@ -364,11 +364,11 @@ async def _admission(actor: Any, submission: Submission) -> tuple[SubmitResult, 
     )
     if not answer["ok"]:
         return answer, None, None
-    pieces = actor.follow.remote(answer["request_id"])
+    pieces = call(actor.follow, answer["request_id"])
     try:
         first: RequestUpdate = await (await anext(pieces))
     except ActorUnavailableError:  # it may live, and run the request
-        actor.cancel.remote(answer["request_id"])
+        call(actor.cancel, answer["request_id"])
         raise
     return answer, pieces, first
 
@@ -380,7 +380,7 @@ async def _cancel_once_admitted(
     with suppress(RayError):
         answer, _, _ = await admission
         if answer["ok"]:
-            await actor.cancel.remote(answer["request_id"])
+            await call(actor.cancel, answer["request_id"])
 
 
 def start_task(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
