@@ -108,8 +108,10 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
     is_stream = "text/event-stream" in reply.header("content-type")
     decoder = StreamDecoder(every_choice=True) if is_stream and leased.request_id else None
     while True:
+        settled_at = leased.settled_at
+        is_late = settled_at is not None and timers.now() >= settled_at
         try:
-            piece = _next_piece(reply, leased.settled_at)
+            piece = _next_piece(reply, settled_at)
         except OSError as error:
             failure = leased.closed(refusal() or disconnected("in mid-stream", str(error)))
             if not (leased.is_given_up and failure is not None and decoder is not None):
@@ -123,7 +125,8 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
         events = decoder.feed(piece) if decoder is not None else ()
         if piece:
             leased.received(events, timers.now())
-        is_whole = not piece or reply.is_complete
+        # `is_late`: what had come by then was read just now; more is not awaited, even from a flood
+        is_whole = not piece or is_late or reply.is_complete
         if is_whole:
             leased.closed(refusal())
         is_over = is_whole or Done() in events
