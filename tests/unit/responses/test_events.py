@@ -307,8 +307,9 @@ FAILURE = ServerError("out of memory", 500, "server_error")
         ([*CALLS[:2], call(1, '{"a": ', "g"), Finish("length")], "function_call", "function_call"),
         ([*CALLS, Finish("length")], "function_call", "function_call"),
         ([THOUGHT, TextDelta("Once"), FAILURE], "reasoning", "message"),
+        ([THOUGHT, call(0, "{", "f"), FAILURE], "reasoning", "function_call"),
     ],
-    ids=["half a call at the limit", "a call at the limit", "failure"],
+    ids=["half a call at the limit", "a call at the limit", "failure", "failure in a call"],
 )
 def test_a_cut_keeps_whole_items_done_others_incomplete(
     said: list[StreamEvent], done: str, kept: str
@@ -326,6 +327,7 @@ def test_a_cut_keeps_whole_items_done_others_incomplete(
         EmptyRecord(),
         TextDelta("a"),
         ReasoningDelta("a"),
+        call(0, "{", "f"),
         call(0, '{"a', "f"),
         call(0, "{}", "f"),
         TextDelta("<thi"),

@@ -165,6 +165,7 @@ class ResponseEvents:
 
     def _fail(self, message: str, code: str | None = None) -> None:
         self._finish_splitter()
+        self._release_call()
         self.failure = message
         error = {
             "type": "server_error",
