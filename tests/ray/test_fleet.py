@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 
 from llama_worker import RequestResult, WorkerConfig
 from llama_worker.ray import (
@@ -201,6 +202,27 @@ def test_a_replica_is_not_replaced_while_it_admits(stage: Stage) -> None:
         assert submitted.get(timeout=WAIT_S)["ok"]
         eventually(lambda: stage.killed == [first], "its end")
         assert second.calls.count("submit") == 0
+
+
+def test_a_death_while_it_is_replaced_is_not_the_next_ones(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stage.started(1) as (first,):
+        first.set_sends_pieces(False)
+        submitted = stage.fleet.submit("job", "", "Hello?")
+        eventually(lambda: "follow" in first.calls, "its admission")
+        replaced = stage.fleet.replace(0)
+        eventually(lambda: "drain" in first.calls, "its drain")
+        monkeypatch.setattr(first, "call", Mock(side_effect=ActorDiedError))
+        eventually(lambda: len(stage.actors) == 2, "another actor")
+        stage.wait_states(READY)
+        first.set_sends_pieces(True)
+        assert submitted.get(timeout=WAIT_S)["ok"]
+        replaced.get(timeout=WAIT_S)
+        second = stage.actors[1]
+        monkeypatch.setattr(second, "call", Mock(side_effect=Exception("Failed to submit")))
+        eventually(lambda: len(stage.actors) == 3, "a third actor")
+        assert "Failed to submit" in stage.replicas()[0]["last_error"]
 
 
 def test_a_shutdown_of_ray_ends_the_replicas(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,8 +250,9 @@ class Replica:
             while self._admitting:  # those are not followed yet; `_ANSWER_S` at most
                 await asyncio.sleep(_CANCEL_S)
             await self._settle()
-            self._why_killed = "it was drained and is being replaced"
-            kill(actor)
+            if self._actor is actor:  # it has not died meanwhile
+                self._why_killed = "it was drained and is being replaced"
+                kill(actor)
         await self._started
 
     @property
