@@ -259,6 +259,18 @@ def test_an_actor_of_an_earlier_ray_is_replaced(
         assert "Failed to submit" in stage.replicas()[0]["last_error"]
 
 
+def test_a_start_with_a_new_ray_begins_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stage.started(1):
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        stage.wait_states(LOST)
+        with pytest.raises(ReplicaLost, match="Ray was shut down"):
+            stage.fleet.start().get(timeout=WAIT_S)
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        assert stage.fleet.start().get(timeout=WAIT_S)["slots_total"] == SLOTS
+        assert len(stage.actors) == 2
+        stage.submit()
+
+
 def test_a_lease_is_renewed_until_the_server_has_stopped(stage: Stage) -> None:
     with stage.started(replicas=1) as (actor,):
         actor.stops_slowly = True

@@ -155,7 +155,8 @@ class Fleet(Startable):
         for one.
 
         Raises the error of the first one that does not start: WorkerStartError, or ReplicaLost.
-        That one is tried again, and the others go on, until `close`.
+        That one is tried again, and the others go on, until `close`, or until Ray is shut down:
+        after another `ray.init()` call `start` again.
         """
         await asyncio.gather(*(replica.start() for replica in self._replicas))
         return await self.get_fleet_status()

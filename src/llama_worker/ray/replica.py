@@ -53,6 +53,7 @@ class Replica:
     | READY | `replace` | DRAINING, and LOST once its requests have ended |
     | any | the actor dies, its worker fails, or its lease is over | LOST |
     | LOST | at once, or after `retry_s` where it was STARTING | STARTING |
+    | LOST, since Ray was shut down | `start`, after another `ray.init()` | STARTING |
 
     An actor that died is not restarted by Ray (`max_restarts` is 0): a new one is created, so that
     a call meant for the old one can never reach the new one, where the same request id is another
@@ -127,14 +128,15 @@ class Replica:
     # ------------------------------------------------------------ the actor's life
 
     async def start(self) -> None:
-        """Keep an actor alive from now on. Returns when it has been READY; raises ReplicaLost or
-        WorkerStartError if it does not start."""
-        if self._keeper is None:
+        """Keep an actor alive from now on, until Ray is shut down. Returns when it has been READY;
+        raises ReplicaLost or WorkerStartError if it does not start."""
+        if self._keeper is None or self._keeper.done():
+            self._started = WorkerFuture()
             self._keeper = asyncio.create_task(self._keep_alive())
         await self._started
 
     async def _keep_alive(self) -> None:
-        """Run one actor after the other, until cancelled."""
+        """Run one actor after the other, until cancelled or Ray is shut down."""
         while ray.is_initialized():  # otherwise a call would start a new cluster
             try:
                 await self._run_actor()

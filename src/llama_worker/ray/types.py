@@ -45,7 +45,7 @@ class ReplicaState(StrEnum):
     DRAINING = "draining"
     """It takes no more requests, and is replaced once those in flight have ended."""
     LOST = "lost"
-    """It died, or did not start; another is about to take its place."""
+    """It died, or did not start; another is about to take its place, unless Ray was shut down."""
 
 
 class ReplicaStatus(TypedDict):
