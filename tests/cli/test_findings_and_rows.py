@@ -205,14 +205,21 @@ def test_the_model_with_its_context_against_the_memory(
     assert found == expected
 
 
-def test_the_context_is_the_commands() -> None:
-    model = Model("m", 4 * GIB, ContextNeeds(65536, bytes_per_token=256 * 1024))
-    command = ("llama-server", "-m", "m", "--ctx-size", "4096")
-    config = WorkerConfig("w", "127.0.0.1", 8080, command)
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        ("--parallel 4 --ctx-size 4096", 4096),
+        *((f"--parallel 4{more}", 4 * 8192) for more in ("", " -c 0", " -no-kvu")),
+        ("--parallel 4 --kv-unified", 8192),  # all slots share it
+        ("", 8192),
+    ],
+)
+def test_the_context_is_the_commands(words: str, tokens: int) -> None:
+    model = Model("m", 4 * GIB, ContextNeeds(8192, bytes_per_token=32 * 1024))
+    command = ("llama-server", "-m", "m", *words.split())
+    config = WorkerConfig("w", "127.0.0.1", 8080, command, slots=4)
     told = doctor_findings.of_model(model, WELL, SERVER, config)
-    assert [f.level for f in told if "its context of 4096 tokens at most 1.0 GiB" in f.text] == [
-        "ok"
-    ]
+    assert [f.level for f in told if f"its context of {tokens} tokens at most" in f.text] == ["ok"]
 
 
 def test_what_the_model_takes_is_named() -> None:

@@ -18,6 +18,7 @@ from llama_worker.config.command_flags import (
     batch_warning,
     cache_ram_mib,
     commanded_n_ctx,
+    contexts_count,
     memory_warning,
     program_of,
     unknown_flags,
@@ -127,19 +128,29 @@ def of_model(
     free_bytes = [int(mib) << 20 for text in devices for mib in _FREE_MIB.findall(text)]
     main = machine.available_bytes  # an integrated GPU has no other memory, and reports this
     on_gpus = sum(each for each in free_bytes if abs(each - main) > _SAME_MEMORY * main)
-    asked = commanded_n_ctx(config.server_cmd, config.env, 1) if config is not None else None
+    tokens = _context_tokens(model, config)
     available = main + on_gpus
-    yield _of_memory("memory", model, asked, available, f"{size(available)} available")
+    yield _of_memory("memory", model, tokens, available, f"{size(available)} available")
     if on_gpus:
-        yield _of_memory("GPU memory", model, asked, on_gpus, f"{size(on_gpus)} free on the GPUs")
+        yield _of_memory("GPU memory", model, tokens, on_gpus, f"{size(on_gpus)} free on the GPUs")
 
 
-def _of_memory(kind: str, model: Model, asked: int | None, free_bytes: int, free: str) -> Finding:
-    """Compare the model and its context with one kind of memory. `asked`: how many tokens of
-    context the command asks for; None: as many as the model was trained for."""
+def _context_tokens(model: Model, config: WorkerConfig | None) -> int:
+    """The context of all slots together: as the command says, or else as long as the model was
+    trained for."""
+    trained_tokens = model.context.trained_tokens if model.context is not None else 0
+    if config is None:
+        return trained_tokens
+    command, env = config.server_cmd, config.env
+    contexts = contexts_count(command, env, config.slots)
+    return commanded_n_ctx(command, env, 1) or trained_tokens * contexts
+
+
+def _of_memory(kind: str, model: Model, tokens: int, free_bytes: int, free: str) -> Finding:
+    """Compare the model and a context of so many tokens with one kind of memory."""
     compared, context_bytes, per_token = f"{free}, the model takes {size(model.size_bytes)}", 0, 0
     if model.context is not None:
-        tokens, per_token = asked or model.context.trained_tokens, model.context.bytes_per_token
+        per_token = model.context.bytes_per_token
         context_bytes = tokens * per_token
         compared += f", its context of {tokens} tokens at most {size(context_bytes)}"
     if model.size_bytes > free_bytes:

@@ -58,6 +58,7 @@ _CTX_SIZE = _Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
 _BATCH_SIZE = _Option(BATCH_FLAGS, "LLAMA_ARG_BATCH")
 _SLOTS = _Option(SLOT_FLAGS, "LLAMA_ARG_N_PARALLEL", unset="-1")
 _SKIP_CHAT_PARSING = _switch("skip-chat-parsing", "on")
+_KV_UNIFIED = _switch("kv-unified", "on", "-kvu", "-no-kvu")
 _OFFLINE = _Option(("--offline",), "LLAMA_ARG_OFFLINE", "on")
 _HF_REPO = _Option(("-hf", "-hfr", "--hf-repo"), "LLAMA_ARG_HF_REPO")
 _DOCKER_REPO = _Option(("-dr", "--docker-repo"), "LLAMA_ARG_DOCKER_REPO")
@@ -94,7 +95,7 @@ _RISKS = (
         "all slots share one context; requests that fill it together are all aborted, and one "
         "may fill all of it",
         (
-            _switch("kv-unified", "on", "-kvu", "-no-kvu"),
+            _KV_UNIFIED,
             _Option(("--kv-unified-per-slot",), "LLAMA_ARG_KV_UNIFIED_PER_SLOT", unset="0"),
         ),
         "several slots",
@@ -203,6 +204,13 @@ def commanded_n_ctx(command: Sequence[str], env: Mapping[str, str], slots: int) 
     server."""
     _, tokens = _setting(_CTX_SIZE, command, env)
     return int(tokens) // slots if tokens.isdecimal() and int(tokens) > 0 else None
+
+
+def contexts_count(command: Sequence[str], env: Mapping[str, str], slots: int) -> int:
+    """How many contexts of the model's length a server takes that is not told the size: one for
+    each slot, unless the slots share one, as they do without --parallel (b11434)."""
+    is_shared = _in_effect(_KV_UNIFIED, command, env) or not _in_effect(_SLOTS, command, env)
+    return 1 if is_shared else slots
 
 
 def batch_tokens(command: Sequence[str], env: Mapping[str, str]) -> int | None:
