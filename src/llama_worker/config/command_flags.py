@@ -94,10 +94,7 @@ _RISKS = (
     _Risk(
         "all slots share one context; requests that fill it together are all aborted, and one "
         "may fill all of it",
-        (
-            _KV_UNIFIED,
-            _Option(("--kv-unified-per-slot",), "LLAMA_ARG_KV_UNIFIED_PER_SLOT", unset="0"),
-        ),
+        (_KV_UNIFIED,),
         "several slots",
     ),
     _Risk(

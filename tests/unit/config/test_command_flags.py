@@ -71,8 +71,7 @@ HELP = """\
         ("--sleep-idle-seconds -1", {}, None),
         ("--log-prompts-dir /tmp/p", {}, "-prompts-dir: the server writes every prompt to disk"),
         ("-kvu", {}, "server_cmd has -kvu: all slots share one context"),
-        ("--kv-unified-per-slot 4096", {}, "server_cmd has --kv-unified-per-slot: "),
-        ("", {"KV_UNIFIED_PER_SLOT": "0"}, None),
+        ("--kv-unified-per-slot 4096", {}, None),  # it only limits each slot
         ("--kv-unified", {}, "server_cmd has --kv-unified: "),
         ("--kv-unified --no-kv-unified", {}, None),
         ("-no-kvu -kvu", {}, "server_cmd has -kvu: "),
