@@ -112,8 +112,8 @@ def shortcomings(traits: ServerTraits, config: WorkerConfig) -> list[str]:
     if traits.n_ctx is not None and asked is not None and traits.n_ctx < asked:
         lines.append(
             f"a slot has {traits.n_ctx} tokens of context, fewer than the {asked} that the "
-            "command asks for: the server"
-            " shrank it to fit its memory (--fit), or the model was trained for no more"
+            "command asks for: the model was trained for no more, the server has more slots than "
+            "the worker, or --kv-unified-per-slot limits it"
         )
     if traits.tools is False and (config.normal_tools or config.exit_tools):
         native = config.tool_call_mode == "native"
