@@ -201,7 +201,6 @@ def test_a_fleet_without_a_server_is_a_problem(
     [
         ("kill -ILL $$", '["llama-server"]', "problem"),
         ("exit 1", '["DIR/llama-server"]', "problem"),
-        ("exit 1", '["DIR/serve"]', "note"),  # a script of one's own may take no options
         ("exit 1", '["nice", "DIR/llama-server"]', "note"),  # the wrapper may find another
         ('[ "$NEEDED" ] && echo "version: 11000 (fake)"', '["DIR/llama-server"]', "note"),
     ],
@@ -227,6 +226,21 @@ def test_a_fleets_server_is_asked_as_its_worker_runs_it(
     )
     assert of_program["level"] == level
     assert bool(of_program["todo"]) == (level == "problem")
+
+
+def test_a_fleets_script_is_not_run(run: Run, tmp_path: Path) -> None:
+    """It may start a server, whatever its options."""
+    shell_program(tmp_path / "serve", f"echo run >> {tmp_path}/runs\nexec sleep 1000")
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(
+        f'[workers.a]\nhost = "{HOST}"\nport = 21001\nserver_cmd = ["{tmp_path}/serve"]\n'
+        'env = { LLAMA_ARG_CACHE_RAM = "1" }\n'
+    )
+    found = json.loads(run("doctor", str(fleet), "--json").stdout)["findings"]
+    (note,) = (each for each in found if each["subject"] == "a")
+    assert note["level"] == "note"
+    assert "serve is not run, since it may start a server" in note["text"]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.server

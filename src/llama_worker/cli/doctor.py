@@ -21,7 +21,7 @@ from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
 from llama_worker.cli.servers import find_server, worker_config
 from llama_worker.cli.text import printable
-from llama_worker.config.command import PROGRAM, flag_values
+from llama_worker.config.command import PROGRAM, flag_values, program_at
 from llama_worker.config.command_flags import program_of
 from llama_worker.config.file import read_fleet
 from llama_worker.config.server_program import (
@@ -147,23 +147,27 @@ def _examine_program(
     findings: list[Finding], name: str, config: WorkerConfig, interrupts: Interrupts
 ) -> ServerFacts | None:
     """Check a worker's command, and its program in the environment that the server would get; adds
-    to the findings. None: there is no such program."""
+    to the findings. None: there is no such program, or it may be a script, which is not run."""
     environment = server_environment(host_environment(), config.env)
     first, *words = config.server_cmd
     found = _found(findings, name, find_server, first, option="executable", environment=environment)
     if found is None:
         return None
-    program = program_of((found.path, *words))
-    server = doctor_facts.look_at_server(FoundServer(program, found.how), interrupts, environment)
-    # any other program may be a script that starts a server and takes no options
-    if server.version is None and os.path.basename(first).startswith(PROGRAM):
-        findings.append(doctor_findings.of_broken_server(name, server))
-        return server
-    known = doctor_facts.known_flags(program, interrupts, environment)
+    server, known = None, None
+    if program_at(config.server_cmd) is not None:  # any other may be a script that takes no options
+        program = program_of((found.path, *words))
+        found = FoundServer(program, found.how)
+        server = doctor_facts.look_at_server(found, interrupts, environment)
+        # a wrapper may find another program
+        if server.version is None and os.path.basename(first).startswith(PROGRAM):
+            findings.append(doctor_findings.of_broken_server(name, server))
+            return server
+        known = doctor_facts.known_flags(program, interrupts, environment)
     files = options_file_warnings(environment)
     findings += [doctor_findings.of_warning(name, line) for line in files]
     findings += doctor_findings.of_command(name, config, known)
-    findings += doctor_findings.of_build(name, server.build, config.server_cmd)
+    if server is not None:
+        findings += doctor_findings.of_build(name, server.build, config.server_cmd)
     findings += doctor_findings.of_batch(name, config)
     return server
 

@@ -13,6 +13,7 @@ from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import Model
 from llama_worker.cli.text import one_line, printable, seconds, size, wrapped
+from llama_worker.config.command import program_at
 from llama_worker.config.command_flags import (
     KnownFlags,
     batch_warning,
@@ -252,13 +253,13 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
 
 def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> Iterator[Finding]:
     """Check one worker's command against the flags of its program; `known` None: its --help lists
-    none."""
+    none, or it was not run."""
     findings = [Finding("note", subject, printable(line)) for line in config.warnings]
     if known is None:
-        text = (
-            f"{program_of(config.server_cmd)} --help lists no flags: the command cannot be "
-            "compared with it"
-        )
+        program = program_of(config.server_cmd)
+        text = f"{program} --help lists no flags: the command cannot be compared with it"
+        if program_at(config.server_cmd) is None:
+            text = f"{program} is not run, since it may start a server: its flags are not checked"
         yield Finding("note", subject, printable(text))
     todo = "correct the command, or use another build: `llama-server --help` lists its flags"
     unknown = unknown_flags(config.server_cmd, known) if known is not None else ()
