@@ -112,6 +112,11 @@ _RISKS = (
         "several slots",
     ),
     _Risk(
+        "only the server's slots show a livelock, a lost request or a stuck task queue: without "
+        "them it is found far later, while the server computes only by silent_work_timeout_s",
+        (_Option(("--slots",), "LLAMA_ARG_ENDPOINT_SLOTS", when="off", negations=("--no-slots",)),),
+    ),
+    _Risk(
         "another process may listen on the same port, and receive the worker's requests",
         (_Option(("--reuse-port",), "LLAMA_ARG_REUSE_PORT", "on"),),
     ),

@@ -90,6 +90,11 @@ HELP = """\
         ("", {"CONT_BATCHING": "1"}, None),
         ("", {"NO_CONT_BATCHING": "0"}, "server_cmd has LLAMA_ARG_NO_CONT_BATCHING: "),
         ("", {"NO_CONT_BATCHING": "0", "CONT_BATCHING": "1"}, "has LLAMA_ARG_NO_CONT_BATCHING: "),
+        ("--no-slots", {}, "server_cmd has --no-slots: only the server's slots show"),
+        ("--no-slots --slots", {}, None),
+        ("", {"ENDPOINT_SLOTS": "0"}, "server_cmd has LLAMA_ARG_ENDPOINT_SLOTS: "),
+        ("--slots", {"NO_ENDPOINT_SLOTS": "1"}, None),
+        ("", {"NO_ENDPOINT_SLOTS": "1"}, "server_cmd has LLAMA_ARG_NO_ENDPOINT_SLOTS: "),
         ("--reuse-port", {}, "another process may listen on the same port"),
         ("", {"REUSE_PORT": "1"}, "server_cmd has LLAMA_ARG_REUSE_PORT: "),
         ("", {"REUSE_PORT": "yes"}, None),  # the server does not take it for true
