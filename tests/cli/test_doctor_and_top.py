@@ -160,17 +160,26 @@ def test_a_fleets_model_may_be_on_its_gpus(run: Run, tmp_path: Path) -> None:
     assert re.search("note +a +llama-server takes options from .*config.ini", done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("words", "level", "says"),
+    [
+        ("-m ~/model.gguf", "problem", r"~/model\.gguf: .*does not expand ~"),
+        ("-m none.gguf", "problem", "there is no file none.gguf"),
+        ("-m none.gguf -mu https://a", "note", "none.gguf: its server downloads it"),
+        ("-m none.gguf -mu https://a --offline", "problem", "there is no file none.gguf"),
+        ("-m none.gguf -m MODEL", "ok", "model.gguf"),  # the server takes the last
+    ],
+)
 def test_a_fleets_model_is_looked_for_as_its_server_does(
-    run: Run, program: MakeProgram, model: str, tmp_path: Path
+    run: Run, model: str, tmp_path: Path, words: str, level: str, says: str
 ) -> None:
-    fleet = tmp_path / "fleet.toml"
-    fleet.write_text(
-        f'[workers.a]\nhost = "{HOST}"\nport = 21001\ncache_ram_mib = 1\n'
-        f'model = "~/{Path(model).name}"\nexecutable = "{program().path}"\n'
-    )
-    done = run("doctor", str(fleet), HOME=str(Path(model).parent))
-    assert done.returncode == 1, done.stdout
-    assert re.search(r"problem  model .*~/model\.gguf: .*does not expand ~", done.stdout)
+    program = shell_program(tmp_path / "llama-server", "exit 1")
+    command, fleet = [program, *words.replace("MODEL", model).split()], tmp_path / "fleet.toml"
+    fleet.write_text(f'[workers.a]\nhost = "{HOST}"\nport = 21001\nserver_cmd = {command}\n')
+    done = run("doctor", str(fleet), "--json", HOME=str(Path(model).parent))
+    (found,) = (each for each in json.loads(done.stdout)["findings"] if each["subject"] == "model")
+    assert found["level"] == level
+    assert re.search(says, found["text"])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
 from llama_worker.cli.servers import find_server, worker_config
 from llama_worker.cli.text import printable
 from llama_worker.config.command import PROGRAM, flag_values, program_at
-from llama_worker.config.command_flags import program_of
+from llama_worker.config.command_flags import downloads_model, program_of
 from llama_worker.config.file import read_fleet
 from llama_worker.config.server_program import (
     FoundServer,
@@ -121,10 +121,13 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
     machine = doctor_facts.look_at_machine(interrupts)
     for name, config in fleet.items():
         server = _examine_program(findings, name, config, interrupts)
-        for _, named in flag_values(config.server_cmd, ("-m", "--model")):
+        for _, named in flag_values(config.server_cmd, ("-m", "--model"))[-1:]:
             if os.path.expanduser(named) != named:
                 text = f"there is no file {printable(named)}: llama-server does not expand ~"
                 findings.append(Finding("problem", "model", text, "write the home folder in full"))
+            elif not os.path.exists(named) and downloads_model(config.server_cmd, config.env):
+                text = f"there is no file {printable(named)}: its server downloads it"
+                findings.append(Finding("note", "model", text))
             elif (model := _found(findings, "model", find_model, named)) is not None:
                 findings += doctor_findings.of_model(model, machine, server, config)
     findings += doctor_findings.of_caches(fleet, machine.memory_bytes)

@@ -61,6 +61,7 @@ _SKIP_CHAT_PARSING = _switch("skip-chat-parsing", "on")
 _KV_UNIFIED = _switch("kv-unified", "on", "-kvu", "-no-kvu")
 _OFFLINE = _Option(("--offline",), "LLAMA_ARG_OFFLINE", "on")
 _HF_REPO = _Option(("-hf", "-hfr", "--hf-repo"), "LLAMA_ARG_HF_REPO")
+_MODEL_URL = _Option(("-mu", "--model-url"), "LLAMA_ARG_MODEL_URL")
 _DOCKER_REPO = _Option(("-dr", "--docker-repo"), "LLAMA_ARG_DOCKER_REPO")
 # with none of these a server is a router, even if it has a --model-url (b11434)
 _MODELS = (_Option(("-m", "--model"), "LLAMA_ARG_MODEL"), _HF_REPO, _DOCKER_REPO)
@@ -137,7 +138,7 @@ _RISKS = (
         "or raise startup_timeout_s",
         (
             _HF_REPO,
-            _Option(("-mu", "--model-url"), "LLAMA_ARG_MODEL_URL"),
+            _MODEL_URL,
             _Option(("-mmu", "--mmproj-url"), "LLAMA_ARG_MMPROJ_URL"),
             _Option(
                 ("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"),
@@ -189,6 +190,11 @@ def parses_chats(command: Sequence[str], env: Mapping[str, str]) -> bool:
     False for a script, which may not."""
     skips = _in_effect(_SKIP_CHAT_PARSING, command, env)
     return not skips and program_at(command) is not None
+
+
+def downloads_model(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether the server downloads its --model if there is no such file (b11434)."""
+    return bool(_in_effect(_MODEL_URL, command, env)) and not _in_effect(_OFFLINE, command, env)
 
 
 def cache_ram_mib(command: Sequence[str], env: Mapping[str, str]) -> float:
