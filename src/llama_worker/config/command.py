@@ -162,7 +162,12 @@ def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[st
     """Each of the flags that the command gives its server, with its value: what follows `=`, or the
     next word ("" if there is none). A flag that a preset sets is named `--PRESET's --port`."""
     values = []
-    words = command[program_at(command) or 0 :]
+    at = program_at(command)
+    if at is None:
+        at = next((i for i, word in enumerate(command) if word.endswith(".sh")), None)
+    if at is None:  # a short flag may be a wrapper's: `python3 -m my_server`
+        flags = tuple(flag for flag in flags if flag.startswith("--"))
+    words = command[at or 0 :]
     for index, word in enumerate(words):
         given, equals, value = word.partition("=")
         if (flag := flag_of(given)) in flags:

@@ -225,7 +225,7 @@ def batch_tokens(command: Sequence[str], env: Mapping[str, str]) -> int | None:
     """How many tokens the server computes at most in one batch; None if the command does not say
     so: a script, or a file of options, may."""
     _, tokens = _setting(_BATCH_SIZE, command, env)
-    return int(tokens) if tokens.isdecimal() else None
+    return int(tokens) if tokens.isdecimal() and int(tokens) > 0 else None
 
 
 def batch_warning(command: Sequence[str], env: Mapping[str, str]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_worker import ConfigError, WorkerConfig
-from llama_worker.config.command import llama_server_cmd, masked_server_cmd
+from llama_worker.config.command import flag_values, llama_server_cmd, masked_server_cmd
 from llama_worker.errors import MASK
 from tests.unit.config.cases import config, refuses
 
@@ -34,7 +34,7 @@ COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
 def test_a_command_that_contradicts_the_config_is_refused(
     words: str, told: str, field: str, value: str
 ) -> None:
-    make = partial(config, server_cmd=("s", *words.split()))
+    make = partial(config, server_cmd=("s.sh", *words.split()))
     refuses(make, "server_cmd", ConfigError, told, field, value)
 
 
@@ -52,8 +52,23 @@ def test_a_command_that_contradicts_the_config_is_refused(
     ],
 )
 def test_a_command_may_say_the_same_otherwise(host: str, words: str) -> None:
-    command = ("s", *words.split())
+    command = ("s.sh", *words.split())
     assert config(host=host, server_cmd=command).server_cmd == command
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("numactl -m 0 llama-server -m m.gguf", ["m.gguf"]),
+        ("numactl -m 0 ./serve.sh -m m.gguf", ["m.gguf"]),
+        ("numactl -m 0 ./serve.sh", []),
+        ("python3 -m my_server --model m.gguf", ["m.gguf"]),
+        ("python3 -m my_server -m m.gguf", []),
+    ],
+)
+def test_a_wrappers_short_flags_are_not_the_servers(words: str, values: list[str]) -> None:
+    found = flag_values(words.split(), ("-m", "--model"))
+    assert [value for _, value in found] == values
 
 
 def test_a_built_command_ends_in_extra_args() -> None:

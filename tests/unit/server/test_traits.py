@@ -117,7 +117,7 @@ def test_parts_that_the_model_cannot_take(
 SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
 OFFERS = {"exit_tools": [SIGNAL]}
 NATIVE, PROMPTED = ({**OFFERS, "tool_call_mode": mode} for mode in ("native", "prompted"))
-TWO_OF_4096 = {"server_cmd": ("s", "-c", "8192"), "slots": 2}
+TWO_OF_4096 = {"server_cmd": ("s.sh", "-c", "8192"), "slots": 2}
 NO_TOOLS, SMALL = ServerTraits(tools=False), ServerTraits(n_ctx=512)
 
 
@@ -145,7 +145,7 @@ NO_TOOLS, SMALL = ServerTraits(tools=False), ServerTraits(n_ctx=512)
         (SMALL, {"env": {"LLAMA_ARG_CTX_SIZE": "4096"}}, r"fewer than the 4096 .*: the model was"),
         (SMALL, {"server_cmd": ("s", "--ctx-size", "0")}, None),  # the model's own
         (SMALL, {}, None),
-        (ServerTraits(n_ctx=None), {"server_cmd": ("s", "-c", "4096")}, None),
+        (ServerTraits(n_ctx=None), {"server_cmd": ("s.sh", "-c", "4096")}, None),
         (ServerTraits(build=11392), {}, r"^llama-server b11392 has CVE-2026-107183: "),
         (ServerTraits(build=11434), {}, None),
         (ServerTraits(is_router=True), {}, r"^the server is a router: "),
