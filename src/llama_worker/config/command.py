@@ -38,7 +38,7 @@ _PRESETS = {
 # the environments and headers of MCP servers mostly hold a token
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token", "--mcp-servers-json")
 checked_port = partial(checked_int, at_least=1, at_most=65535)
-checked_slots = partial(checked_int, at_least=1, at_most=1024)
+checked_slots = partial(checked_int, at_least=1, at_most=256)  # LLAMA_MAX_SEQ of b11434
 
 
 def llama_server_cmd(

@@ -130,7 +130,7 @@ def test_what_is_no_path_is_refused(field: str, wrong: Any) -> None:
         ("host", "", ConfigError, "empty"),
         ("port", "9", TypeError, "an int, not str"),
         ("port", 65536, ConfigError, "from 1 to 65535"),
-        ("slots", 0, ConfigError, "from 1 to 1024"),
+        ("slots", 0, ConfigError, "from 1 to 256"),
     ],
 )
 def test_a_command_is_built_of_good_values(

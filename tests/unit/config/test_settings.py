@@ -245,7 +245,7 @@ COMMAND = partial(llama_server_cmd, "m.gguf", host="h", port=1, slots=1)
         (LoopDetector, ["short_line_repeats", "long_line_repeats", "min_text_repeats"], 2, None),
         (LoopDetector, ["max_period"], 1, 1000),
         (config, ["port"], 1, 65535),
-        (config, ["slots"], 1, 1024),
+        (config, ["slots"], 1, 256),
         (config, ["max_tool_iterations"], 0, None),
         (config, ["max_tokens"], 1, None),
         (config, ["log_lines"], 1, 1_000_000),
