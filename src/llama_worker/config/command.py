@@ -37,6 +37,7 @@ _PRESETS = {
 }
 # the environments and headers of MCP servers mostly hold a token
 _SECRET_FLAGS = ("--api-key", "-hft", "--hf-token", "--mcp-servers-json")
+SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 checked_port = partial(checked_int, at_least=1, at_most=65535)
 checked_slots = partial(checked_int, at_least=1, at_most=256)  # LLAMA_MAX_SEQ of b11434
 
@@ -88,14 +89,18 @@ def llama_server_cmd(
 
 
 def masked_server_cmd(server_cmd: Sequence[str], api_key: str | None) -> tuple[str, ...]:
-    """The command with its keys masked, safe to show. Pure."""
+    """The command with its keys masked, safe to show; also those that a wrapper puts into the
+    environment (`env HF_TOKEN=...`). Pure."""
     words: list[str] = []
-    for word in server_cmd:
-        flag, equals, _ = word.partition("=")
+    wrapper_words = len(server_cmd[: program_at(server_cmd)])
+    for index, word in enumerate(server_cmd):
+        name, equals, _ = word.partition("=")
+        is_variable = index < wrapper_words and name.isidentifier()
+        is_secret = (is_variable and SECRET_VARIABLE.search(name)) or flag_of(name) in _SECRET_FLAGS
         if words and flag_of(words[-1]) in _SECRET_FLAGS:
             words.append(MASK)
-        elif equals and flag_of(flag) in _SECRET_FLAGS:
-            words.append(f"{flag}={MASK}")
+        elif equals and is_secret:
+            words.append(f"{name}={MASK}")
         else:
             words.append(masked(word, api_key))
     return tuple(words)

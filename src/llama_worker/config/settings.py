@@ -24,6 +24,7 @@ from msgspec import Struct
 from llama_worker.bios import default_bios
 from llama_worker.config.command import (
     BATCH_SIZE,
+    SECRET_VARIABLE,
     check_command,
     checked_port,
     checked_slots,
@@ -79,7 +80,6 @@ CALLABLES = ("tool_runner", "bios_provider", "on_signal", "on_event", "liveness_
 _IN_AN_EVENT_LOOP = (
     ", and in it loop.call_soon_threadsafe(...) or asyncio.run_coroutine_threadsafe(..., loop)"
 )
-_SECRET_VARIABLE = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 @names_near_fields
@@ -203,7 +203,7 @@ class WorkerConfig:
         left_out = {"api_key", *CALLABLES}
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         data["env"] = {
-            name: MASK if _SECRET_VARIABLE.search(name) else text for name, text in self.env.items()
+            name: MASK if SECRET_VARIABLE.search(name) else text for name, text in self.env.items()
         }
         data["server_cmd"] = masked_server_cmd(self.server_cmd, self.api_key)
         text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"))

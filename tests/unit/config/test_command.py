@@ -151,6 +151,9 @@ def test_a_command_is_built_of_good_values(
         ("--api_key=sesame", None, f"--api_key={MASK}"),
         ('--mcp-servers-json {"a":{"env":{"TOKEN":"sesame"}}}', None, f"--mcp-servers-json {MASK}"),
         ("--header Bearer:sesame", "sesame", f"--header Bearer:{MASK}"),
+        ("env HF_TOKEN=sesame A=b llama-server", None, f"env HF_TOKEN={MASK} A=b llama-server"),
+        ("docker run -e api_key=sesame image", None, f"docker run -e api_key={MASK} image"),
+        ("llama-server TOKEN=2", None, "llama-server TOKEN=2"),  # the value of an option
     ],
 )
 def test_keys_are_masked_in_the_command(words: str, api_key: str | None, shown: str) -> None:
