@@ -118,6 +118,13 @@ _RISKS = (
         (_Option(("--slots",), "LLAMA_ARG_ENDPOINT_SLOTS", when="off", negations=("--no-slots",)),),
     ),
     _Risk(
+        "the work of other machines is not seen: while they compute, or receive a model over a "
+        "slow link, the server may be taken for hung; raise idle_stream_timeout_s and "
+        "prefill_liveness_timeout_s above the time of a batch, suspect_after_s above that of a "
+        "token, startup_timeout_s above that of the load",
+        (_Option(("--rpc",), "LLAMA_ARG_RPC"),),
+    ),
+    _Risk(
         "another process may listen on the same port, and receive the worker's requests",
         (_Option(("--reuse-port",), "LLAMA_ARG_REUSE_PORT", "on"),),
     ),

@@ -95,6 +95,8 @@ HELP = """\
         ("", {"ENDPOINT_SLOTS": "0"}, "server_cmd has LLAMA_ARG_ENDPOINT_SLOTS: "),
         ("--slots", {"NO_ENDPOINT_SLOTS": "1"}, None),
         ("", {"NO_ENDPOINT_SLOTS": "1"}, "server_cmd has LLAMA_ARG_NO_ENDPOINT_SLOTS: "),
+        ("--rpc gpu7:50052", {}, "server_cmd has --rpc: the work of other machines is not seen"),
+        ("", {"RPC": "gpu7:50052"}, "server_cmd has LLAMA_ARG_RPC: "),
         ("--reuse-port", {}, "another process may listen on the same port"),
         ("", {"REUSE_PORT": "1"}, "server_cmd has LLAMA_ARG_REUSE_PORT: "),
         ("", {"REUSE_PORT": "yes"}, None),  # the server does not take it for true
