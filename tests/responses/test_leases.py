@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from llama_worker.runtime.http import session
 from llama_worker.server import request_watch, slots
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart, make_worker
-from tests.responses.conftest import HELLO, HOST, Client, Json, MakeClient
+from tests.responses.conftest import HELLO, Client, Json, MakeClient, Upstream
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.test_websocket import create, opened
 from tests.scenarios.cases import _SUSPICIOUS, _slot
@@ -223,25 +225,51 @@ def test_an_upstream_without_headers_is_a_gateway_timeout(
     assert reason in reply.json["error"]["message"]
 
 
-def test_an_upstream_that_takes_no_request_is_watched(make_client: MakeClient) -> None:
-    with socket.create_server((HOST, 0)) as upstream:
-        url = f"http://{HOST}:{upstream.getsockname()[1]}"
-        timeouts = replace(TIMEOUTS, silent_work_timeout_s=1.0)
-        reply = make_client(upstream=url, timeouts=timeouts).create(input="x" * (16 << 20))
+class Unread(Upstream):
+    """Takes connections, and reads nothing from them."""
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        self._taken: list[socket.socket] = []
+        super().__init__(b"", tls=tls)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._taken.append(request)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for connection in self._taken:
+            connection.close()
+
+
+@pytest.fixture(params=["plain", "tls"])
+def before_unread(
+    request: pytest.FixtureRequest, make_client: MakeClient, certificate: Path
+) -> Iterator[MakeClient]:
+    """Proxies in front of a server that takes no request."""
+    tls = None
+    if request.param == "tls":
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate)
+    with Unread(tls) as server:
+        url = f"{'https' if tls else 'http'}://localhost:{server.port}"
+        yield partial(make_client, upstream=url, ca_file=str(certificate))
+
+
+def test_an_upstream_that_takes_no_request_is_watched(before_unread: MakeClient) -> None:
+    timeouts = replace(TIMEOUTS, silent_work_timeout_s=1.0)
+    reply = before_unread(timeouts=timeouts).create(input="x" * (16 << 20))
     assert reply.status == 504
     assert "headers_timeout" in reply.json["error"]["message"]
 
 
 def test_the_client_of_an_upstream_that_takes_no_request_hears_of_it(
-    make_client: MakeClient,
+    before_unread: MakeClient,
 ) -> None:
-    with socket.create_server((HOST, 0)) as upstream:
-        url = f"http://{HOST}:{upstream.getsockname()[1]}"
-        client = make_client(upstream=url, heartbeat_s=0.02)
-        with client.ask(stream=True, input="x" * (16 << 20)) as connection:
-            heard = b""
-            while heard.count(b"event: response.in_progress") < 5:
-                heard += connection.recv(4096)
+    client = before_unread(heartbeat_s=0.02)
+    with client.ask(stream=True, input="x" * (16 << 20)) as connection:
+        heard = b""
+        while heard.count(b"event: response.in_progress") < 5:
+            heard += connection.recv(4096)
 
 
 def test_who_would_run_unwatched_is_ended(make_client: MakeClient) -> None:

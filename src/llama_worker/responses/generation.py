@@ -48,7 +48,7 @@ class ChatExchange:
     the Abort is for others.
 
     `leased` is told of all that comes, and may know a better reason for a failure. `before_reading`
-    is called before each wait for the headers, of at most `silence_s`; an error that it raises is
+    is called before each wait until the headers, of at most `silence_s`; an error that it raises is
     the client's, says nothing of the server, and is raised by `open`.
     """
 
@@ -73,13 +73,20 @@ class ChatExchange:
         self._events: list[StreamEvent] = []  # those that came with the headers
         self._client_error: Exception | None = None
 
+    def before_sending(self) -> None:
+        self._look_at_client()
+        self._leased.before_sending()
+
     def before_reading(self) -> None:
+        self._look_at_client()
+        self._leased.before_reading()
+
+    def _look_at_client(self) -> None:
         try:
             self._before_reading()
         except Exception as error:
             self._client_error = error
             raise
-        self._leased.before_reading()
 
     def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
         """Post the body and wait for the headers. False: `failure` says why there is no stream."""

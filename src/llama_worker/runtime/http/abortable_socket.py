@@ -105,6 +105,8 @@ class Waiter(Protocol):
 
     silence_s: float | None
 
+    def before_sending(self) -> None: ...
+
     def before_reading(self) -> None: ...
 
 
@@ -135,6 +137,14 @@ class _Abortable:
             if self.deadline is not None and timers.now() >= self.deadline:
                 raise TimeoutError("timed out while reading the reply")
 
+    def _wait_to_send(self, event: int = select.POLLOUT) -> bool:
+        """Wait until the server takes more of the request; False after a silence."""
+        silence_s = None
+        if self.waiter is not None:
+            self.waiter.before_sending()
+            silence_s = self.waiter.silence_s
+        return _wait(self, event, silence_s)  # type: ignore[arg-type]
+
     def close(self) -> None:
         self.abort.detach()
         with contextlib.suppress(OSError):  # it was not connected, or is no longer
@@ -153,12 +163,9 @@ class AbortableSocket(_Abortable, socket.socket):
             sent = self.send(data, flags | socket.MSG_DONTWAIT | more)
         except BlockingIOError:
             sent = 0
-        left, silence_s = memoryview(data)[sent:], None
+        left = memoryview(data)[sent:]
         while left:
-            if self.waiter is not None:
-                self.waiter.before_reading()
-                silence_s = self.waiter.silence_s
-            if _wait(self, select.POLLOUT, silence_s):
+            if self._wait_to_send():
                 with contextlib.suppress(BlockingIOError):
                     left = left[self.send(left, flags | socket.MSG_DONTWAIT) :]
 
@@ -176,8 +183,8 @@ class AbortableSocket(_Abortable, socket.socket):
 
 
 class _TlsSocket(_Abortable, ssl.SSLSocket):
-    # Not blocking while it reads: a socket may be readable without a byte of the reply, as after
-    # the session tickets of TLS 1.3, and a blocking `recv` would then wait for ever.
+    # Not blocking: a socket may be readable without a byte of the reply, as after the session
+    # tickets of TLS 1.3, and a blocking `recv` would then wait for ever.
 
     def read_reply(self, max_bytes: int) -> bytes:
         self.setblocking(False)
@@ -186,9 +193,16 @@ class _TlsSocket(_Abortable, ssl.SSLSocket):
                 return super().read_reply(max_bytes)
 
     def sendall(self, data: Any, flags: int = 0) -> None:
-        if self.waiter is not None:
-            self.waiter.before_reading()
-        super().sendall(data, flags)
+        """Called by http.client, with the head and with the body."""
+        self.setblocking(False)
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[self.send(left, flags) :]
+            except ssl.SSLWantWriteError:
+                self._wait_to_send()
+            except ssl.SSLWantReadError:  # a renegotiation
+                self._wait_to_send(select.POLLIN)
 
     def set_silence(self, silence_s: float | None) -> None:
         self.setblocking(False)

@@ -87,8 +87,13 @@ class LeasedExchange:
         with self._lock:
             self._request.stopped_waiting()
 
+    def before_sending(self) -> None:
+        """Call it before each wait for the server to take the request. The watching actor is told
+        at once: that the socket is readable, as after a TLS handshake, does not end this wait."""
+        self.ensure_watched()
+
     def before_reading(self) -> None:
-        """Call it before each wait for the server. The watching actor is told of the lease if the
+        """Call it before each wait for the reply. The watching actor is told of the lease if the
         waits take longer than `UNWATCHED_WAIT_S` in all: before that there is nothing to watch, and
         to wake an actor costs more than a short reply."""
         if self._tell_lease is not None:
