@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -585,6 +586,18 @@ def test_a_question_over_ipv6() -> None:
             connection.recv(1 << 16)
             connection.sendall(EMPTY_OBJECT)
             assert answer.result(WAIT_S) == (200, b"{}")
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_an_ipv6_address_needs_no_port(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, port: int
+) -> None:
+    connect = Mock(side_effect=ConnectionRefusedError)
+    monkeypatch.setattr(session, "connect", connect)
+    endpoint = Endpoint(base_url=f"{scheme}://[::1]", connect_timeout_s=WAIT_S)
+    with pytest.raises(ConnectionRefusedError):
+        session.ask(endpoint, "GET", "/", timeout_s=WAIT_S)
+    assert connect.call_args.args[1:3] == ("::1", port)
 
 
 def test_a_self_connected_socket_counts_as_refused(

@@ -268,7 +268,8 @@ class _Adapter(requests.adapters.BaseAdapter):
         assert isinstance(request, _Request)
         endpoint, server = request.endpoint, _server_url(request.endpoint.base_url)
         kind = HTTPSConnection if server.scheme == "https" else HTTPConnection
-        http = kind((server.host or "").strip("[]"), server.port)
+        # a port in any case: http.client would look for one in an IPv6 address
+        http = kind((server.host or "").strip("[]"), server.port or kind.default_port)
         connection = connect(request.abort, http.host, http.port, endpoint.connect_timeout_s)
         if kind is HTTPSConnection:
             ca_file = endpoint.ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH
