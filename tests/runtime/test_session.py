@@ -6,6 +6,7 @@ objects.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import queue
@@ -248,6 +249,33 @@ def test_a_host_without_answer_is_tried_at_its_next_address(
             connected = abortable_socket.connect(Abort(), "of.two.addresses", port, 0.2)
             with contextlib.closing(connected):
                 assert connected.getpeername() == (OTHER, port)
+
+
+@pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT], ids=errno.errorcode.get)
+def test_a_lack_of_ipv6_hides_no_refusal(
+    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """No address of it is this machine's, or it is turned off."""
+    port = free_port()
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 0, "", (HOST, port)),
+        (socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("::1", port, 0, 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    connect_ex = AbortableSocket.connect_ex
+
+    def connect(made: AbortableSocket, address: Any) -> int:
+        return connect_ex(made, address) if made.family == socket.AF_INET else code
+
+    def make(family: int, *rest: int) -> AbortableSocket:
+        if family == socket.AF_INET6 and code == errno.EAFNOSUPPORT:
+            raise OSError(code, os.strerror(code))
+        return AbortableSocket(family, *rest)
+
+    monkeypatch.setattr(AbortableSocket, "connect_ex", connect)
+    monkeypatch.setattr(abortable_socket, "AbortableSocket", make)
+    with pytest.raises(ConnectionRefusedError):
+        abortable_socket.connect(Abort(), "localhost", port, WAIT_S)
 
 
 def test_an_abort_ends_a_connect_that_is_not_answered(make_client: MakeClient) -> None:

@@ -229,23 +229,35 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
     ):
-        connection = AbortableSocket(family, kind, protocol)
-        connection.abort = abort  # not the shared one, whose lock may be held in a fork
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setblocking(False)
-            code = connection.connect_ex(address)
-            # Not earlier: to shut down a socket that does not connect yet has no effect.
-            abort.attach(connection)
-            _finish_connecting(connection, code, timeout_s)
-            abort.peer_ip = connection.getpeername()[0]
+            connection = AbortableSocket(family, kind, protocol)
+            _connect_to(address, connection, abort, timeout_s)
             return connection
-        except BaseException as error:
-            connection.close()
-            if error is abort.error or not isinstance(error, OSError) or is_shortage(error):
+        except OSError as error:
+            if error is abort.error or (refused is None and is_shortage(error)):
                 raise
-            refused = error
+            # What this machine lacks for one address, as IPv6, hides no answer of another one.
+            if refused is None or not (is_shortage(error) or error.errno == errno.EAFNOSUPPORT):
+                refused = error
     raise refused or OSError(f"{host} has no address")
+
+
+def _connect_to(
+    address: Any, connection: AbortableSocket, abort: Abort, timeout_s: float | None
+) -> None:
+    """Connect the new socket; it is closed on failure."""
+    connection.abort = abort  # not the shared one, whose lock may be held in a fork
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        code = connection.connect_ex(address)
+        # Not earlier: to shut down a socket that does not connect yet has no effect.
+        abort.attach(connection)
+        _finish_connecting(connection, code, timeout_s)
+        abort.peer_ip = connection.getpeername()[0]
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _finish_connecting(connecting: socket.socket, code: int, timeout_s: float | None) -> None:
