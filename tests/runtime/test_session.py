@@ -12,6 +12,7 @@ import os
 import queue
 import signal
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -566,6 +567,30 @@ def test_time_lost_by_this_program_is_not_silence(
 
 
 # ------------------------------------------------------------ aborts
+
+
+def test_an_abort_during_a_tls_handshake_closes_the_connection(certificate: Path) -> None:
+    """Once the handshake is over, and even while the error is kept."""
+    tls, abort = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Abort()
+    tls.load_cert_chain(certificate)
+    with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(1) as pool:
+        endpoint = Endpoint(
+            base_url=f"https://localhost:{listener.getsockname()[1]}",
+            connect_timeout_s=WAIT_S,
+            ca_file=str(certificate),
+        )
+        asked = pool.submit(session.ask, endpoint, "GET", "/", timeout_s=WAIT_S, abort=abort)
+        with listener.accept()[0] as connection:
+            connection.settimeout(WAIT_S)
+            connection.recv(1, socket.MSG_PEEK)  # its half of the handshake has begun
+            abort.abort()
+            # what the server still sends may be answered by a reset
+            with (
+                contextlib.suppress(ConnectionError, ssl.SSLError),
+                tls.wrap_socket(connection, server_side=True) as secured,
+            ):
+                assert secured.recv(1) == b""
+        assert isinstance(asked.exception(WAIT_S), Aborted)
 
 
 @pytest.mark.parametrize("reply", [b"", b"SSH 200\r\n\r\n"], ids=["ended", "not HTTP"])

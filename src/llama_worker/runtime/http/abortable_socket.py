@@ -292,11 +292,13 @@ def secure(abort: Abort, connection: AbortableSocket, host: str, ca_file: str) -
     abort.detach()
     try:
         secured = _tls_context(ca_file).wrap_socket(connection, server_hostname=host)
-        abort.attach(secured)
+        connection = cast(AbortableSocket, secured)  # which has the descriptor now
+        connection.abort = abort
+        abort.attach(connection)
     except BaseException:
         connection.close()
         raise
-    return cast(AbortableSocket, secured)
+    return connection
 
 
 _tls_contexts: dict[str, tuple[object, ssl.SSLContext]] = {}  # by file, with the file's version
