@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -273,6 +275,34 @@ def test_an_abort_ends_the_stream_in_every_phase(rig: Rig, sent: bytes) -> None:
     assert "".join(event.text for event in rig.told.events()) == (
         "ab" if sent.count(b"\n") > 9 else ""
     )
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["aborted", "refused"])
+def test_a_stream_without_headers_needs_no_garbage_collection(listens: bool) -> None:
+    """It holds the conversation."""
+    opener, is_gone = Told(), threading.Event()
+    order = OpenStream(turn_id=(1, 1), body={}, reply_to=Told())
+    gc.disable()
+    try:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            if listens:
+                bound.listen()
+            endpoint = Endpoint(
+                base_url=f"http://127.0.0.1:{bound.getsockname()[1]}", connect_timeout_s=WAIT_S
+            )
+            reader = StreamReader(order, endpoint, on_closed=opener, name="test")
+            weakref.finalize(reader, is_gone.set)
+            if listens:
+                with bound.accept()[0] as server:
+                    server.recv(1 << 16)  # the request
+                    reader.abort()
+                    opener.wait_closed()
+            opener.wait_closed()
+            del reader
+            assert is_gone.wait(WAIT_S)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

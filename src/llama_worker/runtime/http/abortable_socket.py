@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 import select
@@ -34,18 +35,23 @@ class Abort:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        # raised in the thread that waits for the request; None: it goes on
-        self.error: Aborted | TimeoutError | None = None
+        self._error: Aborted | TimeoutError | None = None
         self._limit: object = None  # the current `within`
         # A connection was made, with TLS if that is used; for the thread that makes it.
         self.connected = False
         self.peer_ip = ""  # the address that the last connection reached; for the same thread
 
+    @property
+    def error(self) -> Aborted | TimeoutError | None:
+        """What to raise in the thread that waits for the request; None: it goes on. A copy each
+        time: what was raised holds its frames, which hold this object."""
+        return copy.copy(self._error)
+
     def abort(self) -> None:
         """Shut the connection down both ways, which wakes a thread that reads, writes or connects,
         and refuse a later one."""
         with self._lock:
-            if not isinstance(self.error, Aborted):
+            if not isinstance(self._error, Aborted):
                 self._end(Aborted("the request was aborted"))
 
     @contextlib.contextmanager
@@ -56,7 +62,7 @@ class Abort:
 
         def on_timeout() -> None:
             with self._lock:
-                if self._limit is limit and self.error is None:
+                if self._limit is limit and self._error is None:
                     self._end(TimeoutError(f"no complete reply within {timeout_s:g} s"))
 
         timer = timers.call_at(timers.now() + timeout_s, on_timeout)
@@ -66,11 +72,11 @@ class Abort:
             timer.cancel()
             with self._lock:
                 self._limit = None
-                if isinstance(self.error, TimeoutError):
-                    self.error = None
+                if isinstance(self._error, TimeoutError):
+                    self._error = None
 
     def _end(self, error: Aborted | TimeoutError) -> None:
-        self.error = error
+        self._error = error
         if self._socket is not None:
             shut_down(self._socket)
 
@@ -226,20 +232,23 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
     """A connected socket. `abort` can abort it from the moment at which it begins to connect.
     `timeout_s` is for each of the host's addresses."""
     refused: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
-    ):
-        try:
-            connection = AbortableSocket(family, kind, protocol)
-            _connect_to(address, connection, abort, timeout_s)
-            return connection
-        except OSError as error:
-            if error is abort.error or (refused is None and is_shortage(error)):
-                raise
-            # What this machine lacks for one address, as IPv6, hides no answer of another one.
-            if refused is None or not (is_shortage(error) or error.errno == errno.EAFNOSUPPORT):
-                refused = error
-    raise refused or OSError(f"{host} has no address")
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        for family, kind, protocol, _, address in addresses:
+            try:
+                connection = AbortableSocket(family, kind, protocol)
+                _connect_to(address, connection, abort, timeout_s)
+                return connection
+            except OSError as error:
+                if abort.error is not None or (refused is None and is_shortage(error)):
+                    raise
+                # What this machine lacks for an address, as IPv6, hides no answer of another one.
+                is_ours = is_shortage(error) or error.errno == errno.EAFNOSUPPORT
+                if refused is None or not is_ours:
+                    refused = error
+        raise refused or OSError(f"{host} has no address")
+    finally:
+        refused = None  # it holds this frame, which would hold it
 
 
 def _connect_to(
