@@ -216,6 +216,21 @@ def test_an_error_status_says_why_in_its_body(
     assert failure.detail.startswith(f"HTTP 503: {says}")
 
 
+def test_a_refusal_of_a_long_request_is_read(connect: Connect) -> None:
+    """The server closes the connection before it has read the rest."""
+
+    def serve(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the reply goes out first
+        connection.recv(1024)
+        connection.sendall(b"HTTP/1.1 413 Too Large\r\nContent-Length: 28" + FULL)
+        connection.close()
+
+    _, client = connect(serve, prompt="x" * (16 << 20))
+    failure = client.ended()
+    assert failure is not None
+    assert (failure.http_status, failure.detail) == (413, "HTTP 413: full")
+
+
 OTHER = "127.0.0.2"  # an address of this machine, too
 
 

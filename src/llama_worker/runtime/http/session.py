@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import socket
+import ssl
 from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
@@ -42,6 +43,8 @@ _MAX_REPLY_BYTES = 4 * 1024 * 1024  # to a small question: /props holds the chat
 _MAX_ERROR_BODY_BYTES = 64 * 1024
 _ERROR_BODY_S = 2.0  # to read the body of an error status, from the headers on
 _SHOWN_CHARS = 40  # of a reply that is not HTTP
+# Told by a send that the connection is closed; the last over TLS by Python 3.11.7 (gh-115627).
+_CLOSED_WHILE_SENDING = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError)
 
 
 class HttpReply:
@@ -282,7 +285,7 @@ class _Adapter(requests.adapters.BaseAdapter):
         http.timeout = None
         try:
             # A server may reply, and close, before it has read the whole request.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            with contextlib.suppress(*_CLOSED_WHILE_SENDING):
                 http.request(
                     request.method or "",
                     request.path_url,
