@@ -267,6 +267,26 @@ def test_a_host_without_answer_is_tried_at_its_next_address(
                 assert connected.getpeername() == (OTHER, port)
 
 
+def test_a_question_leaves_time_for_the_next_address(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unanswered() as url:
+        server, waits_s = make_server(sends(EMPTY_OBJECT)), list[float]()
+        ports = (urlsplit(url).port, server.port)
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (HOST, port)) for port in ports]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+        wait = abortable_socket._wait
+
+        def no_answer(connection: socket.socket, event: int, timeout_s: float) -> bool:
+            waits_s.append(timeout_s)
+            monkeypatch.setattr(abortable_socket, "_wait", wait)
+            return False
+
+        monkeypatch.setattr(abortable_socket, "_wait", no_answer)
+        assert ask(server.port) == (200, b"{}")
+    assert 0 < waits_s[0] <= WAIT_S / 2
+
+
 @pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT], ids=errno.errorcode.get)
 def test_a_lack_of_ipv6_hides_no_refusal(
     free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, code: int

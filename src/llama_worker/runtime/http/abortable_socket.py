@@ -40,6 +40,7 @@ class Abort:
         # A connection was made, with TLS if that is used; for the thread that makes it.
         self.connected = False
         self.peer_ip = ""  # the address that the last connection reached; for the same thread
+        self.until: float | None = None  # when `within` ends what is done; for the same thread
 
     @property
     def error(self) -> Aborted | TimeoutError | None:
@@ -59,17 +60,19 @@ class Abort:
         """End what is done inside after `timeout_s`, as by `abort`, but with TimeoutError. Time in
         which this program did not run does not count. A reply that has come is still read."""
         limit = self._limit = object()
+        self.until = timers.now() + timeout_s
 
         def on_timeout() -> None:
             with self._lock:
                 if self._limit is limit and self._error is None:
                     self._end(TimeoutError(f"no complete reply within {timeout_s:g} s"))
 
-        timer = timers.call_at(timers.now() + timeout_s, on_timeout)
+        timer = timers.call_at(self.until, on_timeout)
         try:
             yield
         finally:
             timer.cancel()
+            self.until = None
             with self._lock:
                 self._limit = None
                 if isinstance(self._error, TimeoutError):
@@ -230,14 +233,19 @@ class _TlsSocket(_Abortable, ssl.SSLSocket):
 
 def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> AbortableSocket:
     """A connected socket. `abort` can abort it from the moment at which it begins to connect.
-    `timeout_s` is for each of the host's addresses."""
+    `timeout_s` is for each of the host's addresses; all but the last only take their share of what
+    `abort.within` leaves."""
     refused: OSError | None = None
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     try:
-        for family, kind, protocol, _, address in addresses:
+        for tried, (family, kind, protocol, _, address) in enumerate(addresses):
+            left, share_s = len(addresses) - tried, None
+            if abort.until is not None and left > 1:
+                share_s = max(abort.until - timers.now(), 0.0) / left
             try:
                 connection = AbortableSocket(family, kind, protocol)
-                _connect_to(address, connection, abort, timeout_s)
+                _connect_to(address, connection, abort, _shorter_timeout(timeout_s, share_s))
+                connection.settimeout(timeout_s)  # of a TLS handshake
                 return connection
             except OSError as error:
                 if abort.error is not None or (refused is None and is_shortage(error)):
@@ -282,7 +290,6 @@ def _finish_connecting(connecting: socket.socket, code: int, timeout_s: float | 
         code = errno.ECONNREFUSED
     if code:
         raise OSError(code, os.strerror(code))
-    connecting.settimeout(timeout_s)
 
 
 def _wait(connection: socket.socket, event: int, timeout_s: float | None) -> bool:
