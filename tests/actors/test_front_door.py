@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import pickle
 from pathlib import Path
@@ -200,11 +201,18 @@ def test_a_token_count_that_fails_is_an_error(
         make_worker(script).worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
 
-def test_a_token_count_without_memory_is_answered(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError("none is left"), "none is left"),
+        (TimeoutError(errno.ETIMEDOUT, "no connection"), "no connection"),
+    ],
+)
+def test_a_token_count_that_cannot_ask_says_why(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
 ) -> None:
-    monkeypatch.setattr(token_count, "ask", Mock(side_effect=MemoryError("none is left")))
-    with pytest.raises(LlamaWorkerError, match="none is left"):
+    monkeypatch.setattr(token_count, "ask", Mock(side_effect=error))
+    with pytest.raises(LlamaWorkerError, match=says):
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
 

@@ -187,9 +187,9 @@ def ask(
 ) -> tuple[int, bytes]:
     """Ask a small question, with `body` as JSON; returns the reply's status and body.
 
-    `timeout_s` covers all but a TLS handshake. A reply that has come by then is read; time in which
-    this program did not run does not count. Raises as `send`, and ValueError if the reply's body
-    has more than `max_bytes`.
+    `timeout_s` covers all but name resolution and a TLS handshake. A reply that has come by then is
+    read; time in which this program did not run does not count. Raises as `send`, and ValueError if
+    the reply's body has more than `max_bytes`.
     """
     abort, received = abort or Abort(), bytearray()
     with abort.within(timeout_s):

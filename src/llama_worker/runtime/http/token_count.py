@@ -76,10 +76,11 @@ def count_tokens(
             order.reply.answer(count())
         except (PromptError, LlamaWorkerError) as error:
             fail(str(error))
-        except TimeoutError:  # the timer is about to say so
-            give_up()
         except Exception as error:  # the server does not answer, or this machine lacks something
-            fail(described_error(error))
+            if isinstance(error, TimeoutError) and error.errno is None:
+                give_up()  # the time of one question is up: the timer is about to say so
+            else:
+                fail(described_error(error))
         finally:
             timer.cancel()
 
