@@ -286,14 +286,7 @@ class _Adapter(requests.adapters.BaseAdapter):
         try:
             # A server may reply, and close, before it has read the whole request.
             with contextlib.suppress(*_CLOSED_WHILE_SENDING):
-                http.request(
-                    request.method or "",
-                    request.path_url,
-                    request.body,
-                    request.headers,
-                    preload_content=False,
-                    decode_content=False,
-                )
+                http.request(request.method or "", request.path_url, request.body, request.headers)
             reply = HttpReply(request, connection)
         except BaseException:
             http.close()
