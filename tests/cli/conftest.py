@@ -90,7 +90,11 @@ def program(tmp_path: Path) -> MakeProgram:
 
     def make(script: Script | None = None, *, extra: str = "") -> Program:
         journal = JournalReader(tmp_path / "journal")
-        said = {"version": "version: 11000 (fake)", "help": HELP, "list-devices": "Available devices:"}
+        said = {
+            "version": "version: 11000 (fake)",
+            "help": HELP,
+            "list-devices": "Available devices:",
+        }
         asked = "".join(
             f'[ "$1" = --{flag} ] && echo {shlex.quote(text)} && exit\n'
             for flag, text in said.items()

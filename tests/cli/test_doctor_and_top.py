@@ -31,7 +31,10 @@ def test_the_doctor_finds_nothing_wrong(run: Run, program: MakeProgram, model: s
     problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
     # the tester's machine may have some
     assert (done.returncode, report["ok"]) == (int(bool(problems)), not problems)
-    assert (report["server"]["how"], report["server"]["version"]) == ("LLAMA_SERVER", "11000 (fake)")
+    assert (report["server"]["how"], report["server"]["version"]) == (
+        "LLAMA_SERVER",
+        "11000 (fake)",
+    )
     assert "4096 tokens of context" in findings["start"]["text"]
     assert findings["tools"]["text"].startswith("native")
     assert findings["/proc"]["level"] == "ok"

@@ -222,6 +222,17 @@ def test_the_context_is_the_commands(words: str, tokens: int) -> None:
     assert [f.level for f in told if f"its context of {tokens} tokens at most" in f.text] == ["ok"]
 
 
+def test_a_model_too_big_for_the_memory_may_fit_on_what_an_unknown_server_uses() -> None:
+    levels = {
+        server: [
+            f.level
+            for f in doctor_findings.of_model(Model("m", 99 * GIB, None), WELL, server, None)
+        ]
+        for server in (SERVER, None)
+    }
+    assert levels == {SERVER: ["ok", "problem"], None: ["ok", "note"]}
+
+
 def test_what_the_model_takes_is_named() -> None:
     model = Model("m", 4 * GIB, ContextNeeds(8192, bytes_per_token=128 * 1024))
     told = {f.subject: f.text for f in doctor_findings.of_model(model, WELL, ON_GPU, None)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llama_worker import WorkerConfig
@@ -131,7 +131,10 @@ def of_model(
     on_gpus = sum(each for each in free_bytes if abs(each - main) > _SAME_MEMORY * main)
     tokens = _context_tokens(model, config)
     available = main + on_gpus
-    yield _of_memory("memory", model, tokens, available, f"{size(available)} available")
+    compared = _of_memory("memory", model, tokens, available, f"{size(available)} available")
+    if server is None and compared.level == "problem":  # a script, say: it may use GPUs
+        compared = replace(compared, level="note")
+    yield compared
     if on_gpus:
         yield _of_memory("GPU memory", model, tokens, on_gpus, f"{size(on_gpus)} free on the GPUs")
 
