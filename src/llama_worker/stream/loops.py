@@ -1,4 +1,4 @@
-"""Finds output that repeats itself without end, by lines or without line ends. Sans-IO; one watch
+"""Finds output that repeats itself without end, by lines or wherever they end. Sans-IO; one watch
 per text, one thread.
 
 The thresholds are the `LoopDetector`'s, in `config.profiles`.
@@ -15,6 +15,7 @@ _STEP_CHARS = 1024
 _END_CHARS = 64
 _CANDIDATES = 8
 _SAMPLE_CHARS = 80
+_MIN_DIFFERENT_CHARS = 10  # of a line: fewer are a ruler, a row of a grid or of data
 
 
 class LoopFound(Struct, frozen=True):
@@ -134,7 +135,8 @@ def _periods(window: str, longest: int, end_chars: int) -> Iterator[int]:
 
 
 class LineLoopWatch:
-    """Finds a line, or a block of lines, that repeats; only completed lines count."""
+    """Finds a line, or a block of lines, that repeats; only completed lines count, and only those
+    that say something: rulers and rows of equal cells are repeated in honest answers."""
 
     def __init__(self, config: LoopDetector) -> None:
         self._config = config
@@ -160,7 +162,7 @@ class LineLoopWatch:
         return None
 
     def _add_line(self, line: str, end: int) -> LoopFound | None:
-        if len(line) < self._config.min_line_chars:
+        if len(line) < self._config.min_line_chars or len(set(line)) < _MIN_DIFFERENT_CHARS:
             self._recent.clear()
             self._same = [0] * len(self._same)
             return None

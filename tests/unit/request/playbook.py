@@ -54,7 +54,7 @@ UNIX = 1000.0  # what makes Unix seconds of the clock here
 NOBODY: Any = object()  # a reply: the request itself answers nobody
 ADD: ToolDef = {"type": "function", "function": {"name": "add"}}
 SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
-LINE = f"{'y' * 40}\n"
+LINE = "0123456789" * 4 + "\n"
 
 Event = RequestInput | StreamEvent | float | Callable[["Play"], RequestInput]
 

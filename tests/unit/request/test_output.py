@@ -12,7 +12,7 @@ from llama_worker.request.output import Output, WaitingReads, can_answer
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types.request import NotFound, OutputChunk
 
-LINE = f"{'y' * 40}\n"  # a loop where it comes 12 times
+LINE = "0123456789" * 4 + "\n"  # a loop where it comes 12 times
 
 
 def test_output_ends_with_the_line_that_decided() -> None:

@@ -25,8 +25,9 @@ from llama_worker.stream.loops import (
     TextLoopWatch,
 )
 
-SHORT = "x" * 32  # the shortest line that counts
-LONG, LONG_2 = "y" * 64, "l" * 64  # the shortest that need fewer repeats
+SHORT = "qrstuvwxyz" * 3 + "qr"  # the shortest line that counts
+# the shortest that need fewer repeats
+LONG, LONG_2 = "abcdefghij" * 6 + "abcd", "ABCDEFGHIJ" * 6 + "ABCD"
 NO_LINE_LOOPS = LoopDetector(long_line_repeats=10**9, short_line_repeats=10**9)
 SMALL = LoopDetector(max_period_chars=64, min_repeated_chars=128, min_text_repeats=4)
 SMALLEST = LoopDetector(max_period_chars=8, min_repeated_chars=32, min_text_repeats=4)
@@ -81,7 +82,7 @@ def test_a_block_loops_at_its_last_repeat(block: list[str], count: int) -> None:
         ),  # empty lines are skipped
         (
             "",
-            "".join(f"{' ' * i}y {'y' * 63}{' ' * i}\r\n" for i in range(8)),
+            "".join(f"{' ' * i}y {LONG[:63]}{' ' * i}\r\n" for i in range(8)),
             "",
             1,
         ),  # whitespace is collapsed
@@ -105,7 +106,8 @@ def test_what_else_is_a_loop(before: str, loop: str, after: str, period: int) ->
 @pytest.mark.parametrize(
     ("text", "max_period"),
     [
-        (lines("x" * 31, times=1000), 8),
+        (lines(SHORT[:31], times=1000), 8),
+        (lines("123456789" * 9, times=1000), 8),  # of too few characters
         (lines(LONG, "ok", times=100), 8),  # a table of long tags with short cells
         (lines(*(LONG + c for c in "abcdefghi"), times=30), 8),
         (lines(LONG, LONG_2, times=30), 1),
@@ -138,7 +140,9 @@ def test_the_thresholds_of_lines_are_the_configs(config: LoopDetector, times: in
 
 @given(
     prefix=st.lists(st.text("ab \n", max_size=90), max_size=10).map("\n".join),
-    block=st.lists(st.text("ab", min_size=32, max_size=70), min_size=1, max_size=8),
+    block=st.lists(
+        st.text("ab", min_size=22, max_size=60).map("0123456789".__add__), min_size=1, max_size=8
+    ),
 )
 def test_any_block_of_counted_lines_is_found_after_twelve(prefix: str, block: list[str]) -> None:
     text = prefix + "\n" + lines(*block, times=12)
@@ -247,6 +251,17 @@ HONEST = {
     ),
     "code of a code page": Path(encodings.cp1252.__file__).read_text(),
     "code of the HTML entities": Path(html.entities.__file__).read_text(),
+    "a map with walls": "".join(
+        f"[{', '.join('1' * 25 if row in (0, 39) else '1' + '0' * 23 + '1')}],\n"
+        for row in range(40)
+    ),
+    "a table to decode base64 with": "".join(
+        f"    {' '.join('0xFF,' if (row * 8 + n) % 5 else f'0x{row + n:02x},' for n in range(8))}\n"
+        for row in (*[0] * 20, *range(32))
+    ),
+    "an empty Sudoku": "<table>\n" + f"<tr>{'<td></td>' * 9}</tr>\n" * 9 + "</table>\n",
+    "lines to write on": f"{'_' * 70}\n\n" * 20,
+    "base64 of an empty picture": lines("A" * 76, times=100),
     "ten thousand times, counted": "".join(f"{n}: I will not loop.\n" for n in range(10_000)),
 }
 
