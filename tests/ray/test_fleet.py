@@ -284,13 +284,19 @@ def test_a_host_may_change_what_it_is_told_of_a_place(stage: Stage) -> None:
             assert status["place"].pop("node_id") == "stub"
 
 
-def test_a_lease_that_is_over_replaces_the_replica(stage: Stage) -> None:
-    with stage.started(1, lease_s=0.5) as (first,):
-        first.set_reachable(False)
+def test_a_silent_replica_gets_no_requests(stage: Stage) -> None:
+    with stage.started(1, lease_s=WAIT_S) as (only,):
+        only.set_reachable(False)
         stage.wait_states(SILENT)
         with pytest.raises(NoLiveReplica, match="replica 0: silent"):
             stage.submit()
-        eventually(lambda: len(stage.actors) == 2, "another actor")
+        only.set_reachable(True)
+
+
+def test_a_lease_that_is_over_replaces_the_replica(stage: Stage) -> None:
+    with stage.started(1, lease_s=0.5) as (first,):
+        first.set_reachable(False)
+        eventually(lambda: len(stage.actors) >= 2, "another actor")
         stage.wait_states(READY)
         assert stage.killed[0] is first
         assert "no answer for 0.5 s" in stage.replicas()[0]["last_error"]
