@@ -52,7 +52,6 @@ def can_listen(addresses: Iterable[Address]) -> bool:
                 # ignore former connections in TIME_WAIT
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-                probe.listen(1)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
