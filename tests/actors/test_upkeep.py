@@ -117,6 +117,24 @@ def test_an_oom_kill_of_an_earlier_process_with_the_pid_is_ignored(
     watch.close()
 
 
+def test_a_server_that_exits_keeps_its_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 1 shows an exiting process in the root group."""
+    monkeypatch.setattr(oom_watch, "_PROC", tmp_path)
+    monkeypatch.setattr(oom_watch, "CGROUP", tmp_path)
+    shown, counter = tmp_path / "7" / "cgroup", tmp_path / "memory" / "g" / "memory.oom_control"
+    for file, text in ((shown, "4:memory:/g\n"), (counter, "oom_kill 4\n")):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    watch = oom_watch.OomWatch(7, now=0.0)
+    shown.write_text("4:memory:/\n")
+    counter.write_text("oom_kill 5\n")
+    watch.look(now=5.0)
+    assert watch.kills() == 1
+    watch.close()
+
+
 def test_the_name_of_a_control_group_may_be_any_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from llama_worker.config.machine import CGROUP
 
 _PROC = "/proc"
 _KMSG = "/dev/kmsg"
+_V1_COUNTER = "memory.oom_control"
 _RECORD_BYTES = 8192  # the kernel truncates longer records
 _MAX_RECORDS = 20_000
 _LOOK_AGAIN_S = 1.0
@@ -39,7 +40,8 @@ class OomWatch:
             return
         self._looked_at = now
         counter = _counter_file(self._pid)
-        if counter is not None and counter != self._counter:
+        # version 1 shows an exiting process in the root group
+        if counter not in (None, self._counter, CGROUP / "memory" / _V1_COUNTER):
             self._counter, self._before = counter, _count(counter)
 
     def kills(self) -> int:
@@ -80,8 +82,7 @@ def _end_of_log() -> int | None:
 
 
 def _counter_file(pid: int) -> Path | None:
-    """The file in which the process's group counts kills: `memory.events`, or `memory.oom_control`
-    of version 1."""
+    """The file in which the process's group counts kills: `memory.events`, or that of version 1."""
     try:
         lines = os.fsdecode(Path(f"{_PROC}/{pid}/cgroup").read_bytes())
     except OSError:
@@ -89,7 +90,7 @@ def _counter_file(pid: int) -> Path | None:
     for line in lines.split("\n")[:-1]:  # a name may hold any other byte
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            return CGROUP / "memory" / path.lstrip("/") / "memory.oom_control"
+            return CGROUP / "memory" / path.lstrip("/") / _V1_COUNTER
         if not controllers:
             return CGROUP / path.lstrip("/") / "memory.events"
     return None
