@@ -172,8 +172,8 @@ def oom_evidence(
         return f"the kernel killed it for lack of memory: {kernel_line}"
     if returncode == -signal.SIGKILL and oom_kills > 0:
         return (
-            "the kernel killed it for lack of memory (its control group counts it: oom_kill "
-            f"+{oom_kills})"
+            "the kernel killed it for lack of memory (its whole control group counts oom_kill "
+            f"+{oom_kills} since the launch)"
         )
     if returncode == 0:
         return None

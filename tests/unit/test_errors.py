@@ -184,7 +184,7 @@ LINE = "Out of memory: Killed process 7 (llama-server) total-vm:1kB"
     ("returncode", "kills", "line", "log", "says"),
     [
         (-9, 0, None, (), None),  # somebody else's kill
-        (-9, 1, None, (), "the kernel killed it for lack of memory (its control group counts it: "),
+        (-9, 1, None, (), "(its whole control group counts oom_kill +1 since the launch)"),
         (-9, 0, LINE, (), f"the kernel killed it for lack of memory: {LINE}"),
         (-6, 1, LINE, (), None),  # it was another process that the kernel killed
         (1, 0, None, ("failed to allocate buffer", "bye"), "it wrote: failed to allocate buffer"),
