@@ -180,6 +180,24 @@ def test_a_server_and_its_children_do_not_outlive_their_guard_and_nobody_elses_a
     assert other.status()["restart_count"] == 0
 
 
+def test_a_process_older_than_the_launch_is_not_looked_into(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stuck in the kernel may keep its environment locked."""
+    rig = make_worker(fs.Script(children=[fs.ChildProcess("daemon")]))
+    daemon, environ, read = rig.journal.wait("child")["pid"], psutil.Process.environ, set()
+
+    def noted(process: psutil.Process) -> dict[str, str]:
+        read.add(process.pid)
+        return environ(process)
+
+    monkeypatch.setattr(psutil.Process, "environ", noted)
+    os.kill(rig.journal.wait("launched")["ppid"], signal.SIGKILL)
+    rig.wait_restarted()
+    assert daemon in read
+    assert os.getpid() not in read
+
+
 def test_an_orphan_that_nobody_reaps_holds_up_no_restart(make_worker: MakeWorker) -> None:
     """As in a container whose first process does not wait for children that were not its own."""
     rig = make_worker()

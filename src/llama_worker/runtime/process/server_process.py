@@ -15,7 +15,6 @@ import subprocess
 import threading
 import time
 
-import psutil
 from msgspec import Struct
 
 from llama_worker.config.server_program import (
@@ -32,6 +31,7 @@ from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen
 from llama_worker.runtime.process.guard import pidfd_open, pidfd_send_signal
 from llama_worker.runtime.process.guard_program import guard_program
+from llama_worker.runtime.process.launch_mark import LaunchMark
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
 from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, LaunchReport
@@ -41,8 +41,6 @@ from llama_worker.types.worker import StartFailReason
 
 _READ_BYTES = 65536
 _PAUSE_S = 0.1
-_KILL_INTERVAL_S = 1.0  # between looks for processes that are left
-_MARK = "LLAMA_WORKER_LAUNCH"  # an environment variable that every process of a tree inherits
 
 
 class _Server(Struct, frozen=True):
@@ -65,7 +63,7 @@ class GuardedServer:
     ) -> None:
         self._epoch = epoch
         self._config = config
-        self._mark = f"{os.getpid()}.{epoch}.{time.monotonic_ns()}"
+        self._mark = LaunchMark(epoch)
         self._folder = folder  # working directory; None, or if it is gone: the host's
         # looked up once: at the server's end a slow lookup would look like a server that lives on
         self._addresses: list[Address] = []
@@ -172,7 +170,7 @@ class GuardedServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**environment, _MARK: self._mark},
+            env={**environment, **self._mark.variable},
             pass_fds=(guard_end.fileno(), report_to.fileno()),
             start_new_session=True,
         )
@@ -271,7 +269,7 @@ class GuardedServer:
             if self._server.pidfd is not None:
                 _has_ended(self._server.pidfd, None)
             # only the guard knew the tree; the mark in their environment shows its processes
-            _kill_marked(self._mark)
+            self._mark.kill_all()
         return self._exited()
 
     def _exited(self) -> Exited:
@@ -348,24 +346,6 @@ def _kill(server: _Server) -> None:
         os.killpg(server.pid, signal.SIGKILL)
     except OSError:
         return
-
-
-def _kill_marked(mark: str) -> None:
-    """Send SIGKILL to every process that was started with `mark` in its environment, until none is
-    left."""
-    while marked := [each for each in psutil.process_iter() if _has_mark(each, mark)]:
-        for process in marked:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        # with a timeout: a zombie has no mark, but its new parent may never reap it
-        psutil.wait_procs(marked, timeout=_KILL_INTERVAL_S)
-
-
-def _has_mark(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get(_MARK) == mark
-    except (psutil.Error, OSError):
-        return False
 
 
 def _socket_pair(cleanup: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:

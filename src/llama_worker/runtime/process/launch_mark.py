@@ -1,0 +1,47 @@
+"""Finds the processes of a launch by an environment variable that they inherit: if the guard was
+killed, nobody else knows them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+_VARIABLE = "LLAMA_WORKER_LAUNCH"
+_KILL_INTERVAL_S = 1.0  # between looks for processes that are left
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+class LaunchMark:
+    """Made before the launch. `variable`: what to add to its environment."""
+
+    def __init__(self, epoch: int) -> None:
+        now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        self._made_at_ticks = now_ns // _TICK_NS
+        self._value = f"{os.getpid()}.{epoch}.{now_ns}"
+        self.variable = {_VARIABLE: self._value}
+
+    def kill_all(self) -> None:
+        """Send SIGKILL to every process that was started with the mark, until none is left."""
+        while marked := [each for each in psutil.process_iter() if self._is_on(each)]:
+            for process in marked:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            # with a timeout: a zombie has no mark, but its new parent may never reap it
+            psutil.wait_procs(marked, timeout=_KILL_INTERVAL_S)
+
+    def _is_on(self, process: psutil.Process) -> bool:
+        try:
+            # that of an older one is not read: a process that is stuck may keep it locked for ever
+            is_younger = _started_at_ticks(process.pid) >= self._made_at_ticks
+            return is_younger and process.environ().get(_VARIABLE) == self._value
+        except (psutil.Error, OSError):
+            return False
+
+
+def _started_at_ticks(pid: int) -> int:
+    """When the process was forked, in clock ticks since the boot. Raises OSError."""
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
