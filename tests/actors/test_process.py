@@ -4,8 +4,6 @@ left."""
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import shlex
 import signal
@@ -23,11 +21,10 @@ import pytest
 from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.config import server_program
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.process import guard_program, server_process
-from llama_worker.runtime.process.log_ring import LogRing
+from llama_worker.runtime.process import guard_program
 from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
-from tests.actors.conftest import HOST, WAIT_S, MakeWorker, eventually, fast_timeouts, living
+from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
 from tests.conftest import Leftovers, shell_program
 from tests.tables import cases
 
@@ -257,47 +254,6 @@ def test_an_answer_of_another_process_is_not_readiness(make_worker: MakeWorker) 
         rig.wait_gone()
         assert stranger.poll() is None
         stranger.kill()
-
-
-# ------------------------------------------------------------ output
-
-
-def test_a_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker) -> None:
-    rig = make_worker(fs.Script(floods=[fs.Flood(), fs.Flood(newline=False)]), log_lines=50)
-    for _ in range(5):
-        assert rig.run(*fs.plain_reply(fs.Tokens(20)))["state"] == "completed"
-    assert len(rig.worker.get_debug_info().get()["recent_logs"]) <= 51
-
-
-def test_output_without_memory_harms_no_server(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feed = Mock(side_effect=MemoryError)
-    rig = make_worker(fs.Script(floods=[fs.Flood()]))
-    with monkeypatch.context() as lacking:
-        lacking.setattr(LogRing, "feed", feed)
-        eventually(lambda: feed.call_count >= 2, "output that was not kept")
-    assert rig.run()["state"] == "completed"
-    assert rig.status()["restart_count"] == 0
-
-
-def test_a_host_without_descriptors_loses_none_over_a_connection_that_cannot_be_made(
-    monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers
-) -> None:
-    moved: list[int] = []
-    move = fcntl.fcntl
-
-    def fcntl_once(fd: int, order: int, least: int) -> int:
-        if moved:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        moved.append(move(fd, order, least))
-        return moved[-1]
-
-    monkeypatch.setattr(fcntl, "fcntl", fcntl_once)
-    with pytest.raises(OSError, match="Too many open files"), contextlib.ExitStack() as cleanup:
-        server_process._socket_pair(cleanup)
-    assert moved
-    assert not leftovers.now()
 
 
 # ------------------------------------------------------------ stop

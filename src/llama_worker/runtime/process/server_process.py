@@ -299,7 +299,7 @@ class GuardedServer:
     def _drain(self, output: int) -> bool:
         """Move what the pipe holds (at most its capacity) into the ring; False at end of file."""
         try:
-            data = os.read(output, _READ_BYTES)
+            data = os.read(output, fcntl.fcntl(output, fcntl.F_GETPIPE_SZ))
             self._log.feed(data)
         except MemoryError:  # a shortage of this machine: lines may be lost, the server goes on
             time.sleep(_PAUSE_S)
