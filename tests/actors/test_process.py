@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from llama_worker import RestartPolicy, WorkerStartError
@@ -150,6 +151,13 @@ def test_variables_that_configure_a_server_are_not_inherited(
         "LLAMA_WORKER_LAUNCH",
     }
     assert env["GGML_NO_BACKTRACE"] == "1"
+
+
+def test_the_configs_variables_are_the_servers_alone(make_worker: MakeWorker) -> None:
+    launched = make_worker(env={"LD_LIBRARY_PATH": "/of/the/server"}).journal.wait("launched")
+    server, guard = (psutil.Process(launched[each]).environ() for each in ("pid", "ppid"))
+    assert server["LD_LIBRARY_PATH"] == "/of/the/server"
+    assert guard.get("LD_LIBRARY_PATH") == os.environ.get("LD_LIBRARY_PATH")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ If the guard itself is killed, the kernel kills the server by its parent-death s
 clears that signal if the server's program is set-user-ID or has file capabilities; the host then
 kills the server.
 
+Its environment is the host's, since LD_LIBRARY_PATH and the like, if they are set for the server,
+might break this Python. The server's own variables are in it under names with `SERVER_PREFIX`.
+
 REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`; `died RETURNCODE` as soon as the
 server's first process has ended; `gone` when nothing of the tree is left. Then the guard ends.
 """
@@ -26,6 +29,7 @@ import signal
 import sys
 import time
 
+SERVER_PREFIX = "LLAMA_WORKER_SET_"
 ORPHAN_GRACE_S = 2.0
 RETRY_S = 0.1
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # temporary shortages of the machine
@@ -83,6 +87,7 @@ def start_server(
             for number in _IGNORED:
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            set_server_variables()
             os.execvp(command[0], command)
         except OSError as error:
             os.write(
@@ -99,6 +104,13 @@ def start_server(
     os.waitpid(pid, 0)
     report(report_fd, failure)
     return None
+
+
+def set_server_variables() -> None:
+    """Give the server's own variables their names without the prefix."""
+    for name in list(os.environ):
+        if name.startswith(SERVER_PREFIX):
+            os.environ[name.removeprefix(SERVER_PREFIX)] = os.environ.pop(name)
 
 
 def pidfd_open(pid: int) -> int:

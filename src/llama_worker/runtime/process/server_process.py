@@ -29,7 +29,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import never_block_this_thread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen
-from llama_worker.runtime.process.guard import pidfd_open, pidfd_send_signal
+from llama_worker.runtime.process.guard import SERVER_PREFIX, pidfd_open, pidfd_send_signal
 from llama_worker.runtime.process.guard_program import guard_program
 from llama_worker.runtime.process.launch_mark import LaunchMark
 from llama_worker.runtime.process.log_ring import LogRing
@@ -152,8 +152,9 @@ class GuardedServer:
         self, cleanup: contextlib.ExitStack
     ) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start the guard, which starts the server; returns it and the socket of its reports."""
-        environment = server_environment(host_environment(), self._config.env)
-        command = located(self._config.server_cmd, environment, self._folder)
+        inherited = server_environment(host_environment(), {})
+        own = {**self._config.env, **self._mark.variable}
+        command = located(self._config.server_cmd, {**inherited, **own}, self._folder)
         guard_end, control = _socket_pair(cleanup)
         _controls.add(control)
         cleanup.callback(_controls.discard, control)
@@ -170,7 +171,7 @@ class GuardedServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**environment, **self._mark.variable},
+            env={**inherited, **{SERVER_PREFIX + name: value for name, value in own.items()}},
             pass_fds=(guard_end.fileno(), report_to.fileno()),
             start_new_session=True,
         )
