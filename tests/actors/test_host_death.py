@@ -321,3 +321,42 @@ atexit.unregister(backend._close_all_at_exit)  # as if its time had been up
 def test_a_close_after_the_last_thread_has_ended_returns() -> None:
     """As by a `__del__` while the interpreter clears the modules."""
     assert subprocess.run([sys.executable, "-c", _LATE], timeout=60).returncode == 0
+
+
+_FORKS_MEANWHILE = """
+import os, signal, sys, threading
+from llama_worker import LlamaWorker, WorkerConfig
+port, *command = sys.argv[1:]
+make_pipe, children, threads = os.pipe, [], []
+def fork(forked):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        signal.pause()
+    children.append(child)
+    forked.set()
+def pipe_and_fork():
+    ends = make_pipe()
+    if threading.current_thread().name == "llama_worker-forks-server":
+        forked = threading.Event()
+        threads.append(threading.Thread(target=fork, args=[forked]))
+        threads[-1].start()
+        forked.wait(0.5)  # in vain if forks are put off
+    return ends
+os.pipe = pipe_and_fork
+with LlamaWorker(WorkerConfig("forks", "127.0.0.1", int(port), command)) as worker:
+    try:
+        print(worker.ask("x").get(timeout=30)["text"], len(threads) > 0)
+    finally:
+        for thread in threads:
+            thread.join()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_child_that_is_forked_during_a_launch_does_not_hold_it_up(
+    free_port: Callable[[], int],
+) -> None:
+    done = program(_FORKS_MEANWHILE, free_port())
+    assert done.stdout == "Hello True\n", done.stderr

@@ -52,3 +52,37 @@ def test_a_forked_process_is_given_another_port() -> None:
     )
     childs, parents = done.stdout.split()
     assert childs != parents
+
+
+_FORKS_MEANWHILE = """
+import os, signal, socket, sys, threading
+from llama_worker.runtime.process.free_port import addresses_of, can_listen
+port, bind, children, forked = int(sys.argv[1]), socket.socket.bind, [], threading.Event()
+def fork():
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        signal.pause()
+    children.append(child)
+    forked.set()
+thread = threading.Thread(target=fork)
+def bind_and_fork(probe, address):
+    bind(probe, address)
+    thread.start()
+    forked.wait(0.5)  # in vain if forks are put off
+socket.socket.bind = bind_and_fork
+can_listen(addresses_of("127.0.0.1", port))
+thread.join()
+try:
+    bind(socket.socket(), ("127.0.0.1", port))
+finally:
+    os.kill(children[0], signal.SIGKILL)
+"""
+
+
+def test_a_child_that_is_forked_meanwhile_does_not_keep_the_port(
+    free_port: Callable[[], int],
+) -> None:
+    command = [sys.executable, "-c", _FORKS_MEANWHILE, str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_worker.config.command import without_brackets
 from llama_worker.config.validation import checked_str
+from llama_worker.runtime.process.forks import no_fork
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # as `getaddrinfo` returns them
 
@@ -48,7 +49,7 @@ def can_listen(addresses: Iterable[Address]) -> bool:
     """Whether a server could listen there now; True if unknown (the server will report it)."""
     for family, address in addresses:
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
+            with no_fork, socket.socket(family, socket.SOCK_STREAM) as probe:
                 # ignore former connections in TIME_WAIT
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)

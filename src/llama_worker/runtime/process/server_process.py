@@ -28,6 +28,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.futures import never_block_this_thread
 from llama_worker.runtime.host.threads import start_thread
+from llama_worker.runtime.process.forks import no_fork
 from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen
 from llama_worker.runtime.process.guard import SERVER_PREFIX, pidfd_open, pidfd_send_signal
 from llama_worker.runtime.process.guard_program import guard_program
@@ -159,22 +160,24 @@ class GuardedServer:
         _controls.add(control)
         cleanup.callback(_controls.discard, control)
         reports_from, report_to = _socket_pair(cleanup)
-        guard_process = subprocess.Popen(
-            [
-                interpreter(),
-                *("-I", "-S", *guard_program(), str(os.getpid())),
-                *(str(guard_end.fileno()), str(report_to.fileno())),
-                *command,
-            ],
-            bufsize=0,
-            cwd=self._folder if self._folder and may_enter(self._folder) else None,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**inherited, **{SERVER_PREFIX + name: value for name, value in own.items()}},
-            pass_fds=(guard_end.fileno(), report_to.fileno()),
-            start_new_session=True,
-        )
+        # Popen would wait for the end of a child that was forked meanwhile
+        with no_fork:
+            guard_process = subprocess.Popen(
+                [
+                    interpreter(),
+                    *("-I", "-S", *guard_program(), str(os.getpid())),
+                    *(str(guard_end.fileno()), str(report_to.fileno())),
+                    *command,
+                ],
+                bufsize=0,
+                cwd=self._folder if self._folder and may_enter(self._folder) else None,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**inherited, **{SERVER_PREFIX + name: value for name, value in own.items()}},
+                pass_fds=(guard_end.fileno(), report_to.fileno()),
+                start_new_session=True,
+            )
         cleanup.callback(self._end_guard, guard_process)
         guard_end.close()
         report_to.close()
