@@ -170,8 +170,8 @@ def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[st
     at = program_at(command)
     if at is None:
         at = next((i for i, word in enumerate(command) if word.endswith(".sh")), None)
-    if at is None:  # a short flag may be a wrapper's: `python3 -m my_server`
-        flags = tuple(flag for flag in flags if flag.startswith("--"))
+    if at is None and [os.path.basename(word)[:6] for word in command[:2]] == ["python", "-m"]:
+        at = 2
     words = command[at or 0 :]
     for index, word in enumerate(words):
         given, equals, value = word.partition("=")

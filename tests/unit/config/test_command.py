@@ -63,7 +63,7 @@ def test_a_command_may_say_the_same_otherwise(host: str, words: str) -> None:
         ("numactl -m 0 ./serve.sh -m m.gguf", ["m.gguf"]),
         ("numactl -m 0 ./serve.sh", []),
         ("python3 -m my_server --model m.gguf", ["m.gguf"]),
-        ("python3 -m my_server -m m.gguf", []),
+        ("python3 -m my_server -m m.gguf", ["m.gguf"]),
     ],
 )
 def test_a_wrappers_short_flags_are_not_the_servers(words: str, values: list[str]) -> None:
