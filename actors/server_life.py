@@ -43,6 +43,7 @@ class ServerLife:
         self._table = table
         self._journal = journal
         self._requests_count = 0  # requests that ended since READY
+        self._anon_bytes: int | None = None  # of this launch's server, as last measured
         self._pace: messages.PaceLearnt | None = None  # from the launches so far
         self._life = states.Lifecycle(
             policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s
@@ -109,7 +110,8 @@ class ServerLife:
                 if isinstance(self._life.state, states.Launching):
                     self._children.watchdog.tell(message)
             case messages.MemoryMeasured(anon_bytes=anon_bytes):
-                self._recycle_by(now, anon_bytes)
+                self._anon_bytes = anon_bytes
+                self._recycle(now)
             case messages.PaceLearnt():
                 self._pace = message
             case messages.Stalled():
@@ -164,13 +166,14 @@ class ServerLife:
             self._apply(lifecycle.step(self._life, Drained(), now), now)
 
     def recycle_if_due(self, now: float) -> None:
-        """Restart an idle server if a planned restart is due. Asks for its memory first."""
+        """Restart an idle server if a planned restart is due. Its memory is that of the latest
+        measurement: the next one may come when the server has the next request."""
         policy = self._config.restart.recycle
         if policy is not None and policy.max_anon_mib and self._is_idle:
             self._children.process.tell(messages.MeasureMemory())
-        self._recycle_by(now, None)
+        self._recycle(now)
 
-    def _recycle_by(self, now: float, anon_bytes: int | None) -> None:
+    def _recycle(self, now: float) -> None:
         policy, ready_at = self._config.restart.recycle, self._life.budget.ready_at
         if policy is None or ready_at is None or not self._is_idle:
             return
@@ -178,7 +181,7 @@ class ServerLife:
             policy,
             ready_at=ready_at,
             requests_count=self._requests_count,
-            anon_bytes=anon_bytes,
+            anon_bytes=self._anon_bytes,
             now=now,
         )
         if due is not None:
@@ -221,7 +224,7 @@ class ServerLife:
             )
             if state is WorkerState.READY:
                 self._last_ready_unix = self._journal.unix(now)
-                self._requests_count = 0
+                self._requests_count, self._anon_bytes = 0, None
                 self._failure_counts = FailureCounts()
         match self._life.state:
             case states.Ending():

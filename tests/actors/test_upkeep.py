@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_worker import Recycle
+from llama_worker import Recycle, RequestRefused
 from llama_worker.runtime.process import oom_watch
 from llama_worker.testing.scripts import Script, scripted_server_cmd
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart
@@ -26,6 +28,16 @@ def test_a_server_that_has_grown_is_recycled(make_worker: MakeWorker) -> None:
     rig.wait_restarted(1)
     told, *_ = restarts(rig)
     assert "MiB of anonymous memory (limit: max_anon_mib 1)" in told["detail"]
+
+
+def test_a_server_that_is_never_idle_for_long_is_recycled_too(make_worker: MakeWorker) -> None:
+    rig = make_worker(restart=fast_restart(recycle=Recycle(max_anon_mib=1)))
+    until = time.monotonic() + WAIT_S
+    with contextlib.suppress(RequestRefused):  # it is being replaced
+        while not restarts(rig):
+            assert time.monotonic() < until
+            rig.worker.ask("Hello?").get(timeout=WAIT_S)
+    rig.wait_restarted(1)
 
 
 def test_an_oom_kill_is_named(
