@@ -178,7 +178,8 @@ def test_an_answer_from_another_address_is_a_strangers(monkeypatch: pytest.Monke
         port = int(server.stdout.readline())
         stranger.bind(("::1", port))
         stranger.listen()
-        threading.Thread(target=answer_once, args=(stranger,), daemon=True).start()
+        for _ in range(2):
+            threading.Thread(target=answer_once, args=(stranger,), daemon=True).start()
         both = [(socket.AF_INET6, ("::1", port, 0, 0)), (socket.AF_INET, ("127.0.0.1", port))]
         found = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in both]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
@@ -192,6 +193,24 @@ def test_an_answer_from_another_address_is_a_strangers(monkeypatch: pytest.Monke
         ProbeOutcome.OTHER_PROCESS,
         f"another process answers on [::1]:{port}",
     )
+
+
+def test_a_server_that_ends_once_it_has_answered_is_no_stranger() -> None:
+    told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    def answer_and_end() -> None:
+        answer_once(server)
+        server.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = replace(CONFIG, host="127.0.0.1", port=server.getsockname()[1])
+        threading.Thread(target=answer_and_end, daemon=True).start()
+        ReadinessProbe(
+            config, epoch=3, root_pid=ended.pid, first=True, reply_to=Mock(tell=told.put)
+        )
+        assert told.get(timeout=WAIT_S).outcome is ProbeOutcome.FAILED
 
 
 @pytest.mark.parametrize(("uid", "is_ours"), [(os.geteuid(), True), (os.geteuid() + 1, False)])

@@ -107,6 +107,8 @@ class ReadinessProbe(_Question):
                     traits = self._ask_traits()
                     outcome, detail = self._try_canary(outcome, detail)
                 else:
+                    # one that has just ended has no port either: does anybody answer still?
+                    self._ask("GET", "/v1/models", timeout_s)
                     outcome = ProbeOutcome.OTHER_PROCESS
                     shown = f"[{ip}]" if ":" in ip else ip
                     detail = f"another process answers on {shown}:{port}"
