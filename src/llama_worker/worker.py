@@ -140,6 +140,8 @@ class LlamaWorker(Startable):
 
         Raises WorkerStartError (in the future), at the latest after `startup_timeout_s` without a
         sign of work, or after `load_timeout_s` in all (if that is None, `silent_work_timeout_s`).
+        While the worker restarts by itself, it launches nothing more, and resolves or raises as
+        those restarts end.
         """
         return self._ask(lambda reply: Start(reply=reply))
 
@@ -169,7 +171,8 @@ class LlamaWorker(Startable):
         the launch has the limits of `start`.
 
         Args:
-            reason: shown in the fail detail of those requests, in the log and in the events.
+            reason: shown in the fail detail of those requests, in the log and in the events; not
+                recorded where a restart is due anyway, which is only brought forward.
 
         Raises (in the future):
             WorkerStartError: the worker is stopped, FAILED or draining (reason `stopped`), or the

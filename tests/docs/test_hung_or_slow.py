@@ -179,4 +179,5 @@ def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
     launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.UNKILLABLE}
     verdicts = [judge(state, limit) for state in STATES.values() for limit in LIMITS]
     fatal = {found.reason for found in verdicts if found and found.counts_against_server}
-    assert sorted(causes) == sorted({*in_code, *launches, *fatal})
+    by_slots = RequestFailReason.REQUEST_LOST  # the second one
+    assert sorted(causes) == sorted({*in_code, *launches, *fatal, by_slots})
