@@ -168,6 +168,7 @@ class TurnProgress:
         self.prompt_progress: events.PromptReport | None = None
         self.prompt_progress_at: float | None = None  # the latest report of more progress
         self.batches: tuple[Batch, ...] = ()  # the latest few of the prompt
+        self._first_batch: Batch | None = None  # until the second is reported
         self._reported_at: float | None = None  # the latest report, repeats included
         self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the last new data
         self.usage: events.UsageReport | None = None
@@ -251,10 +252,21 @@ class TurnProgress:
         self.batches = (Batch(began_at, ended_at, read, depth),)
 
     def _batch_done(self, report: events.PromptReport, at: float) -> None:
-        """It began at the last report, new or repeated: until then other requests' batches ran."""
+        """It began at the last report, new or repeated: until then other requests' batches ran.
+
+        On a GPU a report may come before its batch is computed, and the next one after it: so the
+        first batch took as long as the second, at least.
+        """
         before = self.prompt_progress
         if before is not None and self._reported_at is not None:
             tokens = report.processed - max(before.processed, report.cached)
             batch = Batch(self._reported_at, at, tokens, report.processed)
-            self.batches = (*self.batches, batch)[-_BATCHES_KEPT:]
+            first, self._first_batch = self._first_batch, None
+            if first is not None:
+                began_at = min(first.began_at, first.ended_at - (at - self._reported_at))
+                self.batches = (first._replace(began_at=began_at), batch)
+            elif self.batches or report.processed >= report.total:
+                self.batches = (*self.batches, batch)[-_BATCHES_KEPT:]
+            else:
+                self._first_batch = batch
         self.prompt_progress_at = at

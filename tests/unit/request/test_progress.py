@@ -123,12 +123,20 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
     assert it.repeated_at == (10.0,)
 
 
+def test_a_first_batch_that_is_reported_before_it_is_computed_takes_as_long_as_the_second() -> None:
+    it = TurnProgress(0.0)
+    for at, processed in ((1.0, 0), (1.1, 512), (9.1, 1024)):
+        assert not it.batches
+        it.record(events.PromptReport(processed=processed, total=2000, cached=0), at)
+    assert [batch.ended_at - batch.began_at for batch in it.batches] == [8.0, 8.0]
+
+
 def test_a_batch_leaves_out_what_was_cached() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (3.0, 1400), (20.0, 1400), (22.5, 1912)):
         it.record(events.PromptReport(processed=processed, total=2000, cached=900), at)
     assert it.batches == (
-        Batch(began_at=1.0, ended_at=3.0, tokens=500, depth=1400),
+        Batch(began_at=0.5, ended_at=3.0, tokens=500, depth=1400),
         Batch(began_at=20.0, ended_at=22.5, tokens=512, depth=1912),
     )
 
