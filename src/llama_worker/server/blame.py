@@ -5,7 +5,7 @@
 | a verdict while no other request is served | a restart |
 | the first verdict while another request is served | its request ends alone |
 | the next verdict, if no request admitted since has completed | a restart |
-| a verdict for `absolute_timeout` | its request ends alone |
+| one for `absolute_timeout`, or a request lost before its headers | its request ends alone |
 | `transport_failures_before_restart` failures in a row; each one before | a restart; a probe |
 | `server_errors_before_restart` jobs with a 5xx, no success between | a restart |
 | `degenerate_outputs_before_restart` jobs that ended in a loop or without output | a restart |
@@ -50,16 +50,13 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """The decision to give up a request.
 
     `alone`: the server serves other requests, even if they received no data just now.
+    `counts_against_server`: it may restart the server.
     """
 
     reason: RequestFailReason
     detail: str  # for a person: what was waited for, how long, and when anything was last heard
     alone: bool = False
-
-    @property
-    def counts_against_server(self) -> bool:
-        """Whether the verdict may restart the server."""
-        return self.reason is not RequestFailReason.ABSOLUTE_TIMEOUT
+    counts_against_server: bool = True
 
 
 class ProbeNow(Struct, frozen=True):

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from msgspec.structs import replace
+
 from llama_worker.request.progress import Progress
 from llama_worker.server.blame import Verdict
 from llama_worker.server.pace import Pace
@@ -64,14 +66,20 @@ class SlotsRound:
         if self._is_lost():
             times = f"no slot was working on it in {len(self.looks)} polls of /slots"
             lost = RequestFailReason.REQUEST_LOST
-            return self._verdict(lost, f"the server has lost the request: {times}", alone=True)
+            found = self._verdict(lost, f"the server has lost the request: {times}", alone=True)
+            # Before its headers it may also be in the queue, behind one that had its turn at the
+            # last slot that became free and could not begin: that slot stays idle (b11434).
+            return replace(found, counts_against_server=self.suspect.headers_at is not None)
         if not any(map(moved, self._tracks)):
             return self._judge_standstill()
+        if self._may_wait_for_media():
+            return SlotMoves()
         if self._is_stalled_alone():
             what = "its slot makes no progress while another slot of the server does"
             return self._stalled(what, alone=True)
-        moving = [track for track in self._tracks if moved(track) and self._matches_task(track)]
-        return SlotMoves() if len(moving) > len(self._other_candidates) else None
+        moving = [track for track in self._tracks if moved(track) and self._has_one_task(track)]
+        may_be_its = any(map(self._matches_task, moving))
+        return SlotMoves() if may_be_its and len(moving) > len(self._other_candidates) else None
 
     def _is_lost(self) -> bool:
         """At every look, other requests account for each slot that works, and one slot is idle.
@@ -151,6 +159,12 @@ class SlotsRound:
             tokens = min(tokens, self.batch_tokens)
         return self.pace.longest_standstill_s(tokens, depth, is_cold=self.is_cold)
 
+    def _may_wait_for_media(self) -> bool:
+        """A slot that reads a prompt moves, perhaps with each of its images or sounds: they are
+        encoded one after the other, and nothing else has a turn meanwhile (b11434)."""
+        reads = any(moved(track) and not track[-1].decoded_tokens for track in self._tracks)
+        return self.may_encode and reads
+
     def _is_stalled_alone(self) -> bool:
         """Another slot moves at every interval, one that may be the request's never does, and other
         requests account for those that may be the request's and moved; and for all that moved: a
@@ -184,16 +198,20 @@ class SlotsRound:
         generating = self.suspect.phase is _GENERATING
         return [other for other in self._served if not generating or other.phase is _GENERATING]
 
-    def _matches_task(self, track: tuple[Slot, ...]) -> bool:
-        """Whether the slot worked on one task at every look, and has generated no less than the
-        suspect received."""
-        if not all(slot.is_processing for slot in track) or len({slot.task for slot in track}) > 1:
-            return False
-        first = track[0].decoded_tokens
-        # `tokens` counts the pieces received; one token may come in two, hence half of it.
-        return self.suspect.phase is not _GENERATING or (
-            first > 0 and first >= self.suspect.tokens // 2
+    def _has_one_task(self, track: tuple[Slot, ...]) -> bool:
+        """Whether the slot worked on one task at every look; on one that has generated something,
+        if the suspect has."""
+        is_one = (
+            all(slot.is_processing for slot in track) and len({slot.task for slot in track}) == 1
         )
+        return is_one and (self.suspect.phase is not _GENERATING or track[0].decoded_tokens > 0)
+
+    def _matches_task(self, track: tuple[Slot, ...]) -> bool:
+        """Whether the slot had one task (`_has_one_task`), and has generated no less than the
+        suspect received."""
+        # `tokens` counts the pieces received; one token may come in two, hence half of it.
+        is_enough = track[0].decoded_tokens >= self.suspect.tokens // 2
+        return self._has_one_task(track) and (self.suspect.phase is not _GENERATING or is_enough)
 
     def _matches_task_and_phase(self, track: tuple[Slot, ...]) -> bool:
         """Whether the slot could be the suspect's (`_matches_task`) and is in its phase."""

@@ -88,6 +88,7 @@ def timeout_verdict(
         reason=first.reason,
         detail=f"{silence}; {describe(progress, liveness_at=liveness_at, now=now)}",
         alone=first.alone,
+        counts_against_server=first.reason is not RequestFailReason.ABSOLUTE_TIMEOUT,
     )
 
 

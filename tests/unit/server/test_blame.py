@@ -25,7 +25,7 @@ from tests.tables import cases
 
 STALLED = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="silent for 9 s")
 BESIDE = replace(STALLED, alone=True)  # the server serves others
-OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="")
+OVERDUE = Verdict(reason=RequestFailReason.ABSOLUTE_TIMEOUT, detail="", counts_against_server=False)
 RESTART = RestartPolicy()
 DEGENERATE = RestartPolicy(degenerate_outputs_before_restart=2)
 
