@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llama_worker import WorkerConfig
-from llama_worker.cli import doctor_facts, doctor_findings
+from llama_worker.cli import doctor_facts, doctor_findings, top
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial, trial_of
 from llama_worker.cli.gguf import ContextNeeds, Model
 from llama_worker.cli.interrupts import Interrupts
@@ -363,7 +363,8 @@ def test_tokens_per_second_of_slots() -> None:
     history = ServersHistory()
     rounds = [
         (0.0, [slot(0, 1, 10), slot(1, 2, 5, old=True)], None),
-        (2.0, [slot(0, 1, 20), slot(1, 3, 4)], 7.0),  # ten more of task 1, four of a new task
+        # ten more of task 1; what a new task shows may be of the task before
+        (2.0, [slot(0, 1, 20), slot(1, 3, 4)], 5.0),
         (4.0, [slot(0, 1, 20, busy=False), {"id": 1, "is_processing": False}], 0.0),
     ]
     for at, slots, speed in rounds:
@@ -371,6 +372,28 @@ def test_tokens_per_second_of_slots() -> None:
         (row,) = history.rows([answer], at)
         assert (row.state, row.tokens_per_s) == ("ready", speed)
     assert (row.slots_used, row.slots_total) == (0, 2)
+
+
+def test_no_answer_about_slots_adds_no_tokens() -> None:
+    history, known = ServersHistory(), parse_slots([slot(0, 1, 1000)])
+    rounds = [(0.0, known, None), (2.0, None, None), (4.0, known, 0.0)]
+    for at, slots, speed in rounds:
+        answer = Answers(worker="w", slots_configured=1, health=200, slots=slots)
+        (row,) = history.rows([answer], at)
+        assert (row.state, row.tokens_per_s) == ("ready", speed)
+
+
+def test_a_server_in_a_batch_is_not_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def ask(_: object, __: str, target: str, **___: float) -> tuple[int, bytes]:
+        if target == "/slots":
+            raise TimeoutError
+        return 200, b""
+
+    monkeypatch.setattr(top, "ask", ask)
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text('[workers.w]\nhost = "127.0.0.1"\nport = 9\nmodel = "m.gguf"\n')
+    (row,) = top.FleetSource(str(fleet)).rows()
+    assert row == Row(worker="w", state="ready", slots_total=1)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ _Tokens = Mapping[tuple[int, int | None], int]  # generated, by slot and task
 
 
 class ServersHistory:
-    """Makes rows from the answers of the same servers, and keeps those of the round before."""
+    """Makes rows from the answers of the same servers, and keeps each server's last slots."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, _Tokens]] = {}
@@ -219,11 +219,14 @@ class ServersHistory:
         )
 
     def _rate(self, worker: str, tokens: _Tokens, at: float) -> float | None:
+        if not tokens:
+            return None
         before = self._before.get(worker)
         self._before[worker] = (at, tokens)
-        if before is None or not tokens or at <= before[0]:
+        if before is None or at <= before[0]:
             return None
-        grown = sum(max(0, count - before[1].get(key, 0)) for key, count in tokens.items())
+        # before b10453 a slot that reads a new task's prompt shows the tokens of the task before
+        grown = sum(max(0, count - before[1].get(key, count)) for key, count in tokens.items())
         return grown / (at - before[0])
 
 
