@@ -117,6 +117,14 @@ def test_a_missing_extra_says_how_to_install_it(package: str, extra: str, progra
     assert f"pip install 'llama-worker[{extra}]'" in done.stderr
 
 
+def test_typer_supports_options_of_literals() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    allowed = [
+        word for name in ("cli", "test") for word in extras[name] if word.startswith("typer")
+    ]
+    assert allowed == ["typer>=0.19"] * 2
+
+
 # ---------------------------------------------------------------- wheels
 
 
