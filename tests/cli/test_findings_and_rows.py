@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +129,46 @@ def test_a_signal_just_after_a_program_began_ends_it(
     assert [process.returncode for process in begun] == [-signal.SIGKILL]
 
 
+@pytest.fixture
+def hanging_nvml(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Has NVML hang until the test ends, once what is given here was called."""
+    released = threading.Event()
+    asked: list[threading.Thread] = []
+
+    def hang(first: Callable[[], object]) -> None:
+        def load() -> None:
+            asked.append(threading.current_thread())
+            first()
+            released.wait()
+
+        monkeypatch.setattr(doctor_facts, "load_nvml", load)
+
+    yield hang
+    released.set()
+    for thread in asked:
+        thread.join()
+
+
+def test_an_nvml_that_hangs_is_a_fact(
+    monkeypatch: pytest.MonkeyPatch, hanging_nvml: Callable[[Callable[[], object]], None]
+) -> None:
+    hanging_nvml(lambda: None)
+    monkeypatch.setattr(doctor_facts, "_ASK_S", 0.1)
+    monkeypatch.setattr(doctor_facts, "_gpus", lambda _: None)
+    assert doctor_facts.look_at_machine(Interrupts()).nvml is None
+
+
+def test_a_signal_ends_the_wait_for_nvml(
+    hanging_nvml: Callable[[Callable[[], object]], None],
+) -> None:
+    hanging_nvml(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        doctor_facts.look_at_machine(interrupts)
+    assert interrupts.ended_by == signal.SIGTERM
+
+
 # of the server, which counts for more than what this process sees
 UNSEEN = replace(trial(), proc_stat=False)
 
@@ -160,6 +202,8 @@ def test_each_lack_of_a_machine_is_found(
         (WITH_GPU, SERVER, [("GPUs", "problem")]),
         (replace(WITH_GPU, nvml=False), ON_GPU, [("GPUs", "problem")]),
         (WITH_GPU, UNTOLD, []),
+        (replace(WELL, nvml=None), SERVER, [("GPUs", "problem"), ("GPUs", "note")]),
+        (replace(WITH_GPU, nvml=None), ON_GPU, [("GPUs", "problem")]),
     ],
 )
 def test_gpus_must_be_used_and_seen(

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import resource
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -32,6 +34,7 @@ from llama_worker.runtime.process.guard import pidfd_open, pidfd_send_signal
 from llama_worker.server.traits import build_number, server_traits
 
 _ASK_S = 20.0  # the first call into a GPU driver may take seconds
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,8 @@ class MachineFacts:
     free_port: int | None
     # name, memory, free memory and driver, by nvidia-smi; None: there is no working nvidia-smi
     gpus: tuple[str, ...] | None
-    nvml: bool  # the library can see what processes do on these GPUs
+    # whether the library can see what processes do on these GPUs; None: NVML does not answer
+    nvml: bool | None
     proc_stat: bool
     proc_io: bool
     memory_bytes: int  # total, of the machine or the container
@@ -75,7 +79,8 @@ class Trial:
     proc_io: bool
     n_ctx: int | None  # of a slot
     slots: int | None
-    gpus: tuple[str, ...] | None  # where NVML sees the server; None: there is no NVML or no GPU
+    # where NVML sees the server; None: there is no GPU or no NVML, or it does not answer
+    gpus: tuple[str, ...] | None
     tools: bool | None  # the chat template can offer tools and show calls
 
 
@@ -117,7 +122,7 @@ def known_flags(
 
 
 def look_at_machine(interrupts: Interrupts) -> MachineFacts:
-    """Read limits and /proc, run nvidia-smi. Raises KeyboardInterrupt."""
+    """Read limits and /proc, run nvidia-smi, load NVML. Raises KeyboardInterrupt."""
     try:
         port = free_port()
     except OSError:
@@ -126,7 +131,7 @@ def look_at_machine(interrupts: Interrupts) -> MachineFacts:
     return MachineFacts(
         free_port=port,
         gpus=_gpus(interrupts),
-        nvml=_has_nvml(),
+        nvml=_within(interrupts, _has_nvml),
         proc_stat=bool(_read(f"/proc/{me}/stat")),
         proc_io=bool(_read(f"/proc/{me}/io")),
         memory_bytes=memory_bytes(),
@@ -150,7 +155,7 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
             started_in_s=started_in_s,
             proc_stat=bool(_read(f"/proc/{pid}/stat")),
             proc_io=bool(_read(f"/proc/{pid}/io")),
-            gpus=gpus_in_use(pid),
+            gpus=_within(interrupts, gpus_in_use, pid),
         )
 
 
@@ -193,6 +198,19 @@ def _run(
                 return None, f"it did not end within {_ASK_S:g} s"
             raise
     return process.returncode, said.decode(errors="replace")
+
+
+def _within(interrupts: Interrupts, ask: Callable[..., T], *arguments: Any) -> T | None:
+    """What `ask` returns; None if it takes too long: NVML hangs if a GPU is lost, and its thread
+    cannot be ended. `ask` must not raise. A signal raises KeyboardInterrupt."""
+    answers: queue.SimpleQueue[T] = queue.SimpleQueue()
+    asking = threading.Thread(target=lambda: answers.put(ask(*arguments)), daemon=True)
+    with interrupts.raising():
+        asking.start()
+        try:
+            return answers.get(timeout=_ASK_S)
+        except queue.Empty:
+            return None
 
 
 def _gpus(interrupts: Interrupts) -> tuple[str, ...] | None:

@@ -102,6 +102,10 @@ def of_broken_server(subject: str, server: ServerFacts) -> Finding:
 
 def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Finding]:
     """Whether the server can use the NVIDIA GPUs, and whether the library can see their work."""
+    if machine.nvml is None:
+        text = "NVML does not answer: the library cannot see what servers do on them"
+        todo = "look for a lost GPU in the kernel's log (`dmesg`), and restart the machine"
+        yield Finding("problem", "GPUs", text, todo)
     if not machine.gpus:
         yield Finding(
             "note", "GPUs", "no NVIDIA GPU was found (nvidia-smi is missing, or lists none)"
@@ -115,7 +119,7 @@ def of_gpus(machine: MachineFacts, server: ServerFacts | None) -> Iterator[Findi
         )
         text = "this llama-server was built without support for them"
         yield Finding("problem", "GPUs", text, todo)
-    if not machine.nvml:
+    if machine.nvml is False:
         text = "the library cannot see their work, and may take a busy server for a hung one"
         yield Finding("problem", "GPUs", text, "pip install 'llama-worker[nvidia]'")
 
