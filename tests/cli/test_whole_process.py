@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,15 @@ class Pressed:
 sys.meta_path.insert(0, Pressed())
 sys.argv = ["llama-worker", "--help"]
 sys.exit(llama_worker.cli.main())
+"""
+PRESSED_TWICE = """
+import signal, tty
+from llama_worker.cli.interrupts import Interrupts
+
+with Interrupts():
+    tty.setcbreak(0)
+    for _ in range(2):
+        signal.raise_signal(signal.SIGINT)
 """
 NOBODY, NO_ROOM = (141, ""), (1, "llama-worker: [Errno 28] No space left on device\n")
 
@@ -128,6 +139,25 @@ def test_a_signal_sent_twice_is_one(
         now[0] += later_s
         signal.raise_signal(again)
     assert (heard.ended_by, ended_with) == (signal.SIGTERM, exits)
+
+
+def test_ctrl_c_twice_leaves_a_terminal_with_echo(tmp_path: Path) -> None:
+    words = shlex.join((sys.executable, "-c", PRESSED_TWICE))
+    # the shell reads the modes: when it ends, the terminal hangs up and loses them
+    script = f"{words}; echo $? $(stty -a) > said"
+    master, slave = pty.openpty()
+    with open(master, "rb", buffering=0), open(slave, "rb", buffering=0):
+        subprocess.run(
+            ("sh", "-c", script),
+            preexec_fn=partial(os.login_tty, slave),
+            cwd=tmp_path,
+            env=environment(),
+            timeout=WAIT_S,
+            check=True,
+        )
+    code, *modes = (tmp_path / "said").read_text().split()
+    assert code == "130"
+    assert {"echo", "icanon"} <= set(modes)
 
 
 def test_a_signal_while_the_server_starts(program: MakeProgram, model: str) -> None:

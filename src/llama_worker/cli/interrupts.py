@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import termios
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -14,6 +15,7 @@ from typing import Any, Self
 from llama_worker.cli import exits
 
 _SHOW_CURSOR = b"\x1b[?25h"
+_STDIN = 0
 # one cause may send a signal twice: `timeout` signals its command and then the command's group; a
 # shell signals the jobs of a terminal once more
 _ONCE_S = 1.0
@@ -24,7 +26,8 @@ class Interrupts:
     KeyboardInterrupt; all other code polls `asked`.
 
     A second Ctrl-C, or any signal after SIGTERM or SIGHUP, ends the process at once: the guard
-    process then ends the server. The same SIGTERM or SIGHUP again within `_ONCE_S` is ignored.
+    process then ends the server. The terminal gets back the modes that it had before. The same
+    SIGTERM or SIGHUP again within `_ONCE_S` is ignored.
     """
 
     def __init__(self) -> None:
@@ -34,8 +37,11 @@ class Interrupts:
         self._raises = False
         self._before: dict[int, Any] = {}
         self._signalled, self._signal_write = -1, -1  # a pipe: readable after a signal
+        self._modes: list[Any] | None = None  # of the terminal, before the command
 
     def __enter__(self) -> Self:
+        with contextlib.suppress(termios.error):  # stdin is not a terminal
+            self._modes = termios.tcgetattr(_STDIN)
         self._signalled, self._signal_write = os.pipe()
         os.set_blocking(self._signal_write, False)
         signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
@@ -88,6 +94,7 @@ class Interrupts:
         if number == self.ended_by and now < self._ended_at + _ONCE_S:
             return
         if self.ended_by is not None or (number == signal.SIGINT and self.presses):
+            self._restore_modes()
             with contextlib.suppress(OSError):
                 os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + b"\nstopped at once\n")
             os._exit(exits.BY_SIGNAL + number)
@@ -97,3 +104,9 @@ class Interrupts:
             self.ended_by, self._ended_at = number, now
         if self._raises:
             raise KeyboardInterrupt
+
+    def _restore_modes(self) -> None:
+        with contextlib.suppress(OSError, termios.error):  # the terminal was closed
+            # in the background the modes are another program's, and SIGTTOU would stop this one
+            if self._modes is not None and os.tcgetpgrp(_STDIN) == os.getpgrp():
+                termios.tcsetattr(_STDIN, termios.TCSANOW, self._modes)
