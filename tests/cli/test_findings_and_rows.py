@@ -126,7 +126,24 @@ def test_a_signal_just_after_a_program_began_ends_it(
     found = FoundServer(str(tmp_path / "server"), "--server")
     with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
         doctor_facts.look_at_server(found, interrupts, os.environ)
-    assert [process.returncode for process in begun] == [-signal.SIGKILL]
+    assert [process.wait() for process in begun] == [-signal.SIGKILL]
+
+
+def test_a_program_that_cannot_be_killed_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: begun.append(process))
+    monkeypatch.setattr(doctor_facts, "_ASK_S", 0.1)
+    monkeypatch.setattr(doctor_facts, "_KILLED_S", 0.1)
+    shell_program(tmp_path / "server", "exec sleep 1000")
+    found = FoundServer(str(tmp_path / "server"), "--server")
+    server = doctor_facts.look_at_server(found, Interrupts(), os.environ)
+    (process,) = begun
+    assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (server.returncode, server.said) == (None, "it did not end within 0.1 s")
 
 
 @pytest.fixture

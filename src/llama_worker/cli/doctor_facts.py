@@ -34,6 +34,7 @@ from llama_worker.runtime.process.guard import pidfd_open, pidfd_send_signal
 from llama_worker.server.traits import build_number, server_traits
 
 _ASK_S = 20.0  # the first call into a GPU driver may take seconds
+_KILLED_S = 5.0  # a program that waits in the kernel, as for a lost GPU, does not end
 T = TypeVar("T")
 
 
@@ -188,15 +189,19 @@ def _run(
         )
     except OSError as error:
         return None, str(error)
-    with process:
-        try:
-            with interrupts.raising():
-                said, _ = process.communicate(timeout=_ASK_S)
-        except BaseException as error:
-            process.kill()
-            if isinstance(error, subprocess.TimeoutExpired):
-                return None, f"it did not end within {_ASK_S:g} s"
-            raise
+    try:
+        with interrupts.raising():
+            said, _ = process.communicate(timeout=_ASK_S)
+    except BaseException as error:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILLED_S)
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None, f"it did not end within {_ASK_S:g} s"
+        raise
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
     return process.returncode, said.decode(errors="replace")
 
 
