@@ -141,6 +141,18 @@ def test_a_signal_sent_twice_is_one(
     assert (heard.ended_by, ended_with) == (signal.SIGTERM, exits)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_ignored_signal_stays_ignored(number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with interrupts.Interrupts() as heard:
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert not heard.asked
+
+
 def test_ctrl_c_twice_leaves_a_terminal_with_echo(tmp_path: Path) -> None:
     words = shlex.join((sys.executable, "-c", PRESSED_TWICE))
     # the shell reads the modes: when it ends, the terminal hangs up and loses them

@@ -22,8 +22,8 @@ _ONCE_S = 1.0
 
 
 class Interrupts:
-    """Records SIGINT, SIGTERM and SIGHUP within its `with` block. Within `raising` a signal raises
-    KeyboardInterrupt; all other code polls `asked`.
+    """Within its `with` block, records those of SIGINT, SIGTERM and SIGHUP that are not ignored.
+    Within `raising` a signal raises KeyboardInterrupt; all other code polls `asked`.
 
     A second Ctrl-C, or any signal after SIGTERM or SIGHUP, ends the process at once: the guard
     process then ends the server. The terminal gets back the modes that it had before. The same
@@ -46,8 +46,8 @@ class Interrupts:
         os.set_blocking(self._signal_write, False)
         signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup, or a background job of a script
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
