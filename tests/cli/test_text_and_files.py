@@ -3,8 +3,10 @@ server."""
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
+import mmap
 import os
 import struct
 import sys
@@ -323,6 +325,18 @@ def test_a_file_that_ends_anywhere_says_nothing(tmp_path: Path) -> None:
 )
 def test_an_incomplete_or_odd_file_says_nothing(tmp_path: Path, odd: bytes) -> None:
     assert read_back(odd, tmp_path) is None
+
+
+def test_a_file_that_cannot_be_mapped_is_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf(LLAMA))
+    assert find_model(str(path)) == Model(str(path), path.stat().st_size)
 
 
 def test_a_negative_number_is_refused() -> None:

@@ -138,12 +138,14 @@ def _first_of(names: list[str]) -> str:
 
 
 def read_context_needs(path: Path) -> ContextNeeds | None:
-    """What the file's header says; None if entries are missing or invalid. Raises OSError."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return context_needs(HeadReader(data).entries())
-    except (struct.error, ValueError, LookupError, RecursionError):
-        return None
+    """What the file's header says; None if entries are missing or invalid, or the file system maps
+    no files. Raises OSError if the file cannot be opened."""
+    with path.open("rb") as file:
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return context_needs(HeadReader(data).entries())
+        except (OSError, struct.error, ValueError, LookupError, RecursionError):
+            return None
 
 
 def context_needs(entries: Mapping[str, Any]) -> ContextNeeds | None:
