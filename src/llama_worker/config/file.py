@@ -8,7 +8,7 @@ import tomllib
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -153,8 +153,8 @@ def _level(at: KeyPath, given: object, allowed: set[str]) -> Table:
     for key, value in level.items():
         if value == _OFF and key in _MAY_BE_OFF:
             level[key] = None
-        elif (key, value) == ("restart", "never"):  # also if the defaults allow some
-            level[key] = {"preset": value, "max_restarts_per_window": 0}
+        elif (key, value) == ("restart", "never"):  # whatever the defaults say
+            level[key] = {"preset": value, **asdict(RestartPolicy.never())}
         elif isinstance(value, str) and key in _WITH_PRESETS:
             level[key] = {"preset": value}
         elif key in _MERGED_TABLES:

@@ -193,7 +193,9 @@ def test_every_key_of_a_file_reaches_the_config(tmp_path: Path) -> None:
 def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
     never, thrice = 'restart = "never"', "restart.max_restarts_per_window = 3"
     assert one(tmp_path, never).restart == RestartPolicy.never()
-    assert one(tmp_path, never, before=f"defaults.{thrice}\n").restart == RestartPolicy.never()
+    for default in (thrice, "restart.recycle.max_requests = 9", "restart.restart_on_stall = false"):
+        worker = one(tmp_path, never, before=f"defaults.{default}\n")
+        assert worker.restart == RestartPolicy.never()
     usual = RestartPolicy(max_restarts_per_window=3)
     assert one(tmp_path, thrice, before=f"defaults.{never}\n").restart == usual
     table = (
