@@ -39,3 +39,5 @@ if __name__ == "__main__":
         list(pool.map(serve, fleet))
         for name, text in ANSWERS.items():
             print(f"{name}: {text!r}")
+    if JOBS:
+        sys.exit(f"every worker is FAILED; not done: {', '.join(name for name, _ in JOBS)}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llama_worker import LlamaWorker, RequestRefused
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import server_program
 from tests.conftest import running
@@ -63,6 +66,19 @@ def test_thirty_jobs_over_three_workers_all_get_slots(
     assert sorted(lines) == sorted(f"job-{n}: 'The Inn.'" for n in range(1, 31))
     assert len(chats(journal)) == 30
     assert len(journal.facts("launched")) == 3
+
+
+def test_jobs_that_no_worker_takes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failed(contextlib.nullcontext[None]):
+        """A worker that is FAILED."""
+
+        def wait_slot(self) -> None:
+            raise RequestRefused("WORKER_FAILED")
+
+    monkeypatch.setattr(LlamaWorker, "from_model", lambda *_, **__: Failed())
+    monkeypatch.setattr(sys, "argv", ["job_runner.py", "m.gguf"])
+    with pytest.raises(SystemExit, match=r"not done: job-1, .*, job-30$"):
+        runpy.run_path(str(EXAMPLES / "job_runner.py"), run_name="__main__")
 
 
 def tell(to: str, text: str, index: int = 0) -> fs.Step:
