@@ -141,7 +141,7 @@ _KINDS = (
     Kind("crash", Scope.SERVER, found_within=_soon),
     Kind("killed by the system", Scope.SERVER, found_within=_soon),
     Kind("guard killed", Scope.SERVER, found_within=_soon),
-    Kind("guard stopped", Scope.SERVER, weight=0.5),
+    Kind("guard stopped", Scope.SERVER, honest=True, weight=0.5),
     Kind("pause", Scope.SERVER, honest=True, weight=2.0),
     Kind("short SIGSTOP", Scope.SERVER, honest=True),
     Kind("sidecar's CPU", Scope.SERVER, found_within=_silence),
@@ -160,7 +160,7 @@ _KINDS = (
     Kind("spawn fails", Scope.LOAD, found_within=_soon),
     Kind("port taken", Scope.LOAD, found_within=_soon),
     # ---- a process that is to end
-    Kind("SIGTERM ignored", Scope.KILL),
+    Kind("SIGTERM ignored", Scope.KILL, honest=True),
     Kind("unkillable for minutes", Scope.KILL),
     Kind("unkillable for ever", Scope.KILL, weight=0.2),
     # ---- the host program

@@ -576,7 +576,8 @@ class Invariants:
                 "did not return within" in detail
                 and self._scheduler.now - self._scheduler.halted_until <= LATE_S
             )
-            excused = planned or halted or self._has_excuse(truth.epoch, request_id)
+            by_time = reason in _BY_TIME or reason is RequestFailReason.REQUEST_LOST
+            excused = planned or halted or self._has_excuse(truth.epoch, request_id, by_time)
         if not excused:
             raise Violation(
                 Promise.HUNG_OR_SLOW,
@@ -687,11 +688,16 @@ class Invariants:
         self._scheduler.trace.note(self._scheduler.now, f"FAULT {kind.name} ({where})")
         return fault
 
-    def _has_excuse(self, epoch: int, request_id: int | None) -> bool:
-        """Whether there is a fault for which the request, or (None) the server, may be given up."""
+    def _has_excuse(self, epoch: int, request_id: int | None, by_time: bool = False) -> bool:
+        """Whether there is a fault for which the request, or (None) the server, may be given up.
+
+        `by_time`: for its silence. The reply of another is no reason for that, unless the others
+        wait behind it.
+        """
         oldest = self.now - OLD_EXCUSE_S
         return any(
-            fault.kind.kills or (request_id is not None and fault.request_id in (None, request_id))
+            (fault.kind.kills and (not by_time or fault.kind.neighbours_spare))
+            or (request_id is not None and fault.request_id in (None, request_id))
             for fault in reversed(self.faults)
             if not fault.kind.honest and fault.epoch in (None, epoch)
             if fault.ended_at is None or fault.ended_at >= oldest

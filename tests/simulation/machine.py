@@ -43,7 +43,10 @@ class Machine:
         self.reply_to: Callable[[int, int], Reply]
         self.twist: Callable[[LlamaServer, Exchange], None] = lambda server, exchange: None
         self.tool_call: Callable[[int], tuple[float | None, bool]] = lambda request_id: (0.1, True)
-        self.bios_call: Callable[[], tuple[float | None, str | None]] = lambda: (0.001, None)
+        self.bios_call: Callable[[int], tuple[float | None, str | None]] = lambda request_id: (
+            0.001,
+            None,
+        )
         self.on_signal: Callable[[SimServerProcess, Signal], object] = lambda process, signal: None
         self.on_launch: Callable[[int], object] = lambda epoch: None
         self.on_death: Callable[[LlamaServer], object] = lambda server: None

@@ -90,10 +90,8 @@ class Nature:
         self._blocked: list[SimulatedActor] = []
         self._held_up: set[int] = set()  # launches that are unkillable for minutes
         self._tool_kinds: dict[int, str] = {}
-        self._bios: tuple[float | None, str | None] = (
-            0.001,
-            None,
-        )  # after how long, with which error
+        # of the next call: which kind, after how long, with which error
+        self._bios: tuple[str, float | None, str | None] | None = None
         machine.loads = self._load
         machine.launch_failure = self._launch_failure
         machine.twist = self._twist
@@ -112,7 +110,7 @@ class Nature:
         """Nothing new goes wrong, and what lasts is over."""
         self.is_calm = True
         self._machine.lacks_threads = self._machine.looks_hang = False
-        self._next_load, self._bios = None, (0.001, None)
+        self._next_load = self._bios = None
         for each in self._blocked:
             self._scheduler.unblock_actor(each)
 
@@ -486,6 +484,12 @@ class Nature:
 
     def _to_host(self, kind: Kind) -> None:
         dice, machine, name = self._dice, self._machine, kind.name
+        if name == "BIOS provider raises":
+            self._bios = name, 0.001, "KeyError: 'now'"
+            return
+        if name == "BIOS provider blocks":
+            self._bios = name, None if dice.chance(0.5) else dice.log_between(0.1, 100.0), None
+            return
         fault = self._fault(name)
         fault.ended_at = self._scheduler.host_time
         match name:
@@ -522,12 +526,6 @@ class Nature:
                 )
             case "clock set":
                 machine.unix_jump_s += dice.between(-7200.0, 7200.0)
-            case "BIOS provider raises":
-                self._bios = 0.001, "KeyError: 'now'"
-                fault.ended_at = None
-            case "BIOS provider blocks":
-                self._bios = (None if dice.chance(0.5) else dice.log_between(0.1, 100.0)), None
-                fault.ended_at = None
 
     def _block_actor(self, fault: Fault) -> None:
         """One handler does not return for a while, or never: whoever owes an answer is given up."""
@@ -571,9 +569,12 @@ class Nature:
         again = partial(self._be_late, times - 1)
         self._later(late_s + self._dice.between(0.5, 8.0), again, "late again")
 
-    def _bios_call(self) -> tuple[float | None, str | None]:
-        bios, self._bios = self._bios, (0.001, None)
-        return bios
+    def _bios_call(self, request_id: int) -> tuple[float | None, str | None]:
+        if self._bios is None:
+            return 0.001, None
+        (name, after_s, error), self._bios = self._bios, None
+        self._fault(name, request_id=request_id).ended_at = self._scheduler.host_time
+        return after_s, error
 
     def _stage(self, truth: Truth, fault: Fault) -> Stage:
         exchange = _exchange(truth) if truth.epoch == fault.epoch else None

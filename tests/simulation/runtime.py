@@ -256,7 +256,7 @@ class SimRuntime:
             reply_to.tell(BiosWritten(turn_id=order.turn_id, bios="", error=None))
             return
         self.machine.need_thread()
-        seconds, error = self.machine.bios_call()
+        seconds, error = self.machine.bios_call(order.turn_id[0])
         if seconds is not None:
             written = BiosWritten(turn_id=order.turn_id, bios="", error=error)
             self.scheduler.after(seconds, lambda: reply_to.tell(written), "BIOS written")
