@@ -38,6 +38,7 @@ DEEPEST = 4.0  # how much longer a token at the end of the longest prompts takes
 _MEDIA = 0x94D049BB133111EB
 _LINKS = 0x85EBCA6B27D4EB2F
 _KINDS = 0xC2B2AE3D27D4EB4F
+_QUEUES = 0x9E3779B97F4A7C15
 _LONGEST_INFILL_S = 100.0  # chats wait for it, whatever they wait for
 
 
@@ -71,6 +72,7 @@ class Case(Bench):
         self.for_media = Dice(seed ^ _MEDIA)  # so that other draws stay as they are
         self.for_links = Dice(seed ^ _LINKS)
         self.for_kinds = Dice(seed ^ _KINDS)
+        self.for_queues = Dice(seed ^ _QUEUES)
         build = replace(build, drafts=self.for_media.chance(0.05))
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
         # anybody works.
@@ -252,6 +254,8 @@ class Case(Bench):
             return
         seconds = dice.log_between(0.1, 15.0)
         match dice.below(8):
+            case 0 if self.for_queues.chance(0.5):
+                self._fill_queue(server)
             case 0:
                 if any(each.reply.twist for each in server.exchanges):
                     # where all text is held back, a longer one cannot be told from a hang
@@ -281,6 +285,19 @@ class Case(Bench):
                 self._be_late(dice.below(40))
             case 7:
                 self._cancel_one()
+
+    def _fill_queue(self, server: LlamaServer) -> None:
+        """It copies prompts to its cache, or prepares a grammar: CPU time, HTTP is well, and
+        `/slots` waits for less than the minute after which its task queue passes for stuck."""
+        seconds = self.for_queues.log_between(0.1, 50.0)
+        server.freeze(spins=True)
+        server.slots_silent = True
+        self.later(seconds, partial(self._empty_queue, server))
+
+    def _empty_queue(self, server: LlamaServer) -> None:
+        if self.wedged_at is None:
+            server.slots_silent = False
+            server.thaw()
 
     def _cancel_one(self) -> None:
         """What was computed for it goes on to the end of its batch."""
