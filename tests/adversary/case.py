@@ -93,8 +93,11 @@ class Case(Bench):
         self.promised_s: float | None = None
         self.by_pace = False  # a batch may be told from a hang by what was learnt of others
         self.by_steps = False  # the same of a token, which is looked at for as long again at most
+        self.is_bounded = False  # whatever others receive
         self.machine.reply_to = self._reply
         self.machine.twist = self._hold_back
+        self.exchanges: list[Exchange] = []  # ended ones too
+        self.machine.on_exchange = self.exchanges.append
         self.to_come = 0
         self._draws_images = self.for_media.chance(0.05)
         self.has_images = False  # which take as long as they take
@@ -161,8 +164,10 @@ class Case(Bench):
         promised_s = self._promised_s()
         server = self.machine.servers[0]
         somebody_moves = not server.frozen and any(not each.dead for each in server.busy)
-        if promised_s is not None and (
-            promised_s > (PROFILE.silent_work_timeout_s or 0.0) or not somebody_moves
+        if (
+            promised_s is not None
+            and not self.is_bounded
+            and (promised_s > (PROFILE.silent_work_timeout_s or 0.0) or not somebody_moves)
         ):
             promised_s += max(0.0, server.advanced_at - since)  # from the last data of anybody
         gave_up_at, detail = self._gave_up or (None, "")

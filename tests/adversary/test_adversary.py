@@ -53,6 +53,14 @@ def test_without_the_slots_wedges_are_found_too_late(monkeypatch: pytest.MonkeyP
     assert run(18, seed=20, kinds=["livelock", "dead stream"]).late
 
 
+def test_a_dead_stream_has_a_bound_without_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STALLED_ALONE_MULTIPLE", 40)
+    outcome = Case(41000214, WEDGES["dead stream"]).run()
+    assert outcome.given_up_after_s is not None
+    assert outcome.promised_s is not None
+    assert outcome.given_up_after_s > outcome.promised_s
+
+
 def test_a_verdict_on_every_silence_kills_honest_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     right = timeouts.timeout_verdict
 

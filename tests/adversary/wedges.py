@@ -14,6 +14,7 @@ from tests.simulation.strangers import FOREIGN
 SUSPECT_S = PROFILE.suspect_after_s or 0.0
 IDLE_S = PROFILE.idle_stream_timeout_s or 0.0
 LAST_RESORT_S = PROFILE.silent_work_timeout_s or 0.0
+ALONE_S = 4 * IDLE_S  # for a request alone, where the slots do not show whose work it is
 
 _ROLE = (
     b"data: "
@@ -125,12 +126,24 @@ def lost(case: Case, targets: list[Exchange]) -> None:
 
 def dead_stream(case: Case, targets: list[Exchange]) -> None:
     """One slot stands still, the others go on."""
-    case.dice.choice(targets).dead = True
+    target = case.dice.choice(targets)
+    target.dead = True
+    if not case.build.shows_slots:
+        case.later(ALONE_S, partial(_promise_alone, case, target, case.scheduler.now))
     others = case.server.busy
     step_s = sum(each.reply.step_tokens for each in others) / case.build.decode_tokens_per_s
     calm = all(each.decoded and not each.reply.twist for each in others) and not case.server.queue
     calm = calm and step_s < LOOK_INTERVAL_S  # so that the others move between any two looks
     case.promised_s = _promise_by_steps(case, clear=calm)  # the others may have ended
+
+
+def _promise_alone(case: Case, target: Exchange, struck_at: float) -> None:
+    """Where others receive data all the time, and no slot shows whose work it is."""
+    others = (each for each in case.exchanges if each is not target and each.request_id < FOREIGN)
+    lost_s = case.scheduler.now - case.scheduler.host_time
+    since = struck_at + IDLE_S
+    if any(min(each.sent_at, each.advanced_at + lost_s) >= since for each in others):
+        case.promised_s, case.is_bounded = ALONE_S + SLACK_S, True
 
 
 def frozen_progress(case: Case, targets: list[Exchange]) -> None:
