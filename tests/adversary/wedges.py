@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from llama_worker.server.slots import LOOK_INTERVAL_S, SILENT_S
 from tests.adversary.case import PROFILE, SLACK_S, Case
 from tests.simulation.server import Exchange, LlamaServer
 from tests.simulation.strangers import FOREIGN
@@ -15,6 +14,7 @@ SUSPECT_S = PROFILE.suspect_after_s or 0.0
 IDLE_S = PROFILE.idle_stream_timeout_s or 0.0
 LAST_RESORT_S = PROFILE.silent_work_timeout_s or 0.0
 ALONE_S = 4 * IDLE_S  # for a request alone, where the slots do not show whose work it is
+SILENT_S, LOOK_INTERVAL_S = 60.0, 2.0  # as docs/hung-or-slow.md says
 
 _ROLE = (
     b"data: "
