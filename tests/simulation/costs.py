@@ -48,6 +48,7 @@ class _Launch:
 
     disconnected: int = 0  # in a row
     jobs_with_errors: set[str] = field(default_factory=set)
+    degenerate_jobs: set[str] = field(default_factory=set)
     alone: tuple[int, int] | None = None  # who was given up alone, and the newest request then
     spoke_again_at: float = -math.inf  # when a new request had completed behind that
     is_unclear: bool = False  # somebody came at that moment, before it or behind it
@@ -153,9 +154,14 @@ class Costs:
             return
         if not speaks_well:
             launch.disconnected = 0
+            launch.degenerate_jobs.add(record.job)
+            limit = policy.degenerate_outputs_before_restart or math.inf
+            if len(launch.degenerate_jobs) >= limit:
+                self._expect_restart(truth.epoch, f"nonsense of {launch.degenerate_jobs}")
         elif completed:
             launch.disconnected = 0
             launch.jobs_with_errors.clear()
+            launch.degenerate_jobs.clear()
         elif reason in _TRANSPORT:
             launch.disconnected += 1
             if launch.disconnected >= policy.transport_failures_before_restart:

@@ -95,6 +95,11 @@ def _no_verdict(effects: list[Any], *rest: Any) -> list[Any]:
     return [effect for effect in effects if not isinstance(effect, Stalled)]
 
 
+def _nonsense_is_free(after: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]:
+    counts, cause = after
+    return counts, None if cause and cause.reason == "degenerate_outputs" else cause
+
+
 def _stops_too_soon(
     stepped: tuple[Any, Any], life: Any, message: Any, now: float
 ) -> tuple[Any, Any]:
@@ -196,6 +201,12 @@ BUGS: tuple[Bug, ...] = (
         "request.progress:NoveltyDetector.is_new",
         returns(True),
         "frozen progress",
+    ),
+    Bug(
+        "nonsense never costs the server",
+        "server.blame:FailureCounts._after_reply",
+        then(_nonsense_is_free),
+        "repeated lines",
     ),
     Bug(
         "failed health probes do not add up",
