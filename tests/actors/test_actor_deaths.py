@@ -47,7 +47,7 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Arm:
 
 
 @pytest.mark.parametrize("error", [SystemExit, Speechless])
-def test_an_exit_or_an_error_without_words_fails_the_request_and_restarts(
+def test_wordless_exit_or_error_fails_request_and_restarts(
     make_worker: MakeWorker, arm: Arm, error: type[BaseException]
 ) -> None:
     rig = make_worker()

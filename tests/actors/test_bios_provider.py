@@ -13,7 +13,7 @@ from llama_worker.testing.scripts import Text, plain_reply
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 
 
-def test_while_it_blocks_questions_are_answered_and_a_cancel_takes_effect(
+def test_blocked_provider_still_answers_questions_and_obeys_cancel(
     make_worker: MakeWorker,
 ) -> None:
     entered, may_return = threading.Semaphore(0), threading.Event()
@@ -36,7 +36,7 @@ def test_while_it_blocks_questions_are_answered_and_a_cancel_takes_effect(
     assert len(rig.journal.facts("started")) == 1, "the cancelled one never reached the server"
 
 
-def test_bios_gets_the_hosts_time_and_timestamps_never_fall(
+def test_bios_gets_host_time_and_timestamps_never_fall(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [2_000_000_000.0]

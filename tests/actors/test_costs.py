@@ -66,7 +66,7 @@ def test_waiting_reads_hurry_the_stream_rarely(rig: Rig, told: Counter[type], ga
     assert told[FlushStream] == 0
 
 
-def test_an_event_in_bulk_costs_no_more_than_a_bare_loop(make_worker: MakeWorker) -> None:
+def test_bulk_event_costs_no_more_than_bare_loop(make_worker: MakeWorker) -> None:
     # On a quiet machine it costs half as much; the least of interleaved rounds, since noise only
     # ever adds.
     rig = make_worker(
@@ -79,7 +79,7 @@ def test_an_event_in_bulk_costs_no_more_than_a_bare_loop(make_worker: MakeWorker
     assert min(ours) / min(bare) < 1.0
 
 
-def test_an_idle_worker_wakes_nobody_but_for_its_health_probe(
+def test_idle_worker_wakes_nobody_except_for_health_probe(
     monkeypatch: pytest.MonkeyPatch, make_worker: MakeWorker
 ) -> None:
     others = _tasks()  # what earlier tests have left running is no cost of this worker
@@ -95,7 +95,7 @@ def test_an_idle_worker_wakes_nobody_but_for_its_health_probe(
     eventually(rests, "a rest")
 
 
-def test_a_health_probe_costs_two_messages_two_timers_and_no_thread(
+def test_probe_costs_two_messages_two_timers_no_thread(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, told: Counter[Any]
 ) -> None:
     call_at = TimerThread.call_at

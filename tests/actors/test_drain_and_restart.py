@@ -29,7 +29,7 @@ STRICT = RestartPolicy(
         "a cause for a probe": ([fs.Reset()], RestartPolicy()),
     },
 )
-def test_no_ending_of_a_request_cuts_a_drain_short(
+def test_no_ending_of_a_request_shortens_a_drain(
     make_worker: MakeWorker, tmp_path: Path, gate: Path, bad: list[fs.Step], policy: RestartPolicy
 ) -> None:
     rig = make_worker(slots=2, restart=policy)
@@ -49,7 +49,7 @@ def test_no_ending_of_a_request_cuts_a_drain_short(
     assert rig.journal.facts("request", path="/v1/models") == probes
 
 
-def test_tokens_are_counted_while_it_drains_and_not_while_it_stops(rig: Rig, gate: Path) -> None:
+def test_tokens_are_counted_while_draining_but_not_stopping(rig: Rig, gate: Path) -> None:
     running = rig.submit(*fs.plain_reply(fs.Gate(gate)))
     rig.worker.drain()
     assert rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)["ok"]

@@ -85,7 +85,7 @@ def tell(to: str, text: str, index: int = 0) -> fs.Step:
     return fs.ToolCall("tell", {"to": to, "text": text}, index=index)
 
 
-def test_other_workers_continue_while_one_is_swapped_or_killed(
+def test_other_workers_continue_while_one_swapped_or_killed(
     make_server: Callable[[fs.Script], None], journal: fs.JournalReader, tmp_path: Path
 ) -> None:
     swapped, killed, renamed = (tmp_path / name for name in ("swapped", "killed", "renamed"))
@@ -138,7 +138,7 @@ def test_other_workers_continue_while_one_is_swapped_or_killed(
     assert len(journal.facts("launched")) == 5
 
 
-def test_a_message_that_waits_at_a_swap_goes_to_the_new_model(
+def test_message_waiting_at_swap_goes_to_new_model(
     make_server: Callable[[fs.Script], None], tmp_path: Path
 ) -> None:
     swapped = tmp_path / "swapped"

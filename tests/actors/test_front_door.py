@@ -135,7 +135,7 @@ def test_a_refusal_is_raised_with_its_code(make_worker: MakeWorker) -> None:
     assert str(RequestRefused("WORKER_FAILED")).startswith("WORKER_FAILED: ")
 
 
-def test_a_failure_is_raised_with_all_output_that_came(rig: Rig) -> None:
+def test_failure_is_raised_with_all_output_that_came(rig: Rig) -> None:
     reply = fs.steps_json(fs.Headers(), fs.Text("half an answ"), fs.ErrorData(400, "no more"))
     with pytest.raises(RequestFailed, match=r"server_error: .*no more.*12 characters") as caught:
         rig.worker.ask("Hello?", params={"scripted_reply": reply}).get(timeout=WAIT_S)
@@ -216,7 +216,7 @@ def test_a_token_count_that_cannot_ask_says_why(
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
 
-def test_a_token_count_needs_a_server_and_valid_input(make_worker: MakeWorker) -> None:
+def test_token_count_needs_a_server_and_valid_input(make_worker: MakeWorker) -> None:
     rig = make_worker(start=False)
     with pytest.raises(RequestRefused, match="WORKER_NOT_READY"):
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
@@ -227,7 +227,7 @@ def test_a_token_count_needs_a_server_and_valid_input(make_worker: MakeWorker) -
 # ---------------------------------------------------------------- output as it comes
 
 
-def test_iter_output_gives_an_empty_chunk_after_each_silence(rig: Rig, gate: Path) -> None:
+def test_iter_output_gives_empty_chunk_after_each_silence(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(*fs.plain_reply(fs.Text("one"), fs.Gate(gate), fs.Text("two")))
     seen: list[str] = []
     for chunk in rig.worker.iter_output(request_id, timeout_s=0.01):
@@ -247,7 +247,7 @@ def test_iter_output_checks_its_arguments_at_once(rig: Rig) -> None:
         rig.worker.iter_output("1")  # type: ignore[arg-type]
 
 
-def test_iter_output_gives_what_comes_and_ends_with_done(rig: Rig, gate: Path) -> None:
+def test_iter_output_gives_what_comes_and_finally_done(rig: Rig, gate: Path) -> None:
     request_id = rig.submit(
         *fs.plain_reply(fs.Reasoning("hm"), fs.Text("one"), fs.Gate(gate), fs.Text("two"))
     )
@@ -265,7 +265,7 @@ def test_iter_output_gives_what_comes_and_ends_with_done(rig: Rig, gate: Path) -
         next(rig.worker.iter_output(request_id))
 
 
-def test_a_waiting_read_resolves_with_the_end_where_nothing_comes(rig: Rig, gate: Path) -> None:
+def test_waiting_read_resolves_at_end_if_nothing_comes(rig: Rig, gate: Path) -> None:
     with pytest.raises(TypeError, match="wait must be a bool, not int: 1"):
         rig.worker.read_output(1, wait=1).get(timeout=WAIT_S)  # type: ignore[arg-type]
     request_id = rig.submit(*fs.plain_reply(fs.Text("a"), fs.Gate(gate)))

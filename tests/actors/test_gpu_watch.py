@@ -82,7 +82,7 @@ def used(watching: Watching) -> Gpu:
     return Gpu(pids={STRANGER, watching.pid})
 
 
-def test_each_gpu_fault_is_reported_once_harmless_ones_never(watching: Watching, used: Gpu) -> None:
+def test_gpu_faults_are_reported_once_harmless_ones_never(watching: Watching, used: Gpu) -> None:
     nvml = watching.begin_on(Gpu(), used)
     for xid in (31, 31, 45, 31, 79):
         nvml.report(used, xid)
@@ -94,7 +94,7 @@ def test_each_gpu_fault_is_reported_once_harmless_ones_never(watching: Watching,
     assert watching.next().detail == "GPU 1: a double-bit ECC error"
 
 
-def test_only_gpus_in_use_that_report_errors_are_registered(watching: Watching) -> None:
+def test_only_used_gpus_that_report_errors_are_registered(watching: Watching) -> None:
     pids = {watching.pid}
     able, unable = Gpu(pids=pids, event_types=0x8), Gpu(pids=pids, event_types=0)
     assert watching.begin_on(Gpu(pids={STRANGER}), able, unable, Gpu()).sets == {1: [(able, 0x8)]}
@@ -157,7 +157,7 @@ def test_a_server_that_is_gone_is_not_watched(watching: Watching, used: Gpu) -> 
     watching.join()
 
 
-def test_the_watch_ends_with_the_server_and_frees_its_set(watching: Watching, used: Gpu) -> None:
+def test_watch_ends_with_server_and_frees_its_set(watching: Watching, used: Gpu) -> None:
     nvml = watching.begin_on(used)
     watching.end_server()
     nvml.release()
@@ -175,14 +175,14 @@ def test_the_watch_ends_with_the_server_and_frees_its_set(watching: Watching, us
         (None, None),
     ],
 )
-def test_gpus_in_use_are_those_on_which_the_driver_sees_the_tree(
+def test_gpus_in_use_are_where_driver_sees_tree(
     monkeypatch: pytest.MonkeyPatch, nvml: object, in_use: object
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert gpu_watch.gpus_in_use(os.getpid()) == in_use
 
 
-def test_the_scripted_nvml_has_the_names_and_numbers_of_the_real_one() -> None:
+def test_scripted_nvml_has_real_names_and_numbers() -> None:
     for name, value in vars(ScriptedNvml).items():
         if name.lower().startswith("nvml"):
             real = getattr(pynvml, name)
@@ -203,7 +203,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedNvml]:
     scripted.release()
 
 
-def test_a_gpu_that_fails_restarts_the_server_and_its_requests_keep_their_output(
+def test_gpu_failure_restarts_server_and_requests_keep_output(
     nvml: ScriptedNvml, make_worker: MakeWorker
 ) -> None:
     rig = make_worker()

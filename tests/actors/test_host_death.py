@@ -134,7 +134,7 @@ def test_a_host_that_calls_exec_leaves_nothing(run_host: RunHost) -> None:
     assert len(forked) == 2, "children that the host forked, whose end does not tell of the exec"
 
 
-def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: RunHost) -> None:
+def test_host_killed_during_guard_start_leaves_nothing(run_host: RunHost) -> None:
     host = run_host("exit while starting", STUBBORN)
     host.process.kill()
     host.process.wait()
@@ -149,7 +149,7 @@ def test_a_host_that_is_killed_while_the_guard_starts_leaves_nothing(run_host: R
     eventually(lambda: not is_left(), "end of guard and server")
 
 
-def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: RunHost) -> None:
+def test_child_forked_by_host_does_not_harm_worker(run_host: RunHost) -> None:
     host = run_host("a child runs atexit", OBEDIENT)
     host.go()
     _, errors = host.process.communicate(timeout=WAIT_S)
@@ -160,7 +160,7 @@ def test_a_child_forked_by_the_host_does_not_harm_the_worker(run_host: RunHost) 
 # ------------------------------------------------------------ the guard
 
 
-def test_a_server_and_its_children_do_not_outlive_their_guard_and_nobody_elses_are_touched(
+def test_guards_death_ends_only_its_server_tree(
     make_worker: MakeWorker,
 ) -> None:
     script, timeouts = fs.Script(children=TREE, ignore_term=True), fast_timeouts(stop_grace_s=0.5)
@@ -180,7 +180,7 @@ def test_a_server_and_its_children_do_not_outlive_their_guard_and_nobody_elses_a
     assert other.status()["restart_count"] == 0
 
 
-def test_a_process_older_than_the_launch_is_not_looked_into(
+def test_process_older_than_launch_is_not_inspected(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is stuck in the kernel may keep its environment locked."""
@@ -198,7 +198,7 @@ def test_a_process_older_than_the_launch_is_not_looked_into(
     assert os.getpid() not in read
 
 
-def test_an_orphan_that_nobody_reaps_holds_up_no_restart(make_worker: MakeWorker) -> None:
+def test_unreaped_orphan_does_not_delay_a_restart(make_worker: MakeWorker) -> None:
     """As in a container whose first process does not wait for children that were not its own."""
     rig = make_worker()
     launched = rig.journal.wait("launched")
@@ -215,7 +215,7 @@ def test_an_orphan_that_nobody_reaps_holds_up_no_restart(make_worker: MakeWorker
         assert [child.status() for child in parent.children()] == [psutil.STATUS_ZOMBIE]
 
 
-def test_a_stopped_guard_with_an_overdue_report_is_resumed(make_worker: MakeWorker) -> None:
+def test_stopped_guard_with_overdue_report_is_resumed(make_worker: MakeWorker) -> None:
     rig = make_worker()
     launched = rig.journal.wait("launched")
     os.kill(launched["ppid"], signal.SIGSTOP)
@@ -235,7 +235,7 @@ def test_a_guard_that_cannot_go_on_is_killed(make_worker: MakeWorker) -> None:
     assert not running(first)
 
 
-def test_the_guard_ignores_what_everybody_is_sent_and_standing_still_does_not_hold_up_a_stop(
+def test_guard_ignores_broadcast_signals_and_never_delays_stop(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(fs.Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.5))
@@ -272,7 +272,7 @@ with LlamaWorker(WorkerConfig("closed", "127.0.0.1", int(port), command)) as wor
 """
 
 
-def test_a_host_whose_standard_streams_are_closed_runs_a_server(
+def test_host_with_closed_standard_streams_runs_a_server(
     free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     program(_WITHOUT_STREAMS, free_port(), str(tmp_path / "said"))
@@ -296,7 +296,7 @@ worker.start().get(timeout=30)
 """
 
 
-def test_the_last_events_and_lines_of_the_log_are_told_before_the_exit(
+def test_last_events_and_log_lines_precede_the_exit(
     free_port: Callable[[], int],
 ) -> None:
     done = program(_SLOWLY_TOLD, free_port())
@@ -318,7 +318,7 @@ atexit.unregister(backend._close_all_at_exit)  # as if its time had been up
 """
 
 
-def test_a_close_after_the_last_thread_has_ended_returns() -> None:
+def test_close_after_last_thread_has_ended_returns() -> None:
     """As by a `__del__` while the interpreter clears the modules."""
     assert subprocess.run([sys.executable, "-c", _LATE], timeout=60).returncode == 0
 
@@ -355,7 +355,7 @@ with LlamaWorker(WorkerConfig("forks", "127.0.0.1", int(port), command)) as work
 """
 
 
-def test_a_child_that_is_forked_during_a_launch_does_not_hold_it_up(
+def test_child_forked_during_launch_does_not_delay_it(
     free_port: Callable[[], int],
 ) -> None:
     done = program(_FORKS_MEANWHILE, free_port())

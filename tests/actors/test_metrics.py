@@ -44,7 +44,7 @@ def workers_in(collector: WorkerCollector) -> set[str]:
     return {sample.labels["worker"] for family in collector.collect() for sample in family.samples}
 
 
-def test_a_worker_that_has_done_nothing_shows_its_state_its_slots_and_zeros(
+def test_unused_worker_shows_its_state_slots_and_zeros(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(slots=3, start=False)
@@ -60,7 +60,7 @@ def test_a_worker_that_has_done_nothing_shows_its_state_its_slots_and_zeros(
     assert zeros == [0, 0, 0]
 
 
-def test_requests_tokens_and_times_are_those_of_the_results(make_worker: MakeWorker) -> None:
+def test_requests_tokens_and_times_match_the_results(make_worker: MakeWorker) -> None:
     rig = make_worker(slots=2)
     results = [
         rig.run(*fs.plain_reply(fs.Tokens(7))),
@@ -168,7 +168,7 @@ DASHBOARD: dict[str, Any] = json.loads((DOCS / "grafana-dashboard.json").read_te
 TARGETS = [target for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
-def test_the_dashboard_asks_for_every_metric_and_no_other() -> None:
+def test_dashboard_asks_for_exactly_the_existing_metrics() -> None:
     expressions = [target["expr"] for target in TARGETS] + [
         DASHBOARD["templating"]["list"][1]["query"]["query"]
     ]
@@ -180,7 +180,7 @@ def test_the_dashboard_asks_for_every_metric_and_no_other() -> None:
     assert asked == set().union(*given.values())
 
 
-def test_restarts_and_failures_have_their_cause_and_the_dashboard_groups_by_labels_that_there_are(
+def test_restarts_and_failures_have_causes_dashboard_labels_exist(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(exit_tools=ALL_EXIT_TOOLS)

@@ -50,7 +50,7 @@ def _failure(starting: WorkerFuture[WorkerStatus]) -> WorkerStartError:
         "a relative PATH": ("PATH", f".:{os.defpath}"),
     },
 )
-def test_the_bare_word_is_looked_for_where_the_worker_was_made(
+def test_bare_word_is_sought_where_worker_was_made(
     make_worker: MakeWorker,
     free_port: Callable[[], int],
     tmp_path: Path,
@@ -70,7 +70,7 @@ def test_the_bare_word_is_looked_for_where_the_worker_was_made(
     assert rig.start()["state"] is WorkerState.READY
 
 
-def test_a_bare_word_that_is_nowhere_is_spawn_failed(
+def test_bare_word_found_nowhere_is_spawn_failed(
     make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", os.defpath)
@@ -80,7 +80,7 @@ def test_a_bare_word_that_is_nowhere_is_spawn_failed(
     assert "LLAMA_SERVER: " in str(error)
 
 
-def test_a_relative_path_counts_from_the_folder_in_which_the_worker_was_made(
+def test_relative_path_counts_from_where_worker_was_made(
     make_worker: MakeWorker, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
@@ -107,7 +107,7 @@ def test_a_server_starts_where_the_folder_is_gone(
     rig.start()
 
 
-def test_the_server_has_a_session_and_a_group_of_its_own_and_no_descriptor_of_the_host(
+def test_server_owns_session_and_group_without_host_descriptors(
     make_worker: MakeWorker,
 ) -> None:
     with tempfile.TemporaryFile() as file:
@@ -164,7 +164,7 @@ def test_the_configs_variables_are_the_servers_alone(make_worker: MakeWorker) ->
     ("path", "why"),
     [("/nowhere/llama-server", "No such file"), ("/etc/passwd", "Permission denied")],
 )
-def test_a_program_that_cannot_be_executed_is_spawn_failed(
+def test_program_that_cannot_be_executed_is_spawn_failed(
     make_worker: MakeWorker, path: str, why: str
 ) -> None:
     rig = make_worker(start=False, server_cmd=(path,))
@@ -176,7 +176,7 @@ def test_a_program_that_cannot_be_executed_is_spawn_failed(
 
 
 @pytest.mark.parametrize("on_disk", ["import sys; sys.exit('another version')", None])
-def test_a_package_that_is_replaced_or_removed_changes_no_running_host(
+def test_replaced_or_removed_package_changes_no_running_host(
     make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: str | None
 ) -> None:
     """The next launch has the guard that the host was made for."""
@@ -191,9 +191,7 @@ def test_a_package_that_is_replaced_or_removed_changes_no_running_host(
 
 
 @pytest.mark.parametrize("code", [0, 255, -signal.SIGSEGV])
-def test_a_server_that_exits_says_why_and_with_which_code(
-    make_worker: MakeWorker, code: int
-) -> None:
+def test_exiting_server_says_why_and_with_which_code(make_worker: MakeWorker, code: int) -> None:
     lines = ["loading", "error: failed to load model 'x.gguf'"]
     rig = make_worker(
         fs.Script(exits=[fs.Exit(code=code, when="before_bind", log=lines)]), start=False
@@ -220,7 +218,7 @@ def test_an_environment_that_changes_meanwhile_can_be_taken(
     assert server_program.host_environment() == {"KEPT": "1"}
 
 
-def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: MakeWorker) -> None:
+def test_impossible_start_leaves_no_future_unanswered(make_worker: MakeWorker) -> None:
     too_long = make_worker(start=False, server_cmd=(sys.executable, "x" * 200_000))
     assert _failure(too_long.worker.start()).reason is StartFailReason.SPAWN_FAILED
     too_long.stop()
@@ -233,7 +231,7 @@ def test_a_start_that_cannot_be_made_leaves_no_future_unanswered(make_worker: Ma
 # ------------------------------------------------------------ the port
 
 
-def test_a_port_that_is_taken_before_or_during_a_launch_is_port_in_use(
+def test_port_taken_before_or_during_launch_is_reported(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(fs.Script(startup=fs.Startup(bind_delay_s=1.0)), start=False)
@@ -304,7 +302,7 @@ def test_stop_leaves_nothing(make_worker: MakeWorker, name: str) -> None:
         assert leftovers.wait_none() == []
 
 
-def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(
+def test_server_stuck_in_first_sigterm_gets_a_second(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(fs.Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=30.0))
@@ -313,7 +311,7 @@ def test_a_server_that_is_stuck_in_its_first_sigterm_is_asked_a_second_time(
     assert rig.journal.facts("exit", code=1), "by its own decision: it was not killed"
 
 
-def test_a_host_that_has_changed_its_user_stops_in_order(
+def test_host_that_changed_its_user_stops_in_order(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a daemon that drops root's privileges: the guard is another user's."""

@@ -31,7 +31,7 @@ def assert_answers(rig: Rig, state: WorkerState, request: int = 1) -> None:
     assert rig.status()["state"] is state
 
 
-def test_while_the_server_stands_still_while_it_is_stopped_and_during_a_backoff(
+def test_responsive_during_standstill_stop_and_backoff(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(

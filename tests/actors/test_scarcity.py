@@ -75,7 +75,7 @@ def assert_as_before(rig: Rig) -> None:
     ("kind", "reason"),
     [("-stream", "unknown_error"), ("-tool-", "tool_execution_error"), ("-bios", "prompt_error")],
 )
-def test_without_a_thread_a_request_fails_and_the_server_stays(
+def test_without_thread_request_fails_but_server_stays(
     make_worker: MakeWorker, kind: str, reason: str
 ) -> None:
     rig = make_worker(
@@ -109,7 +109,7 @@ def test_a_launch_that_gets_no_threads_fails(make_worker: MakeWorker, actor: str
     assert_as_before(rig)
 
 
-def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped(
+def test_without_descriptors_request_fails_but_server_stays_stoppable(
     make_worker: MakeWorker,
 ) -> None:
     rig = make_worker(restart=SUSPICIOUS, slots=2)
@@ -129,7 +129,7 @@ def test_without_descriptors_a_request_fails_the_server_stays_and_can_be_stopped
     rig.wait_gone(0.0)
 
 
-def test_without_a_name_server_a_request_fails_and_the_server_stays(
+def test_without_name_server_request_fails_but_server_stays(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_worker(restart=SUSPICIOUS)
@@ -156,7 +156,7 @@ def test_a_zone_is_read_once(make_worker: MakeWorker) -> None:
 
 
 @pytest.mark.parametrize("lack", ["can't start new thread", "Too many open files"])
-def test_a_start_that_lacks_something_fails_with_the_cause_and_may_be_repeated(
+def test_start_lacking_something_names_cause_and_is_repeatable(
     make_worker: MakeWorker, lack: str
 ) -> None:
     rig = make_worker(start=False)
@@ -169,7 +169,7 @@ def test_a_start_that_lacks_something_fails_with_the_cause_and_may_be_repeated(
     assert_as_before(rig)
 
 
-def test_a_host_that_ignores_sigchld_hears_of_every_end(make_worker: MakeWorker) -> None:
+def test_host_ignoring_sigchld_hears_of_every_end(make_worker: MakeWorker) -> None:
     """The disposition is inherited by what the host starts: its children are nobody's to wait
     for."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -189,7 +189,7 @@ def test_a_host_that_ignores_sigchld_hears_of_every_end(make_worker: MakeWorker)
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_request_without_memory_ends_alone_and_keeps_its_output(
+def test_request_without_memory_ends_alone_keeping_its_output(
     make_worker: MakeWorker, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_worker(slots=2, restart=SUSPICIOUS)

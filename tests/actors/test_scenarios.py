@@ -14,7 +14,7 @@ from tests.scenarios.runner import run_all
 SIDE_BY_SIDE = 4  # what they are to find, they must not bring about
 
 
-def test_a_scenario_of_each_topic_gets_the_verdict_that_is_due(
+def test_each_topics_scenario_gets_the_verdict_due(
     free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure names the scenario: `make scenarios` runs them all."""

@@ -45,7 +45,7 @@ def said(worker: LlamaWorker, prompt: str) -> str:
     return worker.ask(prompt).get(timeout=WAIT_S)["text"]
 
 
-def test_replies_come_in_order_by_prompt_and_the_last_repeats(
+def test_replies_follow_prompt_order_and_the_last_repeats(
     scripted_server: ScriptedServer, scripted_worker: LlamaWorker
 ) -> None:
     assert said(scripted_worker, "before there is a reply") == "Hello"

@@ -21,7 +21,7 @@ from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 from tests.conftest import Leftovers
 
 
-def test_a_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker) -> None:
+def test_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker) -> None:
     rig = make_worker(fs.Script(floods=[fs.Flood(), fs.Flood(newline=False)]), log_lines=50)
     for _ in range(5):
         assert rig.run(*fs.plain_reply(fs.Tokens(20)))["state"] == "completed"
@@ -40,7 +40,7 @@ def test_output_without_memory_harms_no_server(
     assert rig.status()["restart_count"] == 0
 
 
-def test_a_host_without_descriptors_loses_none_over_a_connection_that_cannot_be_made(
+def test_failed_connection_without_free_descriptors_leaks_none(
     monkeypatch: pytest.MonkeyPatch, leftovers: Leftovers
 ) -> None:
     moved: list[int] = []
@@ -67,7 +67,7 @@ os.write(1, b"loading\\n" * 50_000 + b"the reason\\n")
 """
 
 
-def test_the_last_lines_of_a_server_are_kept_however_much_its_pipe_holds(
+def test_servers_last_lines_are_kept_whatever_pipe_holds(
     make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a kernel with pages of 64 KiB."""

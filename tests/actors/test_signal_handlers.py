@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Rig], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_in_a_handler_over_the_same_call_is_answered_as_well(
+def test_nested_same_call_in_handler_is_also_answered(
     make_worker: MakeWorker, on_signal: Handle, name: str
 ) -> None:
     rig = make_worker(start=False)
@@ -80,7 +80,7 @@ def test_a_call_in_a_handler_over_the_same_call_is_answered_as_well(
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_close_in_a_handler_over_close_at_every_line_of_it(
+def test_close_in_handler_over_every_line_of_close(
     make_worker: MakeWorker, on_signal: Handle
 ) -> None:
     workers: list[LlamaWorker] = []
@@ -96,7 +96,7 @@ def test_close_in_a_handler_over_close_at_every_line_of_it(
             worker.submit("job", "", "x")
 
 
-def test_close_in_a_handler_while_close_waits_for_the_server(
+def test_close_in_handler_while_close_awaits_the_server(
     make_worker: MakeWorker, on_signal: Handle
 ) -> None:
     rig = make_worker(Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=0.5))

@@ -94,7 +94,7 @@ def stuck(rig: Rig) -> int:
     return rig.worker.get_debug_info().get(timeout=WAIT_S)["stuck_tool_threads_count"]
 
 
-def test_tools_of_different_requests_run_side_by_side_with_arguments_of_their_own(
+def test_parallel_tools_of_different_requests_keep_own_arguments(
     make_worker: MakeWorker,
 ) -> None:
     both = threading.Barrier(2)
@@ -115,7 +115,7 @@ def test_tools_of_different_requests_run_side_by_side_with_arguments_of_their_ow
     assert json.loads(sent["function"]["arguments"]) == {"list": [1]}
 
 
-def test_once_the_server_has_refused_tools_they_are_not_offered_again(
+def test_tools_refused_by_server_are_not_offered_again(
     make_worker: MakeWorker, tools: Tools
 ) -> None:
     refusal = fs.HttpError(500, "tools param requires --jinja flag")  # b11434 with --no-jinja
@@ -132,7 +132,7 @@ def test_once_the_server_has_refused_tools_they_are_not_offered_again(
 # --- tools that take their time -------------------------------------------------------------------
 
 
-def test_a_tool_that_never_returns_fails_only_its_request(
+def test_tool_that_never_returns_fails_only_its_request(
     make_rig: Callable[..., Rig], tools: Tools
 ) -> None:
     rig = make_rig(tool_timeout_s=0.2)
@@ -153,7 +153,7 @@ def test_a_tool_that_never_returns_fails_only_its_request(
     eventually(lambda: stuck(rig) == 0, "no stuck thread")
 
 
-def test_a_batch_that_ends_in_time_leaves_no_stuck_thread(
+def test_batch_ending_in_time_leaves_no_stuck_thread(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Mock(wraps=ToolThreadStuck)
@@ -235,7 +235,7 @@ def test_an_async_tool_is_cancelled_once_nobody_waits(make_worker: MakeWorker) -
     eventually(lambda: stuck(rig) == 0, "the end of the thread")
 
 
-def test_an_async_tool_need_not_wait_for_its_threads(make_worker: MakeWorker) -> None:
+def test_async_tool_need_not_wait_for_its_threads(make_worker: MakeWorker) -> None:
     held = threading.Event()
 
     class Impatient:
@@ -261,7 +261,7 @@ def test_an_async_tool_need_not_wait_for_its_threads(make_worker: MakeWorker) ->
 ISSUE = {"code": "missing_input", "severity": "error", "summary": "No file."}
 
 
-def test_a_signal_is_reported_at_once_and_not_in_the_conversation(
+def test_signal_is_reported_immediately_outside_the_conversation(
     make_rig: Callable[..., Rig], gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: SimpleQueue[tuple[Any, int, str]] = SimpleQueue()

@@ -71,7 +71,7 @@ def test_a_redirect_is_not_followed(rig: Rig, free_port: Callable[[], int]) -> N
             elsewhere.accept()
 
 
-def test_a_server_that_refuses_connections_is_probed_and_replaced(make_worker: MakeWorker) -> None:
+def test_server_refusing_connections_is_probed_and_replaced(make_worker: MakeWorker) -> None:
     # The listener goes, the process stays: SIGTERM is held up by an open stream that the script
     # never ends.
     rig = make_worker(slots=2, timeouts=fast_timeouts(health_probe_interval_s=None))
@@ -84,7 +84,7 @@ def test_a_server_that_refuses_connections_is_probed_and_replaced(make_worker: M
     assert rig.run()["state"] == "completed"
 
 
-def test_a_server_that_is_blocked_in_a_send_hears_of_an_abort(
+def test_server_blocked_in_send_hears_of_an_abort(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not hear a FIN while our receive window is full; it hears a reset."""
@@ -113,7 +113,7 @@ def test_a_server_that_is_blocked_in_a_send_hears_of_an_abort(
     rig.journal.wait("client_closed", n=1, timeout=WAIT_S)
 
 
-def test_every_record_is_decoded_by_sseclient_and_every_request_made_by_the_session(
+def test_sseclient_decodes_every_record_session_makes_every_request(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
@@ -147,7 +147,7 @@ def test_every_record_is_decoded_by_sseclient_and_every_request_made_by_the_sess
     eventually(lambda: counts["requests begun"] == counts[connections], "a connection for each")
 
 
-def test_params_pass_through_and_the_workers_own_are_replaced_with_a_warning(rig: Rig) -> None:
+def test_params_pass_but_workers_own_replaced_with_warning(rig: Rig) -> None:
     rig.run(new_knob={"deep": [1]}, stream=False, tools=[1])
     body = rig.journal.facts("request", n=1)[0]["body"]
     assert (body["stream"], body["new_knob"], "tools" in body) == (True, {"deep": [1]}, False)

@@ -56,7 +56,7 @@ def test_an_unkillable_server_delays_neither_stop_nor_close(
     assert leftovers.wait_none() == []
 
 
-def test_a_server_that_is_gone_is_not_unkillable_because_its_name_is_looked_up_slowly(
+def test_slow_name_lookup_leaves_gone_server_not_unkillable(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_worker(timeouts=fast_timeouts(kill_timeout_s=0.5))
@@ -75,7 +75,7 @@ def test_a_server_that_is_gone_is_not_unkillable_because_its_name_is_looked_up_s
     rig.wait_gone(0.0)
 
 
-def test_no_server_is_started_beside_a_child_of_the_last_one(
+def test_no_server_starts_beside_a_predecessors_child(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(termination, "_CHECK_INTERVAL_S", 0.3)  # at a guard that owes news

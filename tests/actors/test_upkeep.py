@@ -30,7 +30,7 @@ def test_a_server_that_has_grown_is_recycled(make_worker: MakeWorker) -> None:
     assert "MiB of anonymous memory (limit: max_anon_mib 1)" in told["detail"]
 
 
-def test_a_server_that_is_never_idle_for_long_is_recycled_too(make_worker: MakeWorker) -> None:
+def test_server_never_idle_for_long_is_also_recycled(make_worker: MakeWorker) -> None:
     rig = make_worker(restart=fast_restart(recycle=Recycle(max_anon_mib=1)))
     until = time.monotonic() + WAIT_S
     with contextlib.suppress(RequestRefused):  # it is being replaced
@@ -115,7 +115,7 @@ def test_the_real_counter_of_this_process_is_read() -> None:
     watch.close()
 
 
-def test_an_oom_kill_of_an_earlier_process_with_the_pid_is_ignored(
+def test_oom_kill_of_pids_earlier_process_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "kmsg"
@@ -147,7 +147,7 @@ def test_a_server_that_exits_keeps_its_control_group(
     watch.close()
 
 
-def test_the_name_of_a_control_group_may_be_any_bytes(
+def test_control_group_name_may_be_any_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "7").mkdir()
@@ -158,7 +158,7 @@ def test_the_name_of_a_control_group_may_be_any_bytes(
     assert os.fsencode(counter).endswith(b"/memory/jobs/\xff\x0b/memory.oom_control")
 
 
-def test_a_server_starts_where_the_kernels_log_is_a_console(
+def test_server_starts_where_kernel_log_is_a_console(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console, terminal = os.openpty()

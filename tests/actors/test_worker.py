@@ -36,7 +36,7 @@ def _all_at_once(calls: list[Callable[[], Any]]) -> list[Any]:
         return [ended.result(WAIT_S) for ended in [pool.submit(run, call) for call in calls]]
 
 
-def test_stop_ends_a_health_probe_that_gets_no_answer(make_worker: MakeWorker) -> None:
+def test_stop_ends_an_unanswered_health_probe(make_worker: MakeWorker) -> None:
     rig = make_worker(fs.Script(models=[fs.Answer(times=1), fs.Answer(hang=True)]))
     probes = len(rig.journal.facts("request", path="/v1/models"))
     # a reason to probe at once
@@ -76,7 +76,7 @@ def _every_call(worker: LlamaWorker) -> list[Callable[[], Any]]:
     ]
 
 
-def test_after_a_close_by_many_threads_at_once_every_call_raises(
+def test_every_call_raises_after_many_threads_close_together(
     make_worker: MakeWorker, leftovers: Leftovers
 ) -> None:
     rig = make_worker(slots=2)
@@ -122,7 +122,7 @@ def test_a_garbage_collected_handle_ends_its_server(
 
 
 @pytest.mark.parametrize("thread", ["worker", "timers", "stream"])
-def test_a_close_on_a_thread_that_it_would_wait_for_returns(
+def test_close_on_thread_it_would_await_returns(
     make_worker: MakeWorker, thread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a `__del__` of the host's, which the garbage collector calls on any thread."""
@@ -158,9 +158,7 @@ def test_bad_input_takes_no_slot(rig: Rig) -> None:
 # ------------------------------------------------------------ results
 
 
-def test_everyone_who_waits_gets_the_same_result_which_is_released_when_it_was_taken(
-    rig: Rig, gate: Path
-) -> None:
+def test_all_waiters_get_same_result_released_once_taken(rig: Rig, gate: Path) -> None:
     request = rig.submit(fs.Gate(gate), *fs.plain_reply(fs.Text("same")))
     futures = [rig.worker.result(request) for _ in range(8)]
     rig.status()  # the messages that carried them are handled

@@ -16,7 +16,7 @@ from tests.adversary.case import Case
 from tests.adversary.wedges import WEDGES
 
 
-def test_no_honest_server_is_given_up_and_every_wedge_is_found_in_time() -> None:
+def test_honest_servers_stay_and_wedges_found_in_time() -> None:
     figures = run(45, seed=20)
     assert figures.wrong == []
     assert {each.kind for each in figures.found} == set(WEDGES)
@@ -26,7 +26,7 @@ def test_a_pause_behind_a_strangers_request_is_spared() -> None:
     assert Case(777094124).run().given_up_after_s is None
 
 
-def test_a_campaign_in_parts_that_processes_play_is_the_same_campaign() -> None:
+def test_campaign_split_over_processes_is_the_same_campaign() -> None:
     command = [
         sys.executable,
         "-m",
@@ -53,7 +53,7 @@ def test_without_the_slots_wedges_are_found_too_late(monkeypatch: pytest.MonkeyP
     assert run(18, seed=20, kinds=["livelock", "dead stream"]).late
 
 
-def test_a_dead_stream_has_a_bound_without_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_stream_has_a_bound_without_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "STALLED_ALONE_MULTIPLE", 40)
     outcome = Case(41000214, WEDGES["dead stream"]).run()
     assert outcome.given_up_after_s is not None

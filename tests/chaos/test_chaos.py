@@ -15,7 +15,7 @@ from tests.actors.conftest import HOST
 from tests.chaos.campaign import STEPS_PER_EPISODE, run_campaign
 
 
-def test_whatever_happens_every_request_ends_once_and_nothing_is_left(
+def test_every_request_ends_once_and_nothing_is_left(
     free_port: Callable[[], int],
 ) -> None:
     """A failure prints the seed: `make chaos SEED=...` runs the same plan again."""
@@ -24,7 +24,7 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.006])
-def test_a_guard_that_is_stopped_while_it_obeys_does_not_hold_up_the_stop(
+def test_guard_stopped_while_obeying_does_not_delay_stop(
     free_port: Callable[[], int], delay_s: float
 ) -> None:
     port = free_port()

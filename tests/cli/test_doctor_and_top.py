@@ -173,7 +173,7 @@ def test_a_fleets_model_may_be_on_its_gpus(run: Run, tmp_path: Path) -> None:
         ("-m none.gguf -m MODEL", "ok", "model.gguf"),  # the server takes the last
     ],
 )
-def test_a_fleets_model_is_looked_for_as_its_server_does(
+def test_fleets_model_is_sought_as_its_server_does(
     run: Run, model: str, tmp_path: Path, words: str, level: str, says: str
 ) -> None:
     program = shell_program(tmp_path / "llama-server", "exit 1")
@@ -217,7 +217,7 @@ def test_a_fleet_without_a_server_is_a_problem(
         ('[ "$NEEDED" ] && echo "version: 11000 (fake)"', '["DIR/llama-server"]', "note"),
     ],
 )
-def test_a_fleets_server_is_asked_as_its_worker_runs_it(
+def test_fleets_server_is_asked_as_worker_runs_it(
     run: Run, tmp_path: Path, does: str, command: str, level: str
 ) -> None:
     for name in ("llama-server", "serve"):

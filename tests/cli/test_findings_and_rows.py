@@ -110,7 +110,7 @@ def test_gpus_are_named_with_memory_and_driver(
     assert doctor_facts.look_at_machine(Interrupts()).gpus == gpus
 
 
-def test_a_signal_just_after_a_program_began_ends_it(
+def test_signal_just_after_program_start_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[subprocess.Popen[bytes]] = []
@@ -283,7 +283,7 @@ def test_the_context_is_the_commands(words: str, tokens: int) -> None:
     assert [f.level for f in told if f"its context of {tokens} tokens at most" in f.text] == ["ok"]
 
 
-def test_a_model_too_big_for_the_memory_may_fit_on_what_an_unknown_server_uses() -> None:
+def test_oversized_model_may_fit_in_unknown_servers_memory() -> None:
     levels = {
         server: [
             f.level

@@ -327,7 +327,7 @@ def test_an_incomplete_or_odd_file_says_nothing(tmp_path: Path, odd: bytes) -> N
     assert read_back(odd, tmp_path) is None
 
 
-def test_a_file_that_cannot_be_mapped_is_a_model(
+def test_file_that_cannot_be_mapped_is_a_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

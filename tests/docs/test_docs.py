@@ -57,7 +57,7 @@ def test_the_code_of_a_page_runs(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_what_a_page_shows_and_links_to_is_there(page: Path) -> None:
+def test_what_a_page_shows_and_links_to_exists(page: Path) -> None:
     text = page.read_text()
     for block in blocks(text):
         assert block.mark or block.language != "python", (
@@ -89,7 +89,7 @@ def test_an_examples_commands_can_be_copied(example: Path) -> None:
         shlex.split(command)  # raises ValueError where a quotation is cut off
 
 
-def test_the_errors_that_the_fleet_page_shows_are_those_that_are_raised(tmp_path: Path) -> None:
+def test_errors_on_fleet_page_are_those_really_raised(tmp_path: Path) -> None:
     page = (DOCS / "fleet.md").read_text()
     ((name, content),) = files(page).items()
     changes = [("slots = 1\n", "slot = 1\n"), ("slots = 2\n", 'slots = "2"\n'), ("8082", "8081")]
@@ -119,7 +119,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_units_times_leave_room_for_a_stop_and_for_the_guards() -> None:
+def test_unit_times_leave_room_for_stop_and_guards() -> None:
     unit = configparser.ConfigParser()
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string(SERVICE["llama-host.service"])
@@ -185,14 +185,14 @@ def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
         assert fetches.findall(page.read_text()) == [], page
 
 
-def test_links_out_of_the_documentation_lead_to_copies_in_the_site(site: Path) -> None:
+def test_outbound_documentation_links_lead_to_copies_in_site(site: Path) -> None:
     page = (site / "how-to" / "web-server" / "index.html").read_text()
     (link,) = set(re.findall(r'href="([^"]*threaded_web_server.py)"', page))
     copied = (site / "how-to" / "web-server" / link).resolve()
     assert copied.read_text() == (ROOT / "examples" / "threaded_web_server.py").read_text()
 
 
-def test_code_blocks_show_the_file_that_they_are_of(site: Path) -> None:
+def test_code_blocks_show_the_file_they_belong_to(site: Path) -> None:
     page = (site / "how-to" / "systemd" / "index.html").read_text()
     assert '<span class="filename">llama-host.service</span>' in page
     assert "```" not in page

@@ -93,7 +93,7 @@ WHEN = {
 }
 
 
-def test_what_counts_as_work_is_said_in_the_numbers_of_the_code() -> None:
+def test_what_counts_as_work_matches_the_code_numbers() -> None:
     signs = {row[0] for row in table(PAGE, "seen")}
     ticks = f"{liveness.MIN_CPU_TICKS} ticks (of {liveness.TICK_S * 1000:g} ms) in all"
     rate = f"{liveness.MIN_CPU_TICKS_PER_S:g} a second, over {liveness.WINDOW_S:g} s or more"
@@ -102,7 +102,7 @@ def test_what_counts_as_work_is_said_in_the_numbers_of_the_code() -> None:
     assert f"{disk}, or major page faults ({liveness.MIN_MAJOR_FAULTS_PER_S:g}/s)" in signs
 
 
-def test_the_margin_of_what_was_learnt_is_said_in_the_numbers_of_the_code() -> None:
+def test_learnt_margin_is_documented_with_the_code_numbers() -> None:
     assert pace.PACE_MULTIPLE == 10
     assert "for ten times what such a batch takes by all that prompts of this" in PAGE
     assert f"and for {pace.PACE_MIN_S:g} s at least" in PAGE
@@ -110,7 +110,7 @@ def test_the_margin_of_what_was_learnt_is_said_in_the_numbers_of_the_code() -> N
     assert "only if the looks cover six times the longest time that passed" in PAGE
 
 
-def test_the_table_of_verdicts_gives_each_limit_in_the_phases_in_which_it_counts() -> None:
+def test_verdict_table_gives_each_limit_in_its_phases() -> None:
     in_table = {
         (state, names_in(limit)[0], names_in(reason)[0])
         for when, reason, limit in ROWS
@@ -125,13 +125,13 @@ def test_the_table_of_verdicts_gives_each_limit_in_the_phases_in_which_it_counts
     assert in_table == in_code
 
 
-def test_the_first_row_of_the_table_says_the_limit_of_connecting() -> None:
+def test_first_table_row_states_the_connect_limit() -> None:
     when, reason, after = CONNECTING
     assert (when, names_in(reason)) == ("connecting", [str(RequestFailReason.CONNECT_FAILED)])
     assert f"`connect_timeout_s` ({TimeoutProfile().connect_timeout_s:g})" in after
 
 
-def test_the_last_row_is_the_limit_of_a_dead_stream_beside_live_ones() -> None:
+def test_last_row_limits_dead_streams_beside_live_ones() -> None:
     when, reason, after = DEAD_BESIDE
     assert when == "generating, `/slots` is not available, and others get data"
     assert f"{STALLED_ALONE_MULTIPLE} x `idle_stream_timeout_s`" in after
@@ -143,7 +143,7 @@ def test_the_last_row_is_the_limit_of_a_dead_stream_beside_live_ones() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_costs_a_restart(
+def test_row_says_default_keepalive_cause_and_restart_cost(
     row: list[str],
 ) -> None:
     when, _, after = row
@@ -165,7 +165,7 @@ def test_a_row_says_the_default_what_keeps_the_request_alive_and_whether_it_cost
     assert ("if set" in after) == (default is None)
 
 
-def test_every_cause_of_a_restart_is_explained_and_no_other() -> None:
+def test_exactly_the_causes_of_restarts_are_explained() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
     calls = r"_?(?:restart|replace_server)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason="

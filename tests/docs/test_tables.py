@@ -86,7 +86,7 @@ def shown_default(field: Field[Any]) -> str:
 @pytest.mark.parametrize(
     "kind", [llama_worker.WorkerConfig, llama_worker.RestartPolicy, llama_worker.LoopDetector]
 )
-def test_the_configuration_page_has_every_field_with_its_default(kind: type[Any]) -> None:
+def test_configuration_page_has_every_field_and_its_default(kind: type[Any]) -> None:
     section = (DOCS / "configuration.md").read_text().partition(f"## `{kind.__name__}`")[2]
     rows = [(name.strip("`"), default) for name, default, _ in table(section, "field")]
     assert rows == [(field.name, shown_default(field)) for field in fields(kind)]
@@ -101,7 +101,7 @@ def test_the_configuration_page_has_every_event() -> None:
     assert sorted(listed) == sorted(set(noted))
 
 
-def test_the_responses_page_has_every_field_with_its_default() -> None:
+def test_responses_page_has_every_field_and_its_default() -> None:
     rows = table((DOCS / "responses.md").read_text(), "field")
     documented = [(name.strip("`"), default) for name, default, _ in rows]
     assert documented == [
@@ -109,7 +109,7 @@ def test_the_responses_page_has_every_field_with_its_default() -> None:
     ]
 
 
-def test_the_page_shows_the_bios_of_a_worker_without_tools() -> None:
+def test_page_shows_the_bios_of_a_toolless_worker() -> None:
     section = (DOCS / "configuration.md").read_text().partition("## What a model is told")[2]
     context = BiosContext(
         now=datetime(2026, 10, 1, 12, 30, 5, tzinfo=UTC),
@@ -125,7 +125,7 @@ def test_the_page_shows_the_bios_of_a_worker_without_tools() -> None:
     assert blocks(section)[0].code == shown
 
 
-def test_the_profiles_have_the_values_that_the_page_says() -> None:
+def test_profiles_have_the_values_the_page_says() -> None:
     page = (DOCS / "how-to" / "slow-hardware.md").read_text()
     profiles = [
         TimeoutProfile.slow_prefill(),
@@ -142,7 +142,7 @@ def test_the_profiles_have_the_values_that_the_page_says() -> None:
         assert cells == shown, name
 
 
-def test_the_exit_tools_have_the_arguments_that_the_page_says() -> None:
+def test_exit_tools_have_the_arguments_the_page_says() -> None:
     page = (DOCS / "how-to" / "exit-tools.md").read_text()
     rows = {names_in(tool)[0]: arguments for tool, arguments in table(page, "tool")}
     tools = {
@@ -189,7 +189,7 @@ HOW_IT_WORKS = DOCS / "how-it-works.md"
 PACKAGE = Path(llama_worker.__file__).parent
 
 
-def test_every_message_between_actors_is_in_the_table_with_its_receiver_and_no_other() -> None:
+def test_message_table_lists_exactly_the_messages_and_receivers() -> None:
     unions = {
         "WorkerActor": WorkerMessage,
         "ProcessActor": ProcessMessage,
@@ -285,9 +285,7 @@ def test_the_table_of_builds_is_what_was_measured() -> None:
         ("`/slots` answers in the middle of a batch", answers_during_batches),
     ],
 )
-def test_a_build_is_known_for_what_was_measured_of_it(
-    row: str, is_known: Callable[[int], bool]
-) -> None:
+def test_a_build_is_known_by_its_measurements(row: str, is_known: Callable[[int], bool]) -> None:
     head, _, *rows = (line.strip("| ").split(" | ") for line in builds.table())
     measured = next(facts for name, *facts in rows if name == row)
     numbers = [int(build.removeprefix("b")) for build in head]
@@ -321,7 +319,7 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert versions[0] == llama_worker.__version__
 
 
-def test_the_table_of_clients_has_every_scenario_that_is_played() -> None:
+def test_client_table_has_every_scenario_that_is_played() -> None:
     *rows, _ = table((DOCS / "responses.md").read_text(), "scenario")
     shown = {
         (client, name)
@@ -365,13 +363,13 @@ def test_the_navigation_has_every_page_once() -> None:
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", DOCS / "index.md", DOCS / "tutorial.md"], ids=lambda p: p.name
 )
-def test_the_first_example_is_short_and_runs_as_it_stands(page: Path) -> None:
+def test_first_example_is_short_and_runs_as_is(page: Path) -> None:
     first = next(block for block in blocks(page.read_text()) if block.language == "python")
     assert len([line for line in first.code.splitlines() if line.strip()]) <= 4
     assert first.mark in ("runnable", "first.py")  # what runs it: test_docs, test_tutorial
 
 
-def test_the_page_of_performance_and_its_plot_hold_the_figures_of_the_data_file() -> None:
+def test_performance_page_and_plot_match_the_data_file() -> None:
     figures = json.loads(publish.DATA.read_text())
     page = publish.PAGE.read_text()
     assert publish.render(figures, page) == page

@@ -44,7 +44,7 @@ def environment(clone: Path, smollm2: str) -> dict[str, str]:
     }
 
 
-def test_the_commands_of_the_tutorial_show_what_it_says(
+def test_tutorial_commands_show_what_the_tutorial_says(
     clone: Path, environment: dict[str, str]
 ) -> None:
     commands = runnable((DOCS / "tutorial.md").read_text(), "sh")

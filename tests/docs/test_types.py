@@ -15,7 +15,7 @@ from tests.docs.pages import PAGES, ROOT, blocks
 from tools.answer_tables import PAGE, answers, declared, meanings, with_tables
 
 
-def test_the_code_of_every_page_passes_mypy_as_it_stands(tmp_path: Path) -> None:
+def test_code_of_every_page_passes_mypy_as_is(tmp_path: Path) -> None:
     """The runnable blocks of a page are one module, each of its files is another."""
     for page in PAGES:
         name = re.sub(r"\W", "_", page.relative_to(ROOT).as_posix().removesuffix(".md"))
@@ -50,7 +50,7 @@ def test_no_answer_is_left_out() -> None:
     assert set(answers()) == kinds - {"ChatMessage"}
 
 
-def test_the_tables_of_the_reference_are_those_of_the_types() -> None:
+def test_reference_tables_match_the_types() -> None:
     text = PAGE.read_text()
     assert with_tables(text) == text, "python -m tools.answer_tables"
     assert text.count("| key | type | meaning |") == len(answers())

@@ -52,7 +52,7 @@ def looks(probe: NvidiaProbe, pid: int) -> list[bool]:
     return seen
 
 
-def test_work_of_the_server_is_seen_and_its_idleness_too(on_gpu: MakeWorker) -> None:
+def test_server_work_and_idleness_are_both_seen(on_gpu: MakeWorker) -> None:
     worker, probe = on_gpu(), NvidiaProbe()
     request_id = begin_endless_answer(worker)
     assert all(looks(probe, pid_of(worker)))
@@ -62,14 +62,14 @@ def test_work_of_the_server_is_seen_and_its_idleness_too(on_gpu: MakeWorker) -> 
     assert not any(looks(probe, pid_of(worker)))
 
 
-def test_of_two_servers_on_one_gpu_each_shows_its_own_work(on_gpu: MakeWorker) -> None:
+def test_two_servers_sharing_a_gpu_show_separate_work(on_gpu: MakeWorker) -> None:
     busy, idle = on_gpu(), on_gpu()
     begin_endless_answer(busy)
     assert all(looks(NvidiaProbe(), pid_of(busy)))
     assert not any(looks(NvidiaProbe(), pid_of(idle)))
 
 
-def test_a_stopped_server_is_found_while_its_neighbour_on_the_gpu_works(on_gpu: MakeWorker) -> None:
+def test_stopped_server_is_found_beside_a_working_neighbour(on_gpu: MakeWorker) -> None:
     timeouts = TimeoutProfile(
         idle_stream_timeout_s=5.0, liveness_probe_interval_s=0.5, health_probe_interval_s=None
     )
@@ -106,7 +106,7 @@ def chars_of(worker: LlamaWorker, request_id: int) -> int:
     ("suspect_after_s", "found_by"),
     [(None, "silent_work_timeout_s"), (LONG_S, "none is in prefill")],
 )
-def test_a_kernel_that_never_ends_is_found_though_gpu_and_cpu_are_busy(
+def test_endless_kernel_is_found_despite_busy_gpu_cpu(
     on_gpu: MakeWorker, gpu_holder: GpuHolder, suspect_after_s: float | None, found_by: str
 ) -> None:
     before = used_bytes()
@@ -141,7 +141,7 @@ def test_a_kernel_that_takes_long_is_waited_for(on_gpu: MakeWorker, gpu_holder: 
 
 
 @pytest.mark.parametrize("restart_backoff_s", [0.01, 5.0], ids=["at once", "after a pause"])
-def test_a_killed_server_s_memory_comes_back_ten_times_in_a_row(
+def test_killed_server_memory_returns_ten_times_in_succession(
     on_gpu: MakeWorker, restart_backoff_s: float
 ) -> None:
     before = used_bytes()

@@ -204,7 +204,7 @@ def test_a_replica_is_not_replaced_while_it_admits(stage: Stage) -> None:
         assert second.calls.count("submit") == 0
 
 
-def test_a_death_while_it_is_replaced_is_not_the_next_ones(
+def test_death_during_replacement_is_not_the_next_ones(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stage.started(1) as (first,):
@@ -271,13 +271,13 @@ def test_a_start_with_a_new_ray_begins_again(stage: Stage, monkeypatch: pytest.M
         stage.submit()
 
 
-def test_a_lease_is_renewed_until_the_server_has_stopped(stage: Stage) -> None:
+def test_lease_is_renewed_until_the_server_has_stopped(stage: Stage) -> None:
     with stage.started(replicas=1) as (actor,):
         actor.stops_slowly = True
     assert actor.calls[-1] == "renew"
 
 
-def test_a_host_may_change_what_it_is_told_of_a_place(stage: Stage) -> None:
+def test_host_may_change_what_it_learns_of_places(stage: Stage) -> None:
     with stage.started(replicas=1):
         for _ in range(2):
             (status,) = stage.replicas()

@@ -87,7 +87,7 @@ def scripted_workers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedWorker]:
     return made
 
 
-def test_an_actor_that_cannot_be_created_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_that_cannot_be_created_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray checks some options, such as a runtime_env's folder, only when it creates the actor."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
@@ -103,7 +103,7 @@ def test_an_actor_that_cannot_be_created_fails_the_start(monkeypatch: pytest.Mon
     run_async(start())
 
 
-def test_a_request_that_no_worker_can_take_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_no_worker_can_take_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
     async def refuse(*_: Any, **__: Any) -> Any:
@@ -156,7 +156,7 @@ def test_a_close_beside_the_actors_death_ends(monkeypatch: pytest.MonkeyPatch, t
     run_async(close())
 
 
-def test_a_cancelled_request_that_is_lost_was_not_cancelled(
+def test_cancelled_request_that_is_lost_was_not_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -183,7 +183,7 @@ def test_an_actor_of_an_earlier_ray_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
     kill(Mock())
 
 
-def test_a_kill_does_not_wait_for_a_head_that_does_not_answer(
+def test_kill_does_not_wait_for_an_unresponsive_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, answers = threading.Event(), threading.Event()
@@ -327,7 +327,7 @@ def test_events_are_whole_and_end_with_the_worker(scripted_workers: list[Scripte
     assert run_async(listen()) == ([{"event": "launched"}], [])
 
 
-def test_events_that_wait_for_the_hosts_code_come_before_the_end(
+def test_events_awaiting_host_code_come_before_the_end(
     scripted_workers: list[ScriptedWorker],
 ) -> None:
     blocked = threading.Event()
@@ -382,7 +382,7 @@ def test_no_update_says_more_than_its_output(scripted_workers: list[ScriptedWork
     assert ["result" in update for update in run_async(follow())] == [True]
 
 
-def test_a_worker_that_has_failed_itself_is_found_without_an_event(
+def test_worker_that_failed_itself_is_found_without_events(
     scripted_workers: list[ScriptedWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_worker.ray.worker._LOOK_INTERVAL_S", 0.001)
@@ -466,7 +466,7 @@ def test_a_lost_copy_keeps_everything_that_came() -> None:
     assert after == {**after, "phase": "done", "completed_at": 200.0, **lost}
 
 
-def test_who_waits_for_a_copy_is_answered_at_its_end() -> None:
+def test_waiter_for_a_copy_is_answered_at_end() -> None:
     request = RequestCopy(7, progress("one "))
     early, late = [WorkerFuture[Any]() for _ in range(2)], WorkerFuture[Any]()
     for waiter in early:
@@ -513,7 +513,7 @@ def test_the_actor_has_every_method_of_the_handle() -> None:
     assert {name: actor.get(name) for name in handle} == handle
 
 
-def test_the_handles_own_methods_are_left_as_they_are() -> None:
+def test_the_handles_own_methods_stay_as_they_are() -> None:
     ray.remote(RayWorker)
     assert BY_RAY[0] in inspect.signature(RayWorker.submit).parameters
     assert BY_RAY[0] not in inspect.signature(LlamaWorker.submit).parameters
@@ -579,7 +579,7 @@ def config_for(port: int) -> WorkerConfig:
     return WorkerConfig("w", "127.0.0.1", port, ["llama-server"])
 
 
-def test_an_unknown_id_is_not_taken_once_it_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_id_that_becomes_a_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     fleet = Fleet(lambda port: WorkerConfig("w", HOST, port, ["llama-server"]), replicas=1)
     try:

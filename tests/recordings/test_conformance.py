@@ -103,7 +103,7 @@ def test_another_model_is_rejected(model: type[LlamaServer], name: str) -> None:
     assert unlike(situation, model)
 
 
-def test_one_slot_alone_cannot_tell_how_batches_are_filled() -> None:
+def test_one_slot_alone_cannot_tell_how_batches_fill() -> None:
     assert unlike(SITUATIONS[1], FillsEverySlot) == []
 
 
@@ -113,7 +113,7 @@ def recording(*records: str) -> Recording:
     return Recording("x", {}, [Record(who, what) for who, what in split])
 
 
-def test_a_first_report_stands_behind_the_batch_before_it() -> None:
+def test_first_report_stands_behind_the_batch_before_it() -> None:
     seen = [
         Record("a", "report 2 of 9", 0.10),
         Record("b", "headers 200", 0.20),

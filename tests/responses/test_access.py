@@ -72,7 +72,7 @@ def test_only_an_allowed_page_may_read(
     assert "access-control-allow-credentials" not in reply.headers
 
 
-def test_the_upstream_is_not_asked_again_whether_a_page_may(
+def test_upstream_is_not_asked_again_about_page_permission(
     open_to: tuple[Client, list[bytes]],
 ) -> None:
     client, reached_upstream = open_to

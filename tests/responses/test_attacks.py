@@ -167,7 +167,7 @@ def listening(
         )
 
 
-def test_who_still_sends_may_read_why_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_still_sending_may_read_its_refusal_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(listener, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with listening(max_body_bytes=9) as (refusing, connect):
@@ -336,7 +336,7 @@ def test_a_forked_child_keeps_no_socket(fake: Client) -> None:
             assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_forked_child_waits_for_none_of_its_parents_threads() -> None:
+def test_forked_child_waits_for_no_parent_thread() -> None:
     config = ResponsesProxyConfig(upstream=f"http://{HOST}:1")
     with contextlib.closing(ResponsesProxy(config)) as proxy:
         child = os.fork()
@@ -367,7 +367,7 @@ def test_without_descriptors_it_waits_without_spinning(fake: Client) -> None:
         assert b"200 OK" in waiting[-1].recv(65536)
 
 
-def test_without_a_descriptor_to_wait_with_it_leaves_none(
+def test_without_a_descriptor_to_wait_with_none_leaks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none_left() -> None:
@@ -394,7 +394,7 @@ def test_a_request_without_a_thread_is_refused(
     assert fake.send("GET", "/health").status == 200
 
 
-def test_a_client_for_whom_there_is_no_memory_ends_nobody_else(
+def test_client_without_memory_for_it_ends_nobody_else(
     fake: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as lacking:

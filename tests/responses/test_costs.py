@@ -143,7 +143,7 @@ def test_a_request_tells_its_actors_little(
     [(WAIT_S, True, False), (1e-9, False, True), (-1.0, True, True)],
     ids=["in time", "silent", "later"],
 )
-def test_a_lease_is_told_when_the_server_takes_its_time(
+def test_lease_is_told_when_the_server_is_slow(
     monkeypatch: pytest.MonkeyPatch, soon_s: float, replies: bool, is_watched: bool
 ) -> None:
     monkeypatch.setattr(leased_exchange, "UNWATCHED_WAIT_S", soon_s)

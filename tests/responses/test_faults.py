@@ -128,7 +128,7 @@ def test_a_proxy_that_cannot_be_made_leaves_nothing(leftovers: Leftovers) -> Non
     assert leftovers.wait_none() == []
 
 
-def test_a_proxy_without_a_thread_says_so_and_can_be_closed() -> None:
+def test_proxy_without_a_thread_says_so_and_closes() -> None:
     proxy = ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0))
     lacks = pytest.raises(RuntimeError, match="new thread")
     with contextlib.closing(proxy), no_threads("responses"), lacks:
@@ -136,7 +136,7 @@ def test_a_proxy_without_a_thread_says_so_and_can_be_closed() -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
-def test_a_name_that_no_host_has_cannot_be_bound(host: str) -> None:
+def test_name_that_no_host_has_cannot_be_bound(host: str) -> None:
     config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", host=host, port=0)
     not_bound = pytest.raises(OSError, match="not a host name")
     with contextlib.closing(ResponsesProxy(config)) as proxy, not_bound:
@@ -159,7 +159,7 @@ def test_a_start_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch)
     assert len(tries) == 1
 
 
-def test_a_proxy_that_is_being_closed_does_not_start() -> None:
+def test_proxy_being_closed_does_not_start() -> None:
     config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
     with contextlib.closing(ResponsesProxy(config)) as proxy:
         proxy.actor_ref.tell(StopListening(reply=WorkerFuture()))
@@ -167,7 +167,7 @@ def test_a_proxy_that_is_being_closed_does_not_start() -> None:
             proxy.start().get(timeout=WAIT_S)
 
 
-def test_a_proxy_that_was_closed_does_not_start_again() -> None:
+def test_closed_proxy_does_not_start_again() -> None:
     config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
     with ResponsesProxy(config) as proxy:
         pass
@@ -175,7 +175,7 @@ def test_a_proxy_that_was_closed_does_not_start_again() -> None:
         proxy.start().get(timeout=WAIT_S)
 
 
-def test_a_proxy_whose_actor_is_stopped_does_not_start() -> None:
+def test_proxy_whose_actor_is_stopped_does_not_start() -> None:
     """As by Pykka's `ActorRegistry.stop_all`."""
     config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
     with contextlib.closing(ResponsesProxy(config)) as proxy:

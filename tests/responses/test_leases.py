@@ -110,7 +110,7 @@ def ended(events: Sequence[Event]) -> Json:
     return response
 
 
-def test_a_close_on_the_thread_of_a_response_returns(
+def test_close_on_the_thread_of_a_response_returns(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a `__del__` of the host's, which the garbage collector calls on any thread."""
@@ -262,7 +262,7 @@ def test_an_upstream_that_takes_no_request_is_watched(before_unread: MakeClient)
     assert "headers_timeout" in reply.json["error"]["message"]
 
 
-def test_the_client_of_an_upstream_that_takes_no_request_hears_of_it(
+def test_client_hears_that_its_upstream_takes_no_request(
     before_unread: MakeClient,
 ) -> None:
     client = before_unread(heartbeat_s=0.02)
@@ -371,7 +371,7 @@ def test_a_result_belongs_to_the_client(make_stage: MakeStage, tmp_path: Path) -
 
 @of_either_api
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_slot_is_free_before_its_client_knows_the_end(
+def test_slot_is_freed_before_its_client_sees_end(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, target: str, *, stream: bool
 ) -> None:
     stage, end, over = make_stage(slots=1), ServedClient.end, threading.Event()
@@ -457,9 +457,7 @@ def test_what_ends_a_response_is_told_its_client(
 
 
 @of_either_api
-def test_who_is_canceled_before_the_headers_is_not_to_try_again(
-    make_stage: MakeStage, target: str
-) -> None:
+def test_cancel_before_the_headers_forbids_a_retry(make_stage: MakeStage, target: str) -> None:
     stage = make_stage(slots=1)
     with stage.client.ask(fs.WaitClose(), target=target, messages=WHOLE) as connection:
         (request_id,) = stage.wait_jobs(1)
@@ -471,7 +469,7 @@ def test_who_is_canceled_before_the_headers_is_not_to_try_again(
     assert (reply.status, advice) == (499, ("false", None))
 
 
-def test_who_is_canceled_before_the_first_byte_is_not_to_try_again(make_stage: MakeStage) -> None:
+def test_cancel_before_the_first_byte_forbids_a_retry(make_stage: MakeStage) -> None:
     """Its reply comes in one piece, and the server has begun with it."""
     stage = make_stage(slots=1)
     steps = fs.Headers(), fs.Text("a"), fs.WaitClose()
@@ -528,7 +526,7 @@ def test_a_client_that_tries_again_is_one_job(
 
 
 @of_either_api
-def test_a_refusal_has_the_reason_that_the_server_says(make_stage: MakeStage, target: str) -> None:
+def test_refusal_has_the_reason_that_the_server_gives(make_stage: MakeStage, target: str) -> None:
     stage = make_stage()
     refusal = fs.HttpError(400, "the prompt is too long", "exceed_context_size_error")
     assert stage.client.create(refusal, target=target, messages=WHOLE).status == 400

@@ -117,7 +117,7 @@ def test_a_client_resumes_what_it_broke_off(fake: Client) -> None:
         assert fake.last_chat()["messages"][0] == {"role": "assistant", "content": "Once upon "}
 
 
-def test_a_client_fetches_and_deletes_what_it_broke_off(fake: Client) -> None:
+def test_client_fetches_and_deletes_what_it_broke_off(fake: Client) -> None:
     """However soon."""
     said = [fs.Headers(), fs.Role(), fs.Text("Once"), fs.WaitClose()]
     for _ in range(20):
@@ -148,7 +148,7 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
         assert fake.send("GET", f"/v1/responses/{found[1].decode()}").json == final
 
 
-def test_a_deletion_that_was_refused_is_not_made_later(
+def test_refused_deletion_is_not_made_later(
     fake: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "_ANSWER_S", 0.05)

@@ -51,7 +51,7 @@ def turn(socket: Connection, message: str) -> list[Event]:
 
 
 @pytest.mark.parametrize("begun", [[], [fs.Headers(), fs.Role(), fs.Text("Once")]])
-def test_a_ping_is_answered_while_the_server_is_silent(
+def test_ping_is_answered_while_the_server_is_silent(
     make_fake: MakeClient, begun: list[fs.Step]
 ) -> None:
     fake = make_fake(heartbeat_s=2 * WAIT_S)
@@ -236,7 +236,7 @@ def test_a_continuation_may_refer_to_items(fake: Client, store: bool) -> None:
     assert said == ["Hi", "just said", "once stored", "just said"]
 
 
-def test_a_stored_continuation_may_refer_to_what_was_not_stored(fake: Client) -> None:
+def test_stored_continuation_may_refer_to_something_not_stored(fake: Client) -> None:
     own = [{"role": "user", "id": f"own_{number}", "content": f"{number}"} for number in range(9)]
     with opened(fake) as socket:
         unstored = create(*fs.plain_reply(fs.Text("unstored")), store=False)
@@ -252,7 +252,7 @@ def test_a_stored_continuation_may_refer_to_what_was_not_stored(fake: Client) ->
 
 
 @pytest.mark.parametrize("store", [True, False])
-def test_a_continuation_has_the_call_that_the_limit_cut(fake: Client, store: bool) -> None:
+def test_continuation_has_the_call_that_the_limit_cut(fake: Client, store: bool) -> None:
     half_call = fs.ToolCall("f", '{"a": ')
     with opened(fake) as socket:
         latest = turn(socket, create(*fs.plain_reply(half_call, reason="length"), store=store))[-1]

@@ -50,7 +50,7 @@ def handed_over() -> HandedOver:
 # ---------------------------------------------------------------- get
 
 
-def test_ctrl_c_ends_a_wait_of_the_main_thread(
+def test_ctrl_c_ends_a_wait_of_main_thread(
     future: WorkerFuture[None],
 ) -> None:
     """Another thread is sent the signal; to Python that is the same as one in the instant before
@@ -80,7 +80,7 @@ def test_a_forgotten_get_gives_a_clear_error(
         use(future)
 
 
-def test_a_future_that_is_printed_says_how_to_get_its_value(future: WorkerFuture[Any]) -> None:
+def test_printed_future_says_how_to_get_its_value(future: WorkerFuture[Any]) -> None:
     assert repr(future) == "<WorkerFuture, pending: get(timeout=...) returns its value>"
     future.answer(1)
     assert "resolved" in str(future)
@@ -159,7 +159,7 @@ def test_a_cancelled_task_takes_nothing_and_leaves_nothing(handed_over: HandedOv
     assert handed_over.taken == []
 
 
-def test_an_answer_after_the_event_loop_was_closed_harms_nobody(future: WorkerFuture[int]) -> None:
+def test_answer_after_the_event_loop_closed_harms_nobody(future: WorkerFuture[int]) -> None:
     loop = asyncio.new_event_loop()
     task = loop.create_task(wait(future))
     loop.call_soon(loop.stop)
@@ -174,9 +174,7 @@ def test_an_answer_after_the_event_loop_was_closed_harms_nobody(future: WorkerFu
 
 
 @pytest.mark.parametrize("is_answered", [False, True], ids=["before the answer", "after it"])
-def test_a_callback_runs_on_a_thread_of_its_own(
-    future: WorkerFuture[int], is_answered: bool
-) -> None:
+def test_callback_runs_on_a_thread_of_its_own(future: WorkerFuture[int], is_answered: bool) -> None:
     called: SimpleQueue[tuple[int, str]] = SimpleQueue()
     if is_answered:
         future.answer(1)
@@ -189,7 +187,7 @@ def test_a_callback_runs_on_a_thread_of_its_own(
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
-def test_an_exception_in_a_callback_is_logged_and_the_next_one_runs(
+def test_callback_exception_is_logged_and_the_next_runs(
     future: WorkerFuture[int], error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(_: object) -> None:
@@ -219,7 +217,7 @@ class _BrokenLogging:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
-def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
+def test_callbacks_and_log_lines_survive_broken_host_logging(
     future: WorkerFuture[int],
     error: BaseException,
     monkeypatch: pytest.MonkeyPatch,
@@ -246,7 +244,7 @@ def test_callbacks_and_log_lines_survive_the_hosts_broken_logging(
     assert type(error).__name__ in capsys.readouterr().err
 
 
-def test_a_host_that_configures_its_logging_holds_up_nobody() -> None:
+def test_host_configuring_its_logging_holds_up_nobody() -> None:
     logger = logging.getLogger("llama_worker.futures")
     logger.setLevel(logger.level)  # logging forgets which levels are enabled
     line = threading.Thread(target=callbacks.write_log, args=(logger, logging.ERROR, "a line"))
@@ -360,7 +358,7 @@ def test_taking_a_result_is_reported_once(
     assert handed_over.taken == [5]
 
 
-def test_a_derived_result_that_nobody_awaits_any_more_is_not_taken(handed_over: HandedOver) -> None:
+def test_derived_result_no_longer_awaited_is_not_taken(handed_over: HandedOver) -> None:
     derived = cast("WorkerFuture[str]", handed_over.map(str))
     with pytest.raises(asyncio.TimeoutError):
         run_async(asyncio.wait_for(wait(derived), 0.01))
@@ -375,7 +373,7 @@ def test_a_derived_result_that_nobody_awaits_any_more_is_not_taken(handed_over: 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_asking_if_a_derived_result_is_there_takes_nothing(
+def test_asking_whether_a_derived_result_exists_takes_nothing(
     handed_over: HandedOver, depth: int
 ) -> None:
     derived: WorkerFuture[Any] = handed_over
@@ -399,7 +397,7 @@ def test_a_timeout_of_several_results_takes_none(handed_over: HandedOver) -> Non
     assert (both.get(), handed_over.taken, second.taken) == ([5, 6], [5], [6])
 
 
-def test_a_timeout_a_callback_or_a_failure_takes_nothing(handed_over: HandedOver) -> None:
+def test_timeout_or_callback_or_failure_takes_nothing(handed_over: HandedOver) -> None:
     called = threading.Event()
     handed_over.add_done_callback(lambda _: called.set())
     with pytest.raises(pykka.Timeout):
@@ -416,7 +414,7 @@ def test_a_timeout_a_callback_or_a_failure_takes_nothing(handed_over: HandedOver
 # ---------------------------------------------------------------- the open futures of a worker
 
 
-def test_every_open_future_fails_at_the_close_and_every_later_one() -> None:
+def test_close_fails_every_open_future_and_later_ones() -> None:
     open_futures = OpenFutures()
     before, answered, after = (WorkerFuture[int]() for _ in range(3))
     open_futures.add(before)
@@ -437,7 +435,7 @@ def test_every_open_future_fails_at_the_close_and_every_later_one() -> None:
     assert answered.get(timeout=0) == 1
 
 
-def test_all_that_live_are_found_while_another_thread_sweeps() -> None:
+def test_all_living_are_found_while_another_thread_sweeps() -> None:
     weak, lasting = WeakList[threading.Event](), [threading.Event() for _ in range(20)]
     for event in (*[threading.Event() for _ in range(40)], *lasting):
         weak.add(event)

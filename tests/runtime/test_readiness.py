@@ -63,7 +63,7 @@ def test_a_probe_without_an_answer(error: Exception, outcome: ProbeOutcome) -> N
 
 
 @pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.EMFILE, "no descriptor")])
-def test_a_look_at_slots_is_answered_during_any_shortage(
+def test_look_at_slots_is_answered_during_any_shortage(
     lack: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "ask", Mock(side_effect=lack))
@@ -141,7 +141,7 @@ def test_a_port_is_owned_if_the_tree_listens(listener: int) -> None:
 )
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.usefixtures("ipv6")
-def test_a_port_is_owned_only_on_the_address_that_was_asked(
+def test_port_is_owned_only_on_the_asked_address(
     listens_on: str,
     owned: tuple[str, ...],
     not_owned: tuple[str, ...],
@@ -195,7 +195,7 @@ def test_an_answer_from_another_address_is_a_strangers(monkeypatch: pytest.Monke
     )
 
 
-def test_a_server_that_ends_once_it_has_answered_is_no_stranger() -> None:
+def test_server_ending_after_its_answer_is_no_stranger() -> None:
     told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -214,7 +214,7 @@ def test_a_server_that_ends_once_it_has_answered_is_no_stranger() -> None:
 
 
 @pytest.mark.parametrize(("uid", "is_ours"), [(os.geteuid(), True), (os.geteuid() + 1, False)])
-def test_a_hidden_process_owns_what_its_user_listens_on(
+def test_hidden_process_owns_what_its_user_listens_on(
     listener: int, uid: int, is_ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So it is with a server that has file capabilities: its descriptors cannot be read."""

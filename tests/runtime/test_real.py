@@ -46,7 +46,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return clocks
 
 
-def test_unix_instants_follow_a_suspend_and_no_other_clock(clocks: Clocks) -> None:
+def test_unix_instants_follow_suspend_and_no_other_clock(clocks: Clocks) -> None:
     runtime = real.RealRuntime(CONFIG)
 
     def unix() -> float:

@@ -157,7 +157,7 @@ def test_an_abort_ends_the_exchange(
     assert server.closed.wait(WAIT_S)
 
 
-def test_a_long_request_may_stay_unread_beyond_the_connect_timeout(
+def test_long_request_may_stay_unread_beyond_connect_timeout(
     connect: Connect,
 ) -> None:
     timeout_s = 1.0
@@ -175,7 +175,7 @@ def test_a_long_request_may_stay_unread_beyond_the_connect_timeout(
     assert client.opened
 
 
-def test_a_wait_for_the_headers_ends_after_each_silence(connect: Connect) -> None:
+def test_wait_for_headers_ends_after_each_silence(connect: Connect) -> None:
     """Also after a TLS server's session tickets: they can be read, and hold none of the reply."""
     _, client = connect(sends(), silence_s=0.01)
     eventually(lambda: client.waits >= 10, "heartbeats for the client")
@@ -246,7 +246,7 @@ def unanswered() -> Iterator[str]:
         yield f"http://{HOST}:{listener.getsockname()[1]}"
 
 
-def test_a_connect_without_answer_times_out_as_connect_failed(
+def test_unanswered_connect_times_out_as_connect_failed(
     make_client: MakeClient,
 ) -> None:
     with unanswered() as url:
@@ -254,7 +254,7 @@ def test_a_connect_without_answer_times_out_as_connect_failed(
     assert failed == (RequestFailReason.CONNECT_FAILED, "no connection within 0.2 s")
 
 
-def test_a_host_without_answer_is_tried_at_its_next_address(
+def test_unanswering_host_is_tried_at_its_next_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with unanswered() as url:
@@ -314,7 +314,7 @@ def test_a_lack_of_ipv6_hides_no_refusal(
         abortable_socket.connect(Abort(), "localhost", port, WAIT_S)
 
 
-def test_an_abort_ends_a_connect_that_is_not_answered(make_client: MakeClient) -> None:
+def test_abort_ends_a_connect_that_is_not_answered(make_client: MakeClient) -> None:
     with unanswered() as url:
         client = make_client(url, connect_timeout_s=1e9)  # what a config allows; too much for poll
         eventually(lambda: client.abort._socket is not None, "a socket that connects")
@@ -365,7 +365,7 @@ def test_an_untrusted_certificate_is_connect_failed(
         assert (reason, says in detail) == (RequestFailReason.CONNECT_FAILED, True), detail
 
 
-def test_a_renewed_ca_file_counts_from_the_next_connection_on(
+def test_renewed_ca_file_counts_from_the_next_connection(
     make_server: MakeServer, make_client: MakeClient, certificate: Path, tmp_path: Path
 ) -> None:
     """While a renewal has removed the file or written half of it, what it held before counts."""
@@ -505,14 +505,14 @@ def test_a_reply_is_read(
         pytest.param(ValueError, JSON_HEAD + b"\r\n" + bytes(5 << 20), id="too long"),
     ],
 )
-def test_a_reply_that_is_cut_short_or_malformed_is_an_error(
+def test_cut_short_or_malformed_reply_is_an_error(
     make_server: MakeServer, error: type[Exception], reply: bytes
 ) -> None:
     with pytest.raises(error, match=r"."):
         ask(make_server(sends(reply, close=True)).port)
 
 
-def test_a_server_that_resets_while_we_connect_is_a_lost_connection(
+def test_server_resetting_during_connect_is_a_lost_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wait = abortable_socket._wait
@@ -559,7 +559,7 @@ def test_a_server_that_reads_nothing_times_out(make_server: MakeServer) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_a_reply_that_is_there_when_the_time_is_up_counts(
+def test_reply_already_there_when_time_is_up_counts(
     make_server: MakeServer, certificate: Path, tls: bool
 ) -> None:
     """As after a stop of the host."""
@@ -604,7 +604,7 @@ def test_time_lost_by_this_program_is_not_silence(
 # ------------------------------------------------------------ aborts
 
 
-def test_an_abort_during_a_tls_handshake_closes_the_connection(certificate: Path) -> None:
+def test_abort_during_a_tls_handshake_closes_the_connection(certificate: Path) -> None:
     """Once the handshake is over, and even while the error is kept."""
     tls, abort = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Abort()
     tls.load_cert_chain(certificate)
@@ -629,7 +629,7 @@ def test_an_abort_during_a_tls_handshake_closes_the_connection(certificate: Path
 
 
 @pytest.mark.parametrize("reply", [b"", b"SSH 200\r\n\r\n"], ids=["ended", "not HTTP"])
-def test_a_connection_is_not_closed_while_it_is_shut_down(
+def test_connection_is_not_closed_while_being_shut_down(
     monkeypatch: pytest.MonkeyPatch, make_server: MakeServer, reply: bytes
 ) -> None:
     """Its descriptor may be another connection's in the next instant."""
@@ -725,7 +725,7 @@ def test_nothing_of_the_environment_is_used(
         assert b"cookie" not in told
 
 
-def test_a_forked_child_has_a_session_of_its_own() -> None:
+def test_forked_child_has_a_session_of_its_own() -> None:
     parents = session._session
     pid = os.fork()
     if pid == 0:
@@ -733,14 +733,14 @@ def test_a_forked_child_has_a_session_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_forked_child_needs_no_lock_of_the_parents_requests(
+def test_forked_child_needs_no_lock_of_parent_requests(
     free_port: Callable[[], int],
 ) -> None:
     with AbortableSocket.abort._lock, pytest.raises(ConnectionRefusedError):
         abortable_socket.connect(Abort(), HOST, free_port(), WAIT_S)
 
 
-def test_an_abort_reaches_the_server_despite_a_forked_copy(
+def test_abort_reaches_the_server_despite_a_forked_copy(
     make_server: MakeServer,
 ) -> None:
     is_here, is_copied = threading.Event(), threading.Event()

@@ -157,7 +157,7 @@ def test_a_waiting_reader_gets_text_at_once(
     assert streaming.told.messages == []
 
 
-def test_text_in_the_socket_is_sent_at_once_to_a_waiting_reader(streaming: Rig) -> None:
+def test_text_in_socket_reaches_waiting_reader_at_once(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.gets_lazy()
     streaming.reader.flush()
@@ -205,7 +205,7 @@ def test_text_before_garbage_is_reported(rig: Rig) -> None:
         "a mistake of our own": (RuntimeError("a mistake"), False, "a mistake"),
     },
 )
-def test_a_record_that_cannot_be_read_costs_no_text(
+def test_unreadable_record_costs_no_text(
     streaming: Rig,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
@@ -226,7 +226,7 @@ def test_a_record_that_cannot_be_read_costs_no_text(
     assert says in failure.detail
 
 
-def test_the_end_is_reported_at_once_with_all_text(streaming: Rig) -> None:
+def test_end_is_reported_at_once_with_all_text(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.gets_lazy()
     streaming.server.sendall(
@@ -239,7 +239,7 @@ def test_the_end_is_reported_at_once_with_all_text(streaming: Rig) -> None:
     assert streaming.opener.wait_closed() is streaming.told.messages[-1]
 
 
-def test_a_flush_that_finds_the_end_ends_the_stream_of_a_server_that_stays_connected(
+def test_flush_finding_the_end_ends_still_connected_stream(
     streaming: Rig,
 ) -> None:
     streaming.server.sendall(text("a"))

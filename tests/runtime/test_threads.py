@@ -71,7 +71,7 @@ def test_a_spare_thread_keeps_nothing_of_its_calls(spare: list[object]) -> None:
         assert reference() is None
 
 
-def test_it_waits_for_no_actor_but_in_the_hosts_code(spare: list[object]) -> None:
+def test_waits_for_no_actor_except_in_host_code(spare: list[object]) -> None:
     future: WorkerFuture[None] = WorkerFuture()
     waited: queue.SimpleQueue[bool] = queue.SimpleQueue()
 

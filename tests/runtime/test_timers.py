@@ -59,7 +59,7 @@ def test_an_alarm_fires_at_the_latest_instant_set() -> None:
     assert rung.empty()
 
 
-def test_a_failing_call_is_logged_and_the_next_is_made(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_call_is_logged_and_the_next_made(caplog: pytest.LogCaptureFixture) -> None:
     def failing() -> None:
         raise ValueError("mine")
 
@@ -100,7 +100,7 @@ def test_timers_survive_the_hosts_broken_logging() -> None:
         logger.removeFilter(failing)
 
 
-def test_a_deadline_beyond_the_platforms_limit_delays_no_other() -> None:
+def test_deadline_beyond_platform_limit_delays_no_other() -> None:
     never = call_at(timers.now() + 1e300, lambda: None)
     ticked = threading.Event()
     call_at(timers.now(), ticked.set)
@@ -111,7 +111,7 @@ def test_a_deadline_beyond_the_platforms_limit_delays_no_other() -> None:
     never.cancel()
 
 
-def test_far_deadlines_that_change_often_do_not_pile_up_and_a_cancelled_one_wakes_nobody(
+def test_far_deadlines_never_pile_up_or_wake_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = TimerThread()

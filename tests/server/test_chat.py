@@ -40,7 +40,7 @@ from tests.server.pace import SERVER_ARGS, patience
 pytestmark = pytest.mark.server
 
 
-def test_a_request_streams_to_its_end_with_usage_and_timings(chat: LlamaWorker) -> None:
+def test_request_streams_to_end_with_usage_and_timings(chat: LlamaWorker) -> None:
     text = "Grüße, 世界: 🦙 ≠ 🐑"  # characters of several tokens arrive whole
     result = ended(chat, submitted(chat, "greeting", "What do you say?", **forced(text)))
     assert (result["text"], result["reasoning"]) == (text, "")
@@ -55,7 +55,7 @@ def test_a_request_streams_to_its_end_with_usage_and_timings(chat: LlamaWorker) 
     assert timings["tokens_per_second"] > 0
 
 
-def test_the_default_bios_costs_less_than_a_hundred_tokens(
+def test_default_bios_costs_under_a_hundred_tokens(
     thin_model: str, llama_server: str, free_port: Callable[[], int]
 ) -> None:
     def prompt_tokens(**bios: Any) -> int:
@@ -76,9 +76,7 @@ def test_the_default_bios_costs_less_than_a_hundred_tokens(
     assert without < prompt_tokens() < without + 100
 
 
-def test_what_the_server_says_of_itself_is_told_and_kept_to(
-    chat: LlamaWorker, llama_server: str
-) -> None:
+def test_what_server_says_is_told_and_kept_to(chat: LlamaWorker, llama_server: str) -> None:
     status = chat.get_worker_status().get(timeout=patience())
     version = subprocess.run(
         [llama_server, "--version"], capture_output=True, text=True, check=True
@@ -97,7 +95,7 @@ def test_what_the_server_says_of_itself_is_told_and_kept_to(
     assert (answer["state"], "context" in answer) == (RequestState.COMPLETED, False)
 
 
-def test_a_prompt_beyond_the_context_fails_with_the_servers_own_words(chat: LlamaWorker) -> None:
+def test_prompt_beyond_context_fails_with_servers_words(chat: LlamaWorker) -> None:
     result = ended(chat, submitted(chat, "long", "x " * 3000))
     assert (result["state"], result.get("fail_reason")) == (
         RequestState.FAILED,
@@ -120,7 +118,7 @@ def test_a_prompt_beyond_the_context_fails_with_the_servers_own_words(chat: Llam
         pytest.param(1, is_generating, RequestPhase.GENERATING, id="in generation"),
     ],
 )
-def test_a_cancel_frees_the_servers_slots_and_keeps_the_output(
+def test_cancel_frees_server_slots_and_keeps_output(
     chat: LlamaWorker, chat_config: WorkerConfig, words: int, reached: Reached, phase: RequestPhase
 ) -> None:
     for name in ("Alpha", "Omega"):  # one after the other: meanwhile the second would go on
@@ -144,7 +142,7 @@ def test_a_cancel_frees_the_servers_slots_and_keeps_the_output(
     assert not any(slot["is_processing"] for slot in slots)
 
 
-def test_stop_in_generation_closes_the_connection_first_and_does_not_wait_for_the_grace(
+def test_stop_in_generation_closes_connection_first_skipping_grace(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server exits with 0 once its connections are closed; with 1 on the second SIGTERM, stuck in

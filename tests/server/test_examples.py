@@ -59,7 +59,7 @@ def example(name: str, *options: str, **env: str) -> Running:
     return running(sys.executable, str(program), *options, env={**os.environ, **env})
 
 
-def test_quickstart_shows_two_jobs_live_a_refusal_and_a_clean_stop(
+def test_quickstart_shows_two_jobs_refusal_and_clean_stop(
     server: str, thin_model: str, free_port: Callable[[], int]
 ) -> None:
     run = run_example(
@@ -81,7 +81,7 @@ def test_quickstart_shows_two_jobs_live_a_refusal_and_a_clean_stop(
 SLOW_STEP = re.compile(r"Executing <.*> took \d+\.\d+ seconds")
 
 
-def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
+def test_asyncio_streams_side_by_side_and_obeys_deadline(
     server: str, thin_model: str, free_port: Callable[[], int]
 ) -> None:
     options = ["--server", server, "--model", thin_model, "--port", str(free_port())]
@@ -98,9 +98,7 @@ def test_an_asyncio_program_streams_side_by_side_and_gives_up_at_a_deadline(
     assert run.stdout.count("the event loop goes on") > 1
 
 
-def test_a_decision_asked_for_by_one_worker_is_taken_by_another_and_carried_back(
-    server: str, thin_model: str
-) -> None:
+def test_decision_is_taken_by_another_worker_and_returned(server: str, thin_model: str) -> None:
     run = run_example("hivemind.py", "--server", server, "--model", thin_model)
     assert run.returncode == 0, run.stderr
     # ... one of what was asked about:
@@ -123,9 +121,7 @@ PICNIC = (
 )
 
 
-def test_a_decision_is_taken_while_the_model_that_asks_goes_on(
-    thin_model: str, tmp_path: Path
-) -> None:
+def test_decision_is_taken_while_asking_model_goes_on(thin_model: str, tmp_path: Path) -> None:
     server = server_program(tmp_path, Script(replies=PICNIC))
     run = run_example("hivemind.py", "--server", server, "--model", thin_model)
     assert run.returncode == 0, run.stderr
@@ -141,7 +137,7 @@ def test_a_decision_is_taken_while_the_model_that_asks_goes_on(
 # ---------------------------------------------------------------- fleet.py
 
 
-def test_fleet_answers_every_prompt_though_a_server_is_killed(
+def test_fleet_answers_every_prompt_despite_a_killed_server(
     server: str, thin_model: str, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     fleet_file = tmp_path / "fleet.toml"
@@ -163,9 +159,7 @@ def test_fleet_answers_every_prompt_though_a_server_is_killed(
     assert Counter(ended) == Counter(f"job-{number}" for number in range(1, 7))
 
 
-def test_fleet_gives_each_gpu_that_is_named_a_worker_and_one_named_twice_two(
-    server: str, thin_model: str
-) -> None:
+def test_fleet_gives_each_gpu_one_worker_per_mention(server: str, thin_model: str) -> None:
     options = (thin_model, "--gpus", "0,GPU-5,GPU-5", "Two?", "Four?", "Six?")
     with example("fleet.py", *options, LLAMA_SERVER=server) as (fleet, output):
         ready = [
@@ -242,7 +236,7 @@ def until(what: Callable[[], bool]) -> None:
     eventually(what, "it", patience())
 
 
-def test_the_web_server_answers_by_polling_and_by_streaming_and_refuses_when_busy(web: Web) -> None:
+def test_web_server_polls_streams_and_refuses_when_busy(web: Web) -> None:
     assert web.post(question="?").status_code == 400
     accepted = web.post(prompt="Count to a thousand.")
     assert (accepted.status_code, accepted.headers["Location"]) == (202, "/chat/1")
@@ -264,7 +258,7 @@ def test_the_web_server_answers_by_polling_and_by_streaming_and_refuses_when_bus
     assert web.get("/chat/1").status_code == 404
 
 
-def test_the_web_server_outlives_a_client_that_leaves_and_a_dead_llama_server_and_ends_at_sigterm(
+def test_web_server_outlives_client_and_llama_until_sigterm(
     web: Web,
 ) -> None:
     streamed = web.lines()
@@ -295,9 +289,7 @@ def test_the_web_server_outlives_a_client_that_leaves_and_a_dead_llama_server_an
 # ---------------------------------------------------------------- ray_fleet.py
 
 
-def test_ray_fleet_streams_from_two_replicas_and_leaves_nothing(
-    server: str, thin_model: str
-) -> None:
+def test_ray_fleet_streams_from_two_replicas_leaving_nothing(server: str, thin_model: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     try:
         for _ in range(3):  # Ray gives its own start 30 s, which cannot be set

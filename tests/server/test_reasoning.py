@@ -105,7 +105,7 @@ def test_the_formats_agree_to_the_letter(
         ("opened", "One comes first.\n</think>\n\nThe answer: one, two, three."),
     ],
 )
-def test_a_prompt_is_counted_and_a_follow_up_repeats_it_with_the_answer(
+def test_prompt_is_counted_and_repeated_with_its_answer(
     workers: dict[str, LlamaWorker], tags: str, saying: str
 ) -> None:
     worker, prompt = workers[tags], prompt_of(16, f"a follow-up {tags}")
@@ -139,7 +139,7 @@ def rendered(worker: LlamaWorker, *messages: ChatMessage) -> str:
     return prompt
 
 
-def test_an_answer_without_a_thought_is_text_where_the_token_limit_cuts_it_off(
+def test_answer_cut_off_without_a_thought_is_text(
     workers: dict[str, LlamaWorker],
 ) -> None:
     answer = "one two three four five"
@@ -153,7 +153,7 @@ def test_an_answer_without_a_thought_is_text_where_the_token_limit_cuts_it_off(
 HALF_A_TAG = re.compile(r"\s*</?(t|th|thi|thin|think)?$")
 
 
-def test_the_formats_agree_wherever_the_token_limit_cuts_the_model_off_but_for_half_a_tag(
+def test_formats_agree_at_every_cut_except_half_tags(
     workers: dict[str, LlamaWorker],
 ) -> None:
     saying, whole = "a  b\n\n ü\n</think>\n\nAns", ("a  b\n\n ü", "Ans")
@@ -183,7 +183,7 @@ def test_the_formats_agree_wherever_the_token_limit_cuts_the_model_off_but_for_h
         ("opened", "\n\n</think>\n\nAns", ("", "Ans"), ("", "Ans")),
     ],
 )
-def test_what_the_servers_parser_keeps_to_itself_costs_no_answer(
+def test_what_servers_parser_withholds_costs_no_answer(
     workers: dict[str, LlamaWorker],
     tags: str,
     saying: str,

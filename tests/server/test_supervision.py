@@ -84,7 +84,7 @@ def assert_serves(worker: LlamaWorker) -> None:
 # ---------------------------------------------------------------- death
 
 
-def test_a_killed_server_fails_its_request_at_once_in_every_phase_and_comes_back_by_itself(
+def test_killed_server_fails_its_request_and_comes_back(
     serve: Serve,
 ) -> None:
     # long, since the thin model reads in no time
@@ -120,7 +120,7 @@ IMPATIENT = TimeoutProfile(
 )
 
 
-def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(serve: Serve) -> None:
+def test_halted_server_is_replaced_timely_in_every_phase(serve: Serve) -> None:
     """Before the headers, in prefill without and with progress, in generation: all at once, a
     worker each."""
     stall = RequestFailReason.STALL_TIMEOUT
@@ -168,7 +168,7 @@ def test_a_halted_server_is_given_up_in_time_and_replaced_in_every_phase(serve: 
 # ---------------------------------------------------------------- a server that does not start
 
 
-def test_a_canary_that_is_refused_fails_the_start_and_one_that_is_accepted_does_not(
+def test_only_a_refused_canary_fails_the_start(
     serve: Serve,
 ) -> None:
     heard: list[str] = []
@@ -280,7 +280,7 @@ def test_a_script_that_passes_no_arguments_on(
     assert f"it listens on http://{HOST}:{elsewhere}: pass it the worker's host and port" in line
 
 
-def test_a_server_with_a_key_that_the_worker_does_not_have(start_error: StartError) -> None:
+def test_server_with_key_that_worker_lacks(start_error: StartError) -> None:
     timeouts = TimeoutProfile(startup_timeout_s=3.0)
     line, *_ = start_error("--api-key", "secret", timeouts=timeouts)
     assert "the last probe: GET /v1/models: 401; give the worker the server's --api-key" in line
@@ -289,7 +289,7 @@ def test_a_server_with_a_key_that_the_worker_does_not_have(start_error: StartErr
 # ---------------------------------------------------------------- swapped by hand
 
 
-def test_a_drained_server_ends_its_work_and_a_restarted_one_gives_it_up(serve: Serve) -> None:
+def test_draining_finishes_work_and_restarting_gives_it_up(serve: Serve) -> None:
     with LlamaWorker(serve(slots=2)) as worker:
         running = submitted(worker, "last", "Count.", **{**ENDLESS, "max_tokens": 64})
         drained = worker.drain()

@@ -160,7 +160,7 @@ def shown() -> list[ChatMessage]:
     ]
 
 
-def test_a_native_turn_of_two_calls_and_a_signal_is_answered_and_the_prompt_cache_survives_it(
+def test_native_turn_is_answered_and_prompt_cache_survives(
     native: Bench,
 ) -> None:
     examples = shown() * 3
@@ -199,7 +199,7 @@ FIRST_CALL_THEN_ANSWER: dict[str, Any] = {
 }
 
 
-def test_a_template_without_tools_gets_them_in_its_prompt_and_the_prompt_cache_survives_the_turn(
+def test_template_without_tools_prompts_them_and_keeps_cache(
     prompted: Bench,
 ) -> None:
     (warning,) = prompted.warnings()
@@ -210,13 +210,13 @@ def test_a_template_without_tools_gets_them_in_its_prompt_and_the_prompt_cache_s
     assert_cached(prompted.seen.get(timeout=patience()), status, at_least=400)
 
 
-def test_two_prompted_requests_in_a_row_share_the_bios_in_the_prompt_cache(prompted: Bench) -> None:
+def test_consecutive_prompted_requests_share_bios_in_prompt_cache(prompted: Bench) -> None:
     for prompt in ("Say one.", "Say two."):
         _, status = prompted.run(prompt, [], max_tokens=1)
     assert status["prompt_progress"]["cached"] >= 0.8 * status["prompt_progress"]["total"]
 
 
-def test_a_server_that_refuses_tools_gets_the_request_again_in_prompted_mode(serve: Serve) -> None:
+def test_server_refusing_tools_gets_request_again_as_prompted(serve: Serve) -> None:
     """With --no-jinja, b11434 says in /props that this template has tools, and refuses them with a
     500."""
     template = ("--no-jinja", "--chat-template-file", str(TEMPLATES / "tools.jinja"))

@@ -103,7 +103,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
+def test_stuck_main_thread_is_found_although_child_computes(
     serve: Serve, hold: Callable[[int, int], None], looks: list[float]
 ) -> None:
     config = serve(whole=True, timeouts=suspicious())  # it computes most of the time
@@ -121,7 +121,7 @@ def test_a_main_thread_that_stands_still_is_found_although_a_child_computes(
         wait_ready(worker, restarts=1)
 
 
-def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
+def test_lost_request_found_by_idle_slot_ends_alone(
     serve: Serve, free_port: Callable[[], int], looks: list[float]
 ) -> None:
     config = serve(slots=2, slot_tokens=8192, whole=True, timeouts=suspicious())
@@ -146,7 +146,7 @@ def test_a_request_that_got_lost_is_found_by_its_idle_slot_and_ends_alone(
 
 
 @pytest.mark.parametrize("asks", [{"id_slot": 0}, {"n": 2}], ids=["for one slot", "for two slots"])
-def test_a_request_that_waits_for_its_slots_is_spared(
+def test_request_waiting_for_its_slots_is_spared(
     serve: Serve, looks: list[float], asks: dict[str, Any]
 ) -> None:
     config = serve(slots=2, slot_tokens=8192, whole=True, timeouts=suspicious())
@@ -175,7 +175,7 @@ NUMBERS = "Numbers: one two three four five six seven eight nine ten. " * 20
     [((), True), (("--cache-ram", "0"), False)],
     ids=["with a prompt cache", "without"],
 )
-def test_a_slot_asked_for_while_it_is_busy_may_get_another_prompt(
+def test_slot_requested_while_busy_may_get_another_prompt(
     serve: Serve, cache: tuple[str, ...], mixes: bool
 ) -> None:
     """The server's own fault (b11434). Once the first case fails, the warning can go."""

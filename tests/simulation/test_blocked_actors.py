@@ -61,7 +61,7 @@ def in_a_long_answer() -> Iterator[LongAnswer]:
 
 @pytest.mark.parametrize("name", ["request[0]", "process", "transport", "watchdog", "tool_loop"])
 @pytest.mark.parametrize("wakes", [True, False])
-def test_a_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: bool) -> None:
+def test_blocked_actor_is_replaced_and_its_request_fails(name: str, wakes: bool) -> None:
     with in_a_long_answer() as request:
         bench, scheduler, worker = request.bench, request.bench.scheduler, request.bench.worker
         blocked = bench.actor_of(name)
@@ -98,7 +98,7 @@ STOPPED, RESTARTED = RequestFailReason.WORKER_STOPPED, RequestFailReason.WORKER_
         "the stream never closes": (RESTARTED, False, FOUND_S),
     },
 )
-def test_a_stream_that_cannot_be_flushed_holds_nothing_up(
+def test_unflushable_stream_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch, reason: RequestFailReason, closes: bool, within_s: float
 ) -> None:
     with in_a_long_answer() as request:
@@ -247,7 +247,7 @@ def test_unread_output_outlives_another_actor(monkeypatch: pytest.MonkeyPatch, n
         assert result["text"].startswith(said)
 
 
-def test_a_server_that_ends_at_once_died_after_its_actor() -> None:
+def test_server_ending_at_once_died_after_its_actor() -> None:
     def guard_tells_at_once(process: SimServerProcess, signal: Signal) -> None:
         process._reply_to.tell(Died(epoch=process.epoch, returncode=-9))
 

@@ -72,7 +72,7 @@ def lacks_a_thread(bench: Bench) -> None:
         "cancelled in a batch": (is_cancelled, "idle_stream_timeout_s"),
     },
 )
-def test_only_what_was_broken_off_may_still_hold_headers_back(
+def test_only_broken_off_work_may_hold_headers_back(
     first: Callable[[Bench], None], limit: str
 ) -> None:
     bench = quiet_bench(replace(FAST, shows_slots=False), normal_tools=(TOOL,), tool_runner=Mock())
@@ -89,7 +89,7 @@ def test_only_what_was_broken_off_may_still_hold_headers_back(
         assert 0.0 <= bench.scheduler.now - sent_at - limit_s <= 15.0
 
 
-def test_headers_are_held_back_by_a_batch_that_began_after_the_latest_report() -> None:
+def test_batch_begun_after_latest_report_holds_headers_back() -> None:
     bench = quiet_bench(A_LONG_BATCH)
     scheduler, worker = bench.scheduler, bench.worker
     short = replace(LONG, prompt_tokens=120, text_tokens=1)
@@ -128,7 +128,7 @@ def test_headers_are_held_back_where_two_were_cancelled(
         assert bench.answer(worker.ask("behind them"), 3600.0)["state"] is RequestState.COMPLETED
 
 
-def test_who_never_had_a_batch_holds_no_headers_back_where_nothing_moves() -> None:
+def test_request_without_batch_holds_no_headers_when_still() -> None:
     bench = quiet_bench(replace(FAST, shows_slots=False))
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: LONG

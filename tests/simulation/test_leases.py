@@ -29,7 +29,7 @@ def granted(bench: Bench) -> tuple[Ref[WorkerMessage], LeasedExchange]:
     return mailbox, exchange
 
 
-def test_a_lease_that_is_heard_out_ends_by_its_alarm() -> None:
+def test_lease_that_is_heard_out_ends_by_alarm() -> None:
     bench = quiet_bench()
     scheduler = bench.scheduler
     with bench.ready():

@@ -16,7 +16,7 @@ ENCODE_S = 400.0
 
 
 @pytest.mark.parametrize("cancelled_after_s", [0.1, 20.0])
-def test_a_cancelled_requests_image_is_encoded_to_its_end(cancelled_after_s: float) -> None:
+def test_cancelled_requests_image_is_encoded_to_its_end(cancelled_after_s: float) -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, encode_s=ENCODE_S)
@@ -29,7 +29,7 @@ def test_a_cancelled_requests_image_is_encoded_to_its_end(cancelled_after_s: flo
         assert bench.answer(worker.ask("behind it"), 3600.0)["state"] is RequestState.COMPLETED
 
 
-def test_an_image_that_was_cancelled_in_the_queue_is_encoded_behind_the_next_batch() -> None:
+def test_image_cancelled_in_queue_is_encoded_after_batch() -> None:
     bench = quiet_bench(replace(FAST, batch_tokens=8192))  # a prompt takes 8 s, in one batch
     scheduler, worker = bench.scheduler, bench.worker
     bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, encode_s=ENCODE_S)
@@ -44,7 +44,7 @@ def test_an_image_that_was_cancelled_in_the_queue_is_encoded_behind_the_next_bat
 
 
 @pytest.mark.parametrize("headers", Headers)
-def test_a_server_that_waits_for_the_host_of_an_image_is_spared(headers: Headers) -> None:
+def test_server_waiting_for_an_image_host_is_spared(headers: Headers) -> None:
     bench = quiet_bench(replace(FAST, headers=headers))
     two_connects_s = 2 * 127.0  # to hosts that do not answer
     bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, fetch_s=two_connects_s)
@@ -56,7 +56,7 @@ def test_a_server_that_waits_for_the_host_of_an_image_is_spared(headers: Headers
         assert bench.answer(look, 3600.0)["state"] is RequestState.COMPLETED
 
 
-def test_a_server_that_dies_while_an_image_is_fetched_is_found_at_last() -> None:
+def test_server_dying_while_image_is_fetched_is_found() -> None:
     bench = quiet_bench()
     bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, fetch_s=1e9)
     with bench.ready(), pytest.raises(RequestFailed, match="silent_work_timeout_s 3600"):

@@ -47,7 +47,7 @@ def test_what_was_learnt_outlives_a_launch() -> None:
 
 
 @pytest.mark.parametrize("until_the_gap_s", [0.0, 0.001, 0.01, 0.1])
-def test_a_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: float) -> None:
+def test_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: float) -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     with bench.ready():
@@ -61,7 +61,7 @@ def test_a_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: fl
         assert told["last_error"].startswith("actor_died: watchdog")
 
 
-def test_a_server_that_a_request_found_dead_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_found_dead_by_request_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its guard was killed, and the rest of its tree does not end: the worker is told late."""
     bench = quiet_bench()
     worker = bench.worker
@@ -86,7 +86,7 @@ def test_a_server_that_a_request_found_dead_gets_no_other(monkeypatch: pytest.Mo
         assert restart["reason"] == "server_died"
 
 
-def test_a_server_that_dies_behind_each_answer_is_not_locked_out(
+def test_server_dying_after_each_answer_avoids_lockout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its death is told before the end of the answer was read."""

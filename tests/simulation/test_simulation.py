@@ -94,7 +94,7 @@ def test_a_run_leaves_nothing_behind() -> None:
     assert reference() is None
 
 
-def test_strangers_slow_steps_and_replies_in_one_piece_are_spared() -> None:
+def test_strangers_slow_steps_and_whole_replies_are_spared() -> None:
     """Four looks alone would have given up one that waits behind a stranger's step."""
     world = World(Setting(seed=2, hours=2.0, requests_per_hour=80.0, faults_per_hour=0))
     world.run()
@@ -104,7 +104,7 @@ def test_strangers_slow_steps_and_replies_in_one_piece_are_spared() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_tenth_of_a_worker_year_that_nobody_has_seen_before() -> None:
+def test_a_tenth_of_a_year_nobody_has_seen() -> None:
     total = run_all(settings(time.time_ns() % 2**40, HOURS, 100.0))
     assert total.hours >= HOURS - 0.1
     assert total.requests >= 1000

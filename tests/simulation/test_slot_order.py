@@ -44,7 +44,7 @@ def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
         assert max(each["timings"]["ttft_s"] or 0.0 for each in results) > 690.0
 
 
-def test_a_request_whose_slot_never_has_a_turn_ends_alone() -> None:
+def test_request_whose_slot_never_has_turn_ends_alone() -> None:
     """Reported of llama-server: its slot is taken, and only the others go on. It has no headers."""
     bench = quiet_bench(replace(FAST, slots=3))  # with one that is idle, it cannot be queued
     endless = Reply(key="r", prompt_tokens=9, reasoning_tokens=0, text_tokens=10**9, step_tokens=1)
@@ -66,7 +66,7 @@ def test_a_request_whose_slot_never_has_a_turn_ends_alone() -> None:
         assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
 
 
-def test_who_queues_behind_a_task_that_is_not_computed_beside_chats_is_spared() -> None:
+def test_request_queued_behind_exclusive_task_is_spared() -> None:
     """Such as `/infill`: its slot is taken, and stands still while a chat generates."""
     bench = quiet_bench(replace(FAST, decode_tokens_per_s=10.0))
     chat = Reply(key="r", prompt_tokens=9, reasoning_tokens=0, text_tokens=4000, step_tokens=1)

@@ -15,7 +15,7 @@ from tests.simulation.runtime import SimServerProcess
 from tests.simulation.server import Reply
 
 
-def test_sigterm_comes_as_soon_as_every_stream_is_closed() -> None:
+def test_sigterm_comes_once_every_stream_is_closed() -> None:
     bench = quiet_bench()
     scheduler, worker = bench.scheduler, bench.worker
     signals: list[tuple[Signal, float]] = []
@@ -42,7 +42,7 @@ def test_sigterm_comes_as_soon_as_every_stream_is_closed() -> None:
 
 
 @pytest.mark.parametrize("ignores_term", [True, False])
-def test_evidence_is_kept_of_what_sigterm_does_not_end(ignores_term: bool) -> None:
+def test_evidence_is_kept_of_what_sigterm_cannot_end(ignores_term: bool) -> None:
     bench = quiet_bench()
     worker = bench.worker
     with bench.ready():
@@ -67,7 +67,7 @@ def test_what_is_stuck_has_no_next_restart() -> None:
         assert (told["state"], "next_restart_at" in told) == (WorkerState.FAILED, False)
 
 
-def test_no_alarm_outlives_a_server_whose_handle_was_lost() -> None:
+def test_no_alarm_outlives_server_whose_handle_was_lost() -> None:
     bench = quiet_bench()
     scheduler, runtime = bench.scheduler, bench.runtime
     alarms: list[ClockTimer] = []

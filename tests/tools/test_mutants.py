@@ -77,7 +77,7 @@ def test_a_failure_without_the_mutant_counts_for_nothing(tmp_path: Path) -> None
     assert killer(origin, tmp_path, *NEVER) is None
 
 
-def test_a_campaign_by_itself_says_how_long_it_took(tmp_path: Path) -> None:
+def test_campaign_itself_says_how_long_it_took(tmp_path: Path) -> None:
     origin = repository(tmp_path / "origin")
     campaign = origin / "tests" / "simulation" / "__main__.py"
     campaign.parent.mkdir()
@@ -110,7 +110,7 @@ def test_what_fails_without_a_mutant_is_shown(
     assert "def test_it(): assert 0" in capsys.readouterr().out
 
 
-def test_the_nearest_tests_come_first_and_those_of_the_room_last(tmp_path: Path) -> None:
+def test_nearest_tests_come_first_and_room_tests_last(tmp_path: Path) -> None:
     origin = repository(tmp_path / "origin")
     for path, text in {
         "tests/runtime/test_a_timer.py": "",
@@ -136,7 +136,7 @@ def test_the_nearest_tests_come_first_and_those_of_the_room_last(tmp_path: Path)
     ]
 
 
-def test_a_tree_that_is_edited_meanwhile_changes_no_diff(tmp_path: Path) -> None:
+def test_tree_edited_meanwhile_changes_no_diff(tmp_path: Path) -> None:
     origin = repository(tmp_path / "origin")
     tree = Tree(origin, tmp_path / "tree")
     (origin / MODULE).write_text("# another\n" + FILES[MODULE])

@@ -27,7 +27,7 @@ def at(clock: PausingClock, *instants: float) -> list[ClockTimer]:
     return [clock.call_at(instant, nothing, 0.0) for instant in instants]
 
 
-def test_the_clock_follows_the_system_while_timers_are_on_time() -> None:
+def test_clock_follows_system_while_timers_are_on_time() -> None:
     clock = PausingClock()
     (timer,) = at(clock, 100.0)
     assert (clock.now(99.0), clock.wakes_at) == (99.0, 100.0)
@@ -37,13 +37,13 @@ def test_the_clock_follows_the_system_while_timers_are_on_time() -> None:
     assert clock.lost_s == 0.0
 
 
-def test_the_clock_passes_no_timer_that_has_not_fired() -> None:
+def test_clock_passes_no_timer_that_has_not_fired() -> None:
     clock = PausingClock()
     at(clock, 100.0)
     assert clock.now(100.5) == clock.now(5000.0) == 100.0
 
 
-def test_the_clock_pauses_after_a_gap_and_resumes_at_the_late_timer() -> None:
+def test_clock_pauses_after_gap_until_the_late_timer() -> None:
     clock = PausingClock()
     first, second = at(clock, 100.0, 130.0)
     assert clock.due(3700.0) is None
@@ -66,7 +66,7 @@ def test_a_second_gap_delays_nothing_again() -> None:
     assert clock.now(7300.0) == 100.0
 
 
-def test_a_gap_is_seen_though_the_next_timer_is_far() -> None:
+def test_gap_is_seen_though_next_timer_is_far() -> None:
     """Behind one that was fired its receiver may set the next only after a gap."""
     clock = PausingClock()
     (timer,) = at(clock, 100.0)
@@ -86,7 +86,7 @@ def test_a_clock_without_timers_wakes_nobody() -> None:
     assert clock.wakes_at is None
 
 
-def test_a_timer_that_was_cancelled_behind_a_gap_has_shown_it() -> None:
+def test_timer_cancelled_behind_gap_has_shown_it() -> None:
     clock = PausingClock()
     timer, _ = at(clock, 100.0, 5000.0)
     assert clock.now(3700.0) == 100.0
@@ -108,7 +108,7 @@ def test_a_past_instant_counts_as_now() -> None:
         st.tuples(st.sampled_from(["run", "set", "cancel"]), st.floats(0.0, 50.0)), max_size=60
     )
 )
-def test_the_clock_never_falls_and_fires_timers_in_order(steps: list[tuple[str, float]]) -> None:
+def test_clock_never_falls_and_fires_timers_in_order(steps: list[tuple[str, float]]) -> None:
     clock, system, shown = PausingClock(), 0.0, 0.0
     waiting: dict[ClockTimer, float] = {}
     for step, amount in steps:
@@ -202,7 +202,7 @@ def test_repeatedly_lost_time_counts_for_no_limit(late_s: float) -> None:
     assert machine.ran_s == pytest.approx(1200.0, abs=15.0)
 
 
-def test_a_standstill_is_measured_without_the_time_that_was_lost() -> None:
+def test_standstill_is_measured_without_lost_time() -> None:
     def slots(now: float) -> tuple[Slot, ...]:
         return (Slot(slot_id=0, is_processing=True, task=1, decoded_tokens=9),)
 
@@ -212,7 +212,7 @@ def test_a_standstill_is_measured_without_the_time_that_was_lost() -> None:
 
 
 @LATE
-def test_a_hang_is_found_even_if_every_timer_is_late(late_s: float) -> None:
+def test_hang_is_found_even_if_all_timers_late(late_s: float) -> None:
     machine = hanging(PROFILE, late_s)
     assert machine.run(1e6, Stalled) is not None
     assert machine.ran_s == pytest.approx(20.0, abs=6.0)
@@ -274,7 +274,7 @@ def test_a_launch_gets_lost_time_back() -> None:
     assert 3610.0 <= found_at <= 3614.0
 
 
-def test_a_look_that_failed_by_shortage_counts_as_work() -> None:
+def test_look_that_failed_by_shortage_counts_as_work() -> None:
     """The limit is 20 s: from 62 on it is seen to work."""
     profile = replace(PROFILE, idle_stream_timeout_s=None, headers_timeout_s=20.0)
     watch = VirtualWatch.ready(

@@ -83,7 +83,7 @@ class Bench:
         self.actor.handle(messages.CancelRequest(request_id=request_id, reply=reply))
 
 
-def test_a_late_stream_does_not_reach_the_next_request() -> None:
+def test_late_stream_does_not_reach_next_request() -> None:
     bench = Bench()
     bench.begin(1)
     bench.cancel(1)  # while its headers are on their way

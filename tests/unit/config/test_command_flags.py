@@ -236,7 +236,7 @@ def test_batches_that_everything_waits_for_are_named(
     assert size is None or f"in batches of {size} tokens" in (line or "")
 
 
-def test_only_a_command_that_says_so_tells_the_size_of_its_batches() -> None:
+def test_only_an_explicit_command_tells_its_batch_size() -> None:
     assert batch_tokens(MODEL, {}) is None
     assert batch_tokens(("./serve.sh",), {}) is None
     assert batch_tokens(("./serve.sh", "-b", "64"), {}) == 64

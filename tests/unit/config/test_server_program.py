@@ -27,7 +27,7 @@ def test_the_guard_runs_on_this_python() -> None:
 
 
 @pytest.mark.parametrize("name", ["uwsgi", "my_app", ""])
-def test_a_program_that_embeds_python_is_not_started_again(
+def test_program_embedding_python_is_not_started_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = shell_program(tmp_path / name, "exit 3") if name else ""

@@ -92,7 +92,7 @@ def test_its_stream_tells_how_it_ended(
 
 
 @pytest.mark.parametrize("event", [Finish("stop"), Done(), ServerError("no memory", 500, None)])
-def test_two_seconds_are_left_after_the_first_possible_end(event: StreamEvent) -> None:
+def test_two_seconds_are_left_after_first_possible_end(event: StreamEvent) -> None:
     request = speaking()
     assert request.settled_at is None
     request.received([event], 3.0)
@@ -184,7 +184,7 @@ def test_a_dead_servers_request_ends_in_time() -> None:
 @pytest.mark.parametrize(
     ("failure", "reason"), [(None, None), (BROKEN, Reason.SERVER_DIED)], ids=["whole", "broken"]
 )
-def test_a_reply_in_one_piece_may_be_read_after_its_servers_death(
+def test_whole_reply_may_be_read_after_server_death(
     failure: StreamFailure | None, reason: Reason | None
 ) -> None:
     exchange = LeasedExchange(

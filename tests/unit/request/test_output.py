@@ -27,7 +27,7 @@ def test_output_ends_with_the_line_that_decided() -> None:
     assert (it.reasoning, it.text) == ("", "a\n" + LINE * 12)
 
 
-def test_the_rest_is_added_whole_and_is_no_loop() -> None:
+def test_rest_is_added_whole_and_is_no_loop() -> None:
     it = Output(LoopDetector())
     it.add("hm", "a\n")
     it.add_held_back("\n" + LINE * 20, LINE * 20 + "b")

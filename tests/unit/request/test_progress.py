@@ -48,7 +48,7 @@ def test_the_same_again_and_again(stream: list[events.StreamEvent], advance: lis
     assert advances(*stream) == advance
 
 
-def test_prompt_progress_advances_only_beyond_all_that_was_reported() -> None:
+def test_prompt_progress_advances_only_beyond_everything_reported() -> None:
     in_circles = [
         events.PromptReport(processed, 100, 0) for processed in (0, 40, 80, 0, 40, 80, 81, 80)
     ]
@@ -74,7 +74,7 @@ def record(progress: TurnProgress, *stream: events.StreamEvent, at: float = 1.0)
         progress.record(event, at)
 
 
-def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
+def test_tokens_are_servers_count_or_else_deltas() -> None:
     it = TurnProgress(0.0)
     record(
         it, events.TextDelta("a"), events.TextDelta("b"), events.ToolCallDelta(0, "x", "add", "{}")
@@ -88,7 +88,7 @@ def test_tokens_are_the_servers_count_or_else_the_deltas() -> None:
     assert it.tokens == 3
 
 
-def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
+def test_speed_is_servers_or_else_over_deltas() -> None:
     it = TurnProgress(0.0)
     assert it.tokens_per_second() is None
     record(it, events.TextDelta("a"), at=1.0)
@@ -100,7 +100,7 @@ def test_speed_is_the_servers_or_else_over_the_deltas() -> None:
     assert it.tokens_per_second() == 40.0
 
 
-def test_the_longest_gap_is_known_from_the_second_token_on() -> None:
+def test_longest_gap_is_known_from_second_token_on() -> None:
     it, gaps = TurnProgress(0.0), []
     for at in (5.0, 6.0, 9.0, 9.5):
         record(it, events.TextDelta("a"), at=at)
@@ -123,7 +123,7 @@ def test_prompt_progress_is_data_only_where_it_grows() -> None:
     assert it.repeated_at == (10.0,)
 
 
-def test_a_first_batch_that_is_reported_before_it_is_computed_takes_as_long_as_the_second() -> None:
+def test_first_batch_reported_early_lasts_like_the_second() -> None:
     it = TurnProgress(0.0)
     for at, processed in ((1.0, 0), (1.1, 512), (9.1, 1024)):
         assert not it.batches

@@ -110,7 +110,7 @@ def test_instructions_that_begin_a_conversation_are_system_prompts(role: str) ->
     assert begin(messages=earlier, mode="separate").messages[2:-1] == earlier
 
 
-def test_the_order_is_bios_system_prompt_messages_user_prompt() -> None:
+def test_order_is_bios_system_prompt_messages_user_prompt() -> None:
     prior: list[ChatMessage] = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "a"},
@@ -195,7 +195,7 @@ def test_native_tool_turns_are_rewritten_for_prompted_mode() -> None:
     assert begin(bios, messages=earlier).messages[1:-1] == earlier
 
 
-def test_a_result_has_the_name_of_its_own_call() -> None:
+def test_result_has_the_name_of_its_own_call() -> None:
     earlier: list[Any] = [
         message
         for name in ("find", "add")  # another program's ids begin anew in each turn
@@ -282,7 +282,7 @@ def test_the_workers_own_defaults() -> None:
     }
 
 
-def test_params_win_over_default_params_and_those_over_defaults() -> None:
+def test_params_beat_default_params_and_those_beat_defaults() -> None:
     instead = {"return_progress": False, "stream_options": {}, "reasoning_format": "none"}
     changed = {**instead, "sse_ping_interval": -1, "max_tokens": 5, "unknown": {"a": [1, None]}}
     of = config(max_tokens=1, default_params=changed)
@@ -292,7 +292,7 @@ def test_params_win_over_default_params_and_those_over_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
-def test_a_token_limit_wins_by_any_of_its_names(name: str) -> None:
+def test_token_limit_wins_by_any_of_its_names(name: str) -> None:
     of = config(default_params={"max_completion_tokens": 100, "n_predict": 100})
     limited = body(of, {name: 5})
     limits = {"max_tokens", "max_completion_tokens", "n_predict"}

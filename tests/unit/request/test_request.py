@@ -289,7 +289,7 @@ def test_a_report_of_malformed_output_accuses_no_server() -> None:
         assert play.record.http_status is None
 
 
-def test_a_full_context_that_slots_share_accuses_no_server() -> None:
+def test_full_context_shared_by_slots_accuses_no_server() -> None:
     """All that use it fail at once."""
     message = "Context size has been exceeded."
     record = ServerError(message, 500, "server_error")
@@ -354,7 +354,7 @@ def test_a_dead_server_that_had_finished_had_answered(
 
 
 @pytest.mark.parametrize("last", [closed(), Done()])
-def test_the_calls_of_a_dead_server_are_not_begun(last: Event) -> None:
+def test_calls_of_a_dead_server_are_not_begun(last: Event) -> None:
     play = reading_rest(asked(WITH_TOOLS))
     assert play >> (TextDelta("a"), call("add"), CALLS) >> last << CLOSE << Ends("server_died")
 
@@ -426,7 +426,7 @@ def raises(*_: Any, **__: Any) -> Any:
 
 
 @in_every_phase
-def test_a_failure_of_its_own_keeps_what_was_shown(
+def test_failure_of_its_own_keeps_what_was_shown(
     begin: Callable[[], Play], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play = begin()
@@ -440,7 +440,7 @@ def test_a_failure_of_its_own_keeps_what_was_shown(
     assert told_again << Ends("unknown_error", text=text, fail_detail="a bug")
 
 
-def test_what_is_told_of_a_lost_request_is_bounded() -> None:
+def test_what_is_told_of_lost_request_is_bounded() -> None:
     lost, detail = Admitted(1, 0, "j", 0.0), f"KeyError: s3cret \ud800{'.' * 3000}"
     record = lost_record(lost, detail, 1.0, unix_offset=UNIX, secret="s3cret")
     shown = f"KeyError: *** \ufffd{'.' * 3000}"[:2000]
@@ -603,7 +603,7 @@ def test_a_failed_tool_fails_the_request() -> None:
 LATE = "tool 'add' did not return within tool_timeout_s 10 s"
 
 
-def test_a_call_that_takes_too_long_fails_the_request() -> None:
+def test_call_taking_too_long_fails_the_request() -> None:
     play = in_tools(calls_count=2)
     assert play >> 111.9 >> returned("one") << CallTool
     end = Ends("tool_execution_error", fail_detail=LATE)
@@ -616,7 +616,7 @@ RAISED = "tool 'add' raised ValueError: no s3cret \ud800" + "." * 3000
 SHOWN = f"tool 'add' raised ValueError: no *** \ufffd{'.' * 3000}"[:2000]
 
 
-def test_a_tools_error_is_shown_as_it_may_be() -> None:
+def test_tools_error_is_shown_as_it_may_be() -> None:
     play = in_tools(with_tools(api_key="s3cret"))
     end = Ends("tool_execution_error", fail_detail=SHOWN)
     assert play >> returned(RAISED, ok=False) << DROP << end
@@ -692,7 +692,7 @@ def test_calls_not_run_are_traced_as_written() -> None:
 # ---------------------------------------------------------------- exit calls
 
 
-def test_an_exit_call_is_recorded_once_it_is_complete() -> None:
+def test_exit_call_is_recorded_once_complete() -> None:
     play = asked(WITH_TOOLS)
     more = ToolCallDelta(index=0, call_id=None, name=None, arguments="}")
     assert play >> 101.0 >> (TextDelta("a"), call("signal", '{"s": {"t": 1'))
@@ -714,7 +714,7 @@ def test_an_exit_call_is_recorded_once_it_is_complete() -> None:
         (with_tools(exit_tools=()), True, MAX_HOLD_S),
     ],
 )
-def test_text_that_may_hold_a_signal_is_told_sooner(
+def test_text_that_may_hold_signal_is_told_sooner(
     of: WorkerConfig, prompted: bool, max_hold_s: float
 ) -> None:
     play = Play(of, prompted=prompted)
@@ -733,7 +733,7 @@ def test_native_tagged_exit_calls_count_at_the_end(prompted: bool) -> None:
 
 
 @pytest.mark.parametrize("prompted", [True, False])
-def test_a_host_that_wants_no_calls_gets_their_text(prompted: bool) -> None:
+def test_host_that_wants_no_calls_gets_their_text(prompted: bool) -> None:
     play = asked(with_tools(default_params={"tool_choice": "none"}), prompted=prompted)
     assert play >> (TextDelta(TAGGED), STOP, Done()) << CLOSE << Ends("stop", text=TAGGED)
     assert play.signals == []
@@ -788,7 +788,7 @@ def test_exit_calls_and_text_are_kept(ending: str, said: StreamEvent, prompted: 
 
 
 @in_every_ending
-def test_a_call_that_was_on_its_way_is_traced(ending: str) -> None:
+def test_call_that_was_on_its_way_is_traced(ending: str) -> None:
     play = asked(WITH_TOOLS)
     tell(play >> call("add", '{"a": 1'), ENDINGS[ending])
     assert trace_of(play, "arguments", "ok") == [('{"a": 1', False)]
@@ -943,7 +943,7 @@ def test_turns_that_begin_alike_are_no_loop(said: StreamEvent) -> None:
     assert play >> (TextDelta("Done."), STOP) >> Done() << CloseStream << Ends("stop")
 
 
-def test_a_loop_in_a_later_turn_is_cut_behind_it() -> None:
+def test_loop_in_later_turn_is_cut_behind_it() -> None:
     play = in_tools()
     assert play >> returned("3") << PostChat
     end = Ends("repeated_line_loop", text="Let me add." + LINE * 12)

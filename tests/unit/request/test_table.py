@@ -97,7 +97,7 @@ def test_expiring_looks_at_no_younger_record() -> None:
         (RequestFailReason.TOOL_EXECUTION_ERROR, False),
     ],
 )
-def test_what_the_server_has_ended_is_not_broken_off(
+def test_what_server_has_ended_is_not_broken_off(
     fail_reason: RequestFailReason | None, is_broken_off: bool
 ) -> None:
     result: Any = {"fail_reason": fail_reason}
@@ -105,6 +105,6 @@ def test_what_the_server_has_ended_is_not_broken_off(
 
 
 @pytest.mark.parametrize("ended", [{"ended_in": RequestPhase.TOOL}, {"was_sent": False}])
-def test_what_ends_while_the_server_has_none_of_it_is_not_broken_off(ended: dict[str, Any]) -> None:
+def test_request_unknown_to_server_is_not_broken_off(ended: dict[str, Any]) -> None:
     result: Any = {"fail_reason": RequestFailReason.CANCELED}
     assert not replace(record(1), result=result, **ended).is_broken_off

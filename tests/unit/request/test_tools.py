@@ -35,7 +35,7 @@ class Number(IntEnum):
         (Number.ONE, "1"),
     ],
 )
-def test_any_json_value_is_passed_back_also_nothing_found(value: object, text: str) -> None:
+def test_any_json_value_is_returned_even_nothing_found(value: object, text: str) -> None:
     encoded = encode_result(value)
     assert encoded == text
     assert type(encoded) is str

@@ -109,7 +109,7 @@ def test_instructions_never_split_a_call_and_its_result() -> None:
     assert [message["role"] for message in found] == roles.split()
 
 
-def test_a_call_that_was_never_answered_holds_nothing_back() -> None:
+def test_call_never_answered_holds_nothing_back() -> None:
     before = messages(USER, call("x"), USER, POLICY)
     assert messages(USER, call("x"), USER, POLICY, SAID, USER) == [*before, SAID, USER]
 
@@ -264,7 +264,7 @@ def test_unknown_items_are_ignored_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize("role", ["assistant", "developer", "system"])
-def test_images_beside_a_users_are_ignored_with_a_warning(role: str) -> None:
+def test_images_beside_a_users_are_ignored_with_warning(role: str) -> None:
     content = [IMAGE, {"type": "input_text", "text": "a"}]
     request = normalise({"input": [{"role": role, "content": content}, USER]})
     assert request.body["messages"][0]["content"] == "a"

@@ -16,14 +16,14 @@ from llama_worker.runtime.process import free_port as ports
 HOST = "127.0.0.1"
 
 
-def test_each_call_gives_another_port_below_those_that_the_kernel_hands_out() -> None:
+def test_each_call_gives_another_port_below_kernel_range() -> None:
     given = [llama_worker.free_port() for _ in range(50)]
     assert len(set(given)) == 50
     assert all(20000 <= port < 32000 for port in given)
 
 
 @pytest.mark.parametrize("host", [HOST, "0.0.0.0"])
-def test_a_port_that_somebody_listens_on_is_not_free(
+def test_port_that_somebody_listens_on_is_not_free(
     host: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = free_port()
@@ -80,7 +80,7 @@ finally:
 """
 
 
-def test_a_child_that_is_forked_meanwhile_does_not_keep_the_port(
+def test_child_forked_meanwhile_does_not_keep_the_port(
     free_port: Callable[[], int],
 ) -> None:
     command = [sys.executable, "-c", _FORKS_MEANWHILE, str(free_port())]

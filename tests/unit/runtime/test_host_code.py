@@ -54,7 +54,7 @@ class Told(list[Any]):
 
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3), KeyboardInterrupt()])
 @pytest.mark.parametrize("logging_raises", [False, True])
-def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
+def test_raising_probe_brings_no_news_and_is_reasked(
     error: BaseException, logging_raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(_: logging.LogRecord) -> bool:
@@ -79,7 +79,7 @@ def test_a_probe_that_raises_brings_no_news_and_is_asked_again(
     assert logging_raises or "a liveness probe failed" in caplog.text
 
 
-def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_launch_waits_for_a_probe_still_out(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Callable[[], object]] = []
     monkeypatch.setattr(host_code, "run_probe", begun.append)
     mailbox, seen = Told(), list[str]()
@@ -104,7 +104,7 @@ def test_the_next_launch_waits_for_a_probe_that_is_out(monkeypatch: pytest.Monke
     assert len(begun) == 2
 
 
-def test_a_look_without_a_thread_does_not_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_look_without_a_thread_is_not_counted_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(call: Callable[[], object]) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -163,7 +163,7 @@ def parts() -> Iterator[str]:
         "a generator": (gives(parts()), "cannot represent: a generator"),
     },
 )
-def test_a_tool_that_raises_or_returns_anything_has_failed(runner: Mock, says: str) -> None:
+def test_tool_that_raises_or_returns_anything_has_failed(runner: Mock, says: str) -> None:
     asker = Awaited()
     run_tool(runner, asker)
     ended = asker.get(timeout=60.0)

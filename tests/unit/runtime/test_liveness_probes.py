@@ -79,7 +79,7 @@ def saw_work(evidence: LivenessEvidence | None) -> bool | None:
 # ---------------------------------------------------------------- ProcessProbe
 
 
-def test_a_busy_process_gives_evidence_and_a_stopped_one_none(start: Start) -> None:
+def test_busy_process_gives_evidence_and_stopped_one_none(start: Start) -> None:
     pid, probe = start(BUSY), ProcessProbe()
     assert probe.probe(pid, 0.0) is None
     wait_for_work(pid)
@@ -154,7 +154,7 @@ def test_children_are_looked_up_every_five_seconds(monkeypatch: pytest.MonkeyPat
         assert walk.call_count == walks
 
 
-def test_a_tree_is_the_root_its_children_and_theirs(
+def test_tree_is_root_its_children_and_theirs(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = start(
@@ -168,7 +168,7 @@ def test_a_tree_is_the_root_its_children_and_theirs(
         assert probes.tree_pids(NOBODY) == (NOBODY,)
 
 
-def test_another_root_and_a_reset_begin_anew_and_what_is_gone_or_a_zombie_is_no_news(
+def test_new_root_or_reset_begins_anew_ignoring_dead(
     start: Start,
 ) -> None:
     pid, probe = start(IDLE), ProcessProbe()
@@ -320,7 +320,7 @@ WORK, OLD_WORK, STRANGERS = mine(2, smUtil=50), mine(1, smUtil=99), Sample(NOBOD
         ),
     ],
 )
-def test_gpu_use_is_evidence_and_an_error_affects_one_device(
+def test_gpu_use_is_evidence_errors_affect_one_device(
     looks: list[list[Device]], seen: list[bool | None]
 ) -> None:
     nvml = NvmlOfSamples()
@@ -353,7 +353,7 @@ def test_evidence_names_the_device_and_the_peak() -> None:
     ],
     ids=["NVIDIA's library", "none", "a broken one, which brings no news"],
 )
-def test_default_probes_are_new_ones_for_what_is_there(
+def test_default_probes_are_made_for_what_exists(
     monkeypatch: pytest.MonkeyPatch, module: Any, names: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module)
@@ -376,7 +376,7 @@ def test_nvml_is_initialised_at_the_first_look(monkeypatch: pytest.MonkeyPatch) 
         begins.assert_called_once()
 
 
-def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: Start) -> None:
+def test_process_evidence_shows_threaded_tree_and_fits_json(start: Start) -> None:
     parent = start(PARENT)
     os.kill(parent, signal.SIGSTOP)
     os.waitid(os.P_PID, parent, os.WSTOPPED | os.WNOWAIT)
@@ -392,7 +392,7 @@ def test_process_evidence_shows_the_tree_with_its_threads_and_fits_json(start: S
     assert child["pid"] in {process.pid for process in psutil.Process(parent).children()}
 
 
-def test_thread_states_are_bounded_and_empty_for_a_gone_process(start: Start) -> None:
+def test_thread_states_are_bounded_and_empty_without_process(start: Start) -> None:
     assert len(probes.thread_states(start(THREADS))) == 64
     assert probes.thread_states(NOBODY) == []
     assert process_evidence(NOBODY) == {"root_pid": NOBODY, "processes_count": 1, "processes": []}

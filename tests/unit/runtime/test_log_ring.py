@@ -54,7 +54,7 @@ def test_the_tail_is_of_the_present_launch_alone() -> None:
     )
 
 
-def test_a_line_without_end_is_cut_and_memory_stays_bounded() -> None:
+def test_endless_line_is_cut_and_memory_stays_bounded() -> None:
     ring = fed(*[b"x" * 10_000] * 100, lines=3)
     lines = ring.lines()
     assert len(lines) <= 4
@@ -64,19 +64,19 @@ def test_a_line_without_end_is_cut_and_memory_stays_bounded() -> None:
 
 @pytest.mark.parametrize("before", range(8192 - 8, 8192 + 1))
 @pytest.mark.parametrize("split", range(8))
-def test_the_key_is_masked_wherever_a_line_is_cut(before: int, split: int) -> None:
+def test_key_is_masked_wherever_line_is_cut(before: int, split: int) -> None:
     line = b"x" * before + b"api-key-" + b"y" * 9000
     at = before + split
     lines = fed(line[:at], line[at:], api_key="api-key-").lines()
     assert "".join(lines) == "x" * before + "***" + "y" * 9000
 
 
-def test_the_end_of_the_key_is_masked_where_the_server_shows_it() -> None:
+def test_key_end_is_masked_where_server_shows_it() -> None:
     lines = fed(b"api_keys: ****key-\nsome other key-\n", api_key="api-key-").lines()
     assert lines == ["api_keys: ***", "some other key-"]
 
 
-def test_the_log_may_be_read_while_it_is_fed() -> None:
+def test_log_may_be_read_while_fed() -> None:
     ring, stop = LogRing(50), threading.Event()
 
     def feed() -> None:

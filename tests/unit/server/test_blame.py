@@ -66,7 +66,7 @@ def test_which_verdicts_restart_the_server(
     ("interval_s", "age_s", "busy"),
     [(5.0, 10.0, True), (5.0, 10.1, False), (0.1, 1.0, True), (0.1, 1.1, False)],
 )
-def test_data_within_twice_the_probe_interval_or_a_second_are_recent(
+def test_data_within_two_intervals_or_one_second_recent(
     interval_s: float, age_s: float, busy: bool
 ) -> None:
     profile = TimeoutProfile(liveness_probe_interval_s=interval_s)

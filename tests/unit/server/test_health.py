@@ -67,7 +67,7 @@ def test_the_reason_names_count_limit_and_last_failure() -> None:
 @pytest.mark.parametrize(
     ("interval_s", "timeout_s"), [(30.0, 10.0), (4.0, 4.0), (0.2, 1.0), (None, 10.0)]
 )
-def test_a_probe_is_given_up_when_the_next_is_due_within_bounds(
+def test_probe_abandoned_when_next_due_within_bounds(
     interval_s: float | None, timeout_s: float
 ) -> None:
     assert probe_timeout_s(replace(PROFILE, health_probe_interval_s=interval_s)) == timeout_s
@@ -102,7 +102,7 @@ def test_a_launch_is_given_up(
     assert (watch(*worked_at).overdue(profile, due_at) or "").startswith(why)
 
 
-def test_a_launch_at_a_breakpoint_is_not_given_up() -> None:
+def test_launch_at_breakpoint_is_not_given_up() -> None:
     launch = StartupWatch(began_at=0.0, worked_at=0.0)
     assert launch.overdue(TimeoutProfile.debug(), 7 * 86400.0) is None
 
@@ -110,9 +110,7 @@ def test_a_launch_at_a_breakpoint_is_not_given_up() -> None:
 @pytest.mark.parametrize(
     ("now", "at"), [(100.1, 100.6), (129.9, 130.4), (130.0, 132.0), (5000.0, 5002.0)]
 )
-def test_readiness_is_probed_every_half_second_at_first_then_less_often(
-    now: float, at: float
-) -> None:
+def test_readiness_probed_every_half_second_then_less_often(now: float, at: float) -> None:
     assert watch().next_probe_at(now) == pytest.approx(at)
 
 

@@ -42,7 +42,7 @@ def told(journal: Journal) -> Any:
 # ---------------------------------------------------------------- events, warnings, restarts
 
 
-def test_an_event_is_kept_and_logged_without_what_is_not_known(
+def test_event_is_kept_and_logged_without_unknown_fields(
     journal: Journal, log: list[tuple[int, str]]
 ) -> None:
     facts: dict[str, Any] = {"request_id": 7, "job_name": "two\nlines", "pid": None}
@@ -60,7 +60,7 @@ def test_an_event_is_kept_and_logged_without_what_is_not_known(
     assert told(journal)["recent_events"] == [kept, kept]
 
 
-def test_an_enums_member_is_kept_and_logged_as_its_value(
+def test_enum_member_is_kept_and_logged_as_value(
     journal: Journal, log: list[tuple[int, str]]
 ) -> None:
     journal.note("ended", 0.0, state=RequestState.FAILED, fail_reason=RequestFailReason.SERVER_DIED)
@@ -69,7 +69,7 @@ def test_an_enums_member_is_kept_and_logged_as_its_value(
     assert [type(kept[name]) for name in ("state", "fail_reason")] == [str, str]
 
 
-def test_the_last_two_hundred_events_and_the_first_fifty_warnings_are_kept(
+def test_last_200_events_and_first_50_warnings_kept(
     journal: Journal,
 ) -> None:
     for number in range(250):
@@ -79,7 +79,7 @@ def test_the_last_two_hundred_events_and_the_first_fifty_warnings_are_kept(
     assert journal.warnings == [f"line {number}" for number in range(50)]
 
 
-def test_lines_are_written_under_the_librarys_name_on_a_thread_of_their_own() -> None:
+def test_lines_are_logged_as_library_on_own_thread() -> None:
     written: SimpleQueue[logging.LogRecord] = SimpleQueue()
     logger, handler = logging.getLogger("llama_worker"), QueueHandler(written)
     logger.addHandler(handler)
@@ -93,7 +93,7 @@ def test_lines_are_written_under_the_librarys_name_on_a_thread_of_their_own() ->
     assert line.threadName == "llama_worker-log"
 
 
-def test_a_warning_is_kept_once_and_is_an_event(journal: Journal) -> None:
+def test_warning_is_kept_once_and_is_an_event(journal: Journal) -> None:
     journal.warn("fewer slots", 100.0)
     journal.warn("fewer slots", 101.0)
     journal.warnings.append("a host's own")
@@ -115,7 +115,7 @@ def test_events_are_handed_over_in_order() -> None:
     assert told(journal)["recent_events"][0]["pid"] == 5
 
 
-def test_a_slow_handler_loses_events_and_is_told_how_many() -> None:
+def test_slow_handler_loses_events_and_learns_how_many() -> None:
     heard: list[dict[str, Any]] = []
     calls: list[Any] = []
     feed = EventFeed(heard.append, lambda call, name: calls.append(call))
@@ -174,7 +174,7 @@ def test_observations_of_another_launch_are_no_evidence(journal: Journal) -> Non
     assert evidence["requests"] == [{"request_id": 7, "job_name": "j", "slot": 0}]
 
 
-def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only(
+def test_processes_and_last_lines_join_last_kill_only(
     journal: Journal,
 ) -> None:
     killed(journal)
@@ -187,7 +187,7 @@ def test_the_processes_and_last_lines_join_the_evidence_of_the_last_kill_only(
 # ---------------------------------------------------------------- time without progress
 
 
-def test_the_request_that_has_been_without_progress_for_longest_counts(journal: Journal) -> None:
+def test_request_longest_without_progress_counts(journal: Journal) -> None:
     assert journal.seconds_since_progress([], 110.0) is None
     first, second = Admitted(7, 0, "j", 100.0), Admitted(8, 1, "j", 101.0)
     assert journal.seconds_since_progress([first, second], 110.0) == 10.0  # nobody has looked yet
@@ -254,9 +254,7 @@ def counted(journal: Journal, *records: RequestRecord) -> Any:
         (3601.0, len(BOUNDS_S)),
     ],
 )
-def test_a_duration_counts_once_where_it_is_not_above_the_bound(
-    journal: Journal, seconds: float, index: int
-) -> None:
+def test_duration_within_bound_counts_once(journal: Journal, seconds: float, index: int) -> None:
     without_a_token = record(RequestState.FAILED, timings={"total_s": 1.0})
     totals = counted(
         journal, record(timings={"total_s": seconds, "ttft_s": seconds}), without_a_token

@@ -156,7 +156,7 @@ def test_start_and_stop_without_effect_resolve_at_once() -> None:
 
 
 @pytest.mark.parametrize("lives", [launching, ready])
-def test_stop_ends_a_start_and_waits_a_second_at_most_for_connections(
+def test_stop_ends_start_and_briefly_awaits_connections(
     lives: Callable[[], Lifecycle],
 ) -> None:
     life, effects = stop(lives(), 2.0, grace_s=10.0)
@@ -249,9 +249,7 @@ def test_the_first_launch_and_last_restart_are_final(
 @pytest.mark.parametrize(
     ("why", "reason"), [(None, "server_died"), ("the kernel killed it", "out_of_memory")]
 )
-def test_requests_fail_at_once_and_a_restart_follows_the_backoff(
-    why: str | None, reason: str
-) -> None:
+def test_requests_fail_at_once_and_restart_follows_backoff(why: str | None, reason: str) -> None:
     ending, effects = died(ready(), 10.0, oom_evidence=why)
     detail = "the server ended with signal 9" + (f": {why}" if why else "")
     assert effects == (
@@ -281,7 +279,7 @@ def test_a_launch_without_memory_says_so() -> None:
     assert life.last_error == f"out_of_memory: {detail}"
 
 
-def test_an_exit_after_the_last_restart_leads_to_failed() -> None:
+def test_exit_after_last_restart_leads_to_failed() -> None:
     life, effects = died(became_ready(relaunched(ONE_RESTART), 16.0)[0], 40.0, returncode=1)
     assert isinstance(effects[0], RecordRestart)
     assert (effects[0].reason, effects[0].delay_s) == ("server_died", None)
@@ -297,7 +295,7 @@ def test_an_exit_after_the_last_restart_leads_to_failed() -> None:
 
 
 @pytest.mark.parametrize("end", [stop, died])
-def test_a_launch_is_over_when_every_request_has_its_record(
+def test_launch_is_over_when_every_request_has_record(
     end: Callable[[Lifecycle, float], Step],
 ) -> None:
     ending, _ = end(ready(), 10.0)
@@ -309,7 +307,7 @@ def test_a_launch_is_over_when_every_request_has_its_record(
 
 
 @pytest.mark.parametrize("fatal", [True, False])
-def test_a_gpu_that_fails_restarts_the_server_and_a_lesser_error_changes_nothing(
+def test_gpu_failure_restarts_server_lesser_error_does_nothing(
     fatal: bool,
 ) -> None:
     error = GpuFaulted(epoch=1, fault=GpuFault(fatal=fatal, detail="GPU 0: the GPU is lost"))
@@ -338,7 +336,7 @@ def test_expected_messages_change_nothing() -> None:
         assert unkillable(life, 11.0) == (life, ())
 
 
-def test_a_server_that_is_dead_does_not_become_ready() -> None:
+def test_dead_server_does_not_become_ready() -> None:
     life, effects = died(launching(), 1.0)
     assert effects == ()
     assert became_ready(life, 1.1) == (life, ())
@@ -419,7 +417,7 @@ LEFT_OPEN = [Abandon, Terminate]  # what the server had sent is still read
         (news(HealthLost, detail=""), RequestFailReason.WORKER_STOPPED, STREAMS_CLOSED),
     ],
 )
-def test_a_server_lost_while_draining_is_not_launched_again(
+def test_server_lost_while_draining_is_not_relaunched(
     end: Callable[[Lifecycle, float], Step], reason: RequestFailReason, kinds: list[type]
 ) -> None:
     life, effects = end(draining(), 3.0)
@@ -436,7 +434,7 @@ def test_exited_without_died_ends_the_drain() -> None:
     assert (life.state, effects[-1]) == (Stopped(), Resolve(Stop))
 
 
-def test_drain_of_a_worker_that_is_not_ready_is_a_stop() -> None:
+def test_drain_of_unready_worker_is_a_stop() -> None:
     for life in (stopped(), replace_state(Failed()), exited(ready(), 10.0)[0]):
         ended, effects = drain(life, 11.0)
         assert (ended.state, effects[-1]) == (Stopped(), Resolve(Stop))
@@ -453,7 +451,7 @@ def replace_state(state: State) -> Lifecycle:
 
 
 @pytest.mark.parametrize("lives", [launching, ready, relaunched])
-def test_a_manual_restart_has_no_backoff_and_no_budget(lives: Callable[[], Lifecycle]) -> None:
+def test_manual_restart_has_no_backoff_and_no_budget(lives: Callable[[], Lifecycle]) -> None:
     before = lives()
     life, effects = restart(before, 20.0)
     assert effects == (
@@ -507,7 +505,7 @@ def test_a_stopped_worker_cannot_be_restarted(state: State, says: str) -> None:
     ],
     ids=repr,
 )
-def test_a_restart_shares_the_outcome_of_a_start_that_waits(state: State) -> None:
+def test_restart_shares_outcome_of_waiting_start(state: State) -> None:
     assert restart(replace_state(state), 2.0) == (replace_state(state), ())
 
 
@@ -527,7 +525,7 @@ every_ending = pytest.mark.parametrize(("end", "afterwards"), ENDINGS.values(), 
 
 
 @every_ending
-def test_an_unkillable_server_is_failed_and_gets_no_second_one(
+def test_unkillable_server_is_failed_and_gets_no_second(
     end: Callable[[], Step], afterwards: State
 ) -> None:
     life, (starts, stops) = unkillable(end()[0], 9.0)

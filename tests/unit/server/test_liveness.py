@@ -62,18 +62,18 @@ def test_computing_is_evidence_from_the_second_look_on(
     assert set(others) == {works}
 
 
-def test_a_slow_rate_needs_five_ticks_before_it_counts() -> None:
+def test_slow_rate_needs_five_ticks_before_counting() -> None:
     assert steady(0.5, cpu_ticks=8.0)[:5] == [None, False, True, True, True]
     assert steady(1.0, cpu_ticks=5.0)[:5] == [None, True, True, True, True]
 
 
-def test_a_burst_is_forgotten_when_the_window_has_passed() -> None:
+def test_burst_is_forgotten_when_window_has_passed() -> None:
     use = [0, 20, 20, 20, 20, 20, 20]
     told = alive(*({ROOT: Counters(cpu_ticks=ticks)} for ticks in use))
     assert told == [None, True, True, True, False, False, False]
 
 
-def test_ticks_are_of_ten_milliseconds_whatever_the_clock_of_the_system() -> None:
+def test_ticks_are_ten_milliseconds_whatever_the_system_clock() -> None:
     assert steady(1.0, cpu_ticks=50.0, ticks_per_second=1000)[-1] is True
     assert steady(1.0, cpu_ticks=49.0, ticks_per_second=1000)[-1] is False
 
@@ -108,7 +108,7 @@ def test_counters_that_cannot_be_read_are_left_out() -> None:
     assert told == [None, False, True]
 
 
-def test_a_new_process_adds_none_of_its_earlier_usage() -> None:
+def test_new_process_adds_none_of_its_earlier_usage() -> None:
     told = alive(
         {ROOT: Counters(cpu_ticks=10)},
         {ROOT: Counters(cpu_ticks=10), CHILD: Counters(cpu_ticks=99_999, read_bytes=900 * MIB)},
@@ -137,7 +137,7 @@ def test_a_pid_that_comes_back_is_another_process() -> None:
     assert told == [None, None, False]
 
 
-def test_a_look_at_the_same_instant_gives_no_evidence() -> None:
+def test_look_at_same_instant_gives_no_evidence() -> None:
     assert watch({ROOT: Counters(cpu_ticks=0)}, {ROOT: Counters(cpu_ticks=9)}, every_s=0.0) == [
         None,
         None,
@@ -163,7 +163,7 @@ intervals = st.floats(0.05, 60.0)
 
 
 @given(st.lists(st.tuples(intervals, st.dictionaries(keys, counters)), max_size=30))
-def test_no_rate_is_negative_and_the_window_is_bounded(
+def test_no_rate_is_negative_and_window_is_bounded(
     steps: list[tuple[float, dict[ProcessKey, Counters]]],
 ) -> None:
     activity, at = ProcessActivity(), 0.0
@@ -176,7 +176,7 @@ def test_no_rate_is_negative_and_the_window_is_bounded(
 
 
 @given(st.lists(st.tuples(intervals, st.integers(0, 4)), min_size=1, max_size=60))
-def test_fewer_than_five_ticks_a_second_are_never_evidence(steps: list[tuple[float, int]]) -> None:
+def test_under_five_ticks_a_second_are_never_evidence(steps: list[tuple[float, int]]) -> None:
     activity, _ = ProcessActivity().observe(
         ProcessSample(at=0.0, processes={ROOT: Counters(cpu_ticks=0)})
     )
@@ -194,7 +194,7 @@ def test_fewer_than_five_ticks_a_second_are_never_evidence(steps: list[tuple[flo
 # ---------------------------------------------------------------- what files of /proc/PID say
 
 
-def test_a_name_may_look_like_the_fields_behind_it() -> None:
+def test_name_may_look_like_fields_behind_it() -> None:
     stat = parse_stat(
         "77 (we(ird ) 1 name) S 1 77 77 0 -1 4194560 500 0 6 0 3 2 0 0 20 0 9 0 4242 1000 300 1 1"
     )
@@ -205,7 +205,7 @@ def test_a_name_may_look_like_the_fields_behind_it() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "garbage", "77 (x) S 1", "77 (x) S " + "x " * 40])
-def test_a_line_that_cannot_be_read_is_no_stat(line: str) -> None:
+def test_unreadable_line_is_no_stat(line: str) -> None:
     assert parse_stat(line) is None
 
 

@@ -48,7 +48,7 @@ def test_data_of_ended_requests_still_counts(
     assert watch.data_of_others(asked) == others
 
 
-def test_a_round_ends_when_all_requests_answered_or_ended() -> None:
+def test_round_ends_when_all_requests_answered_or_ended() -> None:
     def answer(request_id: int) -> list[int]:
         """Whose verdicts follow."""
         silent: Progress = generating(0.0, request_id)
@@ -115,7 +115,7 @@ ABORTED: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITI
         ),
     },
 )
-def test_who_waited_beside_a_reply_in_one_piece_has_its_time(
+def test_request_waiting_beside_one_piece_reply_has_time(
     one: Progress, ended: dict[str, Any], given_up_at: float
 ) -> None:
     waits = replace(WAITS, turn_started_at=45.0)
@@ -140,7 +140,7 @@ def test_only_one_that_is_awaited_excuses_others() -> None:
         assert bool(watch.record_progress(one, 30.0, for_verdict=True)) is is_given_up
 
 
-def test_aborts_one_after_the_other_hide_no_dead_server() -> None:
+def test_consecutive_aborts_hide_no_dead_server() -> None:
     watch = RequestWatch(LIMITS, epoch=1)
     watch.begin(2)
     watch.record_progress(WAITS, 0.0, for_verdict=False)

@@ -29,9 +29,7 @@ POLICY = RestartPolicy(
 @pytest.mark.parametrize(
     ("first_s", "delays"), [(5.0, [5, 10, 20, 40, 60, 60, 60]), (0.0, [0] * 7)]
 )
-def test_backoff_doubles_up_to_its_maximum_and_none_stays_none(
-    first_s: float, delays: list[int]
-) -> None:
+def test_backoff_doubles_up_to_maximum_and_none_stays(first_s: float, delays: list[int]) -> None:
     policy = replace(POLICY, restart_backoff_s=first_s)
     assert [backoff_s(number, policy) for number in (1, 2, 3, 4, 5, 6, 5000)] == delays
 
@@ -75,7 +73,7 @@ DOUBLING = [5.0, 10.0, 20.0, 40.0, 60.0]
         (RestartPolicy.never(), 10_000.0, False, [], "turned off"),
     ],
 )
-def test_a_server_that_crashes_too_often_or_is_never_stable_or_not_even_ready_is_locked_out(
+def test_server_crashing_often_or_never_stable_locked_out(
     policy: RestartPolicy, ready_s: float | None, completes: bool, delays: list[float], told: str
 ) -> None:
     budget, *found, detail = crashes(policy, ready_s=ready_s, completes=completes)
@@ -84,13 +82,13 @@ def test_a_server_that_crashes_too_often_or_is_never_stable_or_not_even_ready_is
 
 
 @pytest.mark.parametrize(("ready_s", "completes"), [(60.0, True), (600.0, False)])
-def test_a_server_that_completes_requests_or_is_stable_between_crashes_goes_on(
+def test_completing_requests_or_stability_between_crashes_keeps_server(
     ready_s: float, completes: bool
 ) -> None:
     assert crashes(POLICY, ready_s=ready_s, completes=completes)[1:] == ([5.0] * 50, None)
 
 
-def test_stability_is_judged_also_when_ready_was_left_before() -> None:
+def test_stability_is_judged_also_after_ready_was_left() -> None:
     budget, _ = RestartBudget().next(0.0, POLICY)
     left = budget.became_ready(10.0).left_ready(610.0).became_ready(620.0).left_ready(630.0)
     assert left.next(9000.0, POLICY)[1] == 5.0
@@ -136,7 +134,7 @@ def test_an_idle_server_is_due_for_replacement(
     assert (found.detail if found else None) == says
 
 
-def test_a_recycle_by_age_is_due_at_its_own_deadline() -> None:
+def test_recycle_by_age_is_due_at_own_deadline() -> None:
     ready_at, max_age_s = 1000.2, 60.1
     alarm_at = ready_at + max_age_s
     assert alarm_at - ready_at < max_age_s  # rounded

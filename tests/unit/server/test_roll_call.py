@@ -30,7 +30,7 @@ def test_each_actor_is_asked_again_after_its_answer() -> None:
     assert roll_call.due(MEMBERS, 100.0 + ASK_INTERVAL_S) == [MEMBERS[0]]
 
 
-def test_an_idle_worker_is_woken_only_by_what_is_still_owed() -> None:
+def test_idle_worker_wakes_only_for_what_is_owed() -> None:
     roll_call = asked_at(100.0)
     roll_call.keep(busy=False, now=101.0)
     assert roll_call.deadline == 100.0 + ASK_INTERVAL_S

@@ -142,7 +142,7 @@ REPEATED = replace(REPORTED, repeated_at=(100.5, 101.5, 103.0))
         "a draft model reads a neighbour's prompt": ([DRAFTS, STUCK], WRITES, [QUIET]),
     },
 )
-def test_a_slot_that_may_progress_unseen_is_not_given_up(
+def test_slot_with_possible_unseen_progress_not_given_up(
     tracks: list[Track], suspect: Progress, others: list[Progress]
 ) -> None:
     assert judge(looks(*tracks), suspect, *others, still_s=500.0) is None

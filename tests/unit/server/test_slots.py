@@ -128,7 +128,7 @@ def writes_on(now: float) -> tuple[Slot, ...]:
     return (slot(decoded=int(now)),)
 
 
-def test_a_server_that_holds_text_back_is_not_given_up() -> None:
+def test_server_holding_text_back_is_not_given_up() -> None:
     watch = watched(writes_on, lambda now: generating(min(now, 100.0)))
     assert watch.run(1000.0, Stalled) is None
     at_ready, *asked = watch.slots_asked_at
@@ -160,7 +160,7 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     assert 99.9 + ANSWER_S <= min(asked) <= max(asked) < 180.0
 
 
-def test_a_slot_that_moves_is_seen_before_a_short_limit() -> None:
+def test_moving_slot_is_seen_before_short_limit() -> None:
     """The old report comes again after each batch of another client's long prompt."""
 
     def slots(now: float) -> tuple[Slot, ...]:
@@ -177,7 +177,7 @@ def test_a_slot_that_moves_is_seen_before_a_short_limit() -> None:
     assert watch.run((fast.silent_work_timeout_s or 0.0) - 1.0, Stalled) is None
 
 
-def test_a_slot_that_moves_is_seen_before_the_limit_of_headers() -> None:
+def test_moving_slot_is_seen_before_header_limit() -> None:
     """Where no work of the processes is seen: those of a GPU."""
     watch = VirtualWatch.ready(PROFILE, slots=lambda now: (slot(prompt=64 * int(now)),))
     watch.begin(waits)
@@ -185,7 +185,7 @@ def test_a_slot_that_moves_is_seen_before_the_limit_of_headers() -> None:
 
 
 @pytest.mark.parametrize("modalities", [None, {"vision": False}, {"vision": True}])
-def test_an_image_of_another_client_is_encoded_to_its_end(
+def test_image_of_another_client_is_encoded_to_end(
     modalities: dict[str, bool] | None,
 ) -> None:
     encodes = replace(slot(prompt=10), slot_id=1, task=2, context_tokens=10)
@@ -201,7 +201,7 @@ def test_an_image_of_another_client_is_encoded_to_its_end(
 
 
 @pytest.mark.parametrize("answer", [None, SlotsTimeout()])
-def test_slots_refused_at_ready_are_not_asked_for_a_minute(answer: SlotsTimeout | None) -> None:
+def test_slots_refused_at_ready_not_asked_for_minute(answer: SlotsTimeout | None) -> None:
     impatient = replace(PROFILE, suspect_after_s=10.0)
     watch = VirtualWatch.ready(impatient, slots=lambda now: answer)
     watch.begin(lambda now: generating(0.0))
@@ -231,7 +231,7 @@ def waits_for_all(now: float) -> Progress:
     },
 )
 @pytest.mark.parametrize("step_s", [7, 20, 50])
-def test_a_slow_step_that_nobody_hears_of_is_spared(request_at: RequestAt, step_s: int) -> None:
+def test_slow_step_that_nobody_hears_of_is_spared(request_at: RequestAt, step_s: int) -> None:
     for began_at in range(0, step_s, 3):
 
         def slots(now: float, began_at: int = began_at) -> tuple[Slot, ...]:
@@ -242,7 +242,7 @@ def test_a_slow_step_that_nobody_hears_of_is_spared(request_at: RequestAt, step_
 
 @pytest.mark.parametrize("step_s", [7, 20, 50])
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_slow_step_of_text_that_is_held_back_is_spared(step_s: int, is_known: bool) -> None:
+def test_slow_step_of_held_back_text_is_spared(step_s: int, is_known: bool) -> None:
     gap_s = float(step_s) if is_known else None
     for began_at in range(0, step_s, 3):
 
@@ -410,7 +410,7 @@ def test_who_waits_behind_an_unseen_prefill_is_spared(slots: SlotsAt, build: int
         "no /slots": (lambda now: None, {}, 30.0, None),
     },
 )
-def test_a_dead_prefill_of_a_reply_in_one_piece_is_found(
+def test_dead_prefill_of_one_piece_reply_is_found(
     slots: SlotsAt, changes: dict[str, Any], works_until: float, by: float | None
 ) -> None:
     watch = VirtualWatch.ready(
@@ -425,7 +425,7 @@ def test_a_dead_prefill_of_a_reply_in_one_piece_is_found(
 
 
 @pytest.mark.parametrize("dead_at", [None, 100.0])
-def test_who_waits_behind_a_reply_in_one_piece_has_its_limits(dead_at: float | None) -> None:
+def test_request_waiting_behind_one_piece_reply_has_limits(dead_at: float | None) -> None:
     def slots(now: float) -> tuple[Slot, ...]:
         return (slot(decoded=1 + int(now if dead_at is None else min(now, dead_at))),)
 
@@ -544,7 +544,7 @@ def test_slots_of_an_honest_server_may_be_silent(
     assert stalled_at(slots, request_at, **world) is None
 
 
-def test_a_probe_beside_silent_slots_is_no_health_probe() -> None:
+def test_probe_beside_silent_slots_is_no_health_probe() -> None:
     failing = VirtualWatch.ready(
         replace(PROFILE, health_probe_interval_s=None),
         evidence=lambda now, fresh: not fresh,

@@ -90,7 +90,7 @@ def test_a_tick_before_the_deadline_changes_nothing(state: ProcessState) -> None
         (Launch(epoch=1), Present()),
     ],
 )
-def test_exit_and_launch_are_the_same_in_every_state(
+def test_exit_and_launch_are_same_in_every_state(
     state: ProcessState, message: ProcessMessage, after: ProcessState
 ) -> None:
     assert step(state, message, 20.0) == (after, None)

@@ -247,9 +247,7 @@ def test_without_a_limit_there_is_no_verdict(at: Progress, told: dict[str, Any])
         ),
     },
 )
-def test_a_request_that_waits_for_its_turn_is_not_given_up(
-    at: Progress, told: dict[str, Any]
-) -> None:
+def test_request_waiting_for_turn_is_not_given_up(at: Progress, told: dict[str, Any]) -> None:
     heard_at = max(told["neighbours"].data_at or 0.0, told["slots"].any_moved_at or 0.0, 1100.0)
     assert reason_at(heard_at + 119.0, at, told | {"liveness_at": heard_at}) is None
 

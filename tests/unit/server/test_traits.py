@@ -87,7 +87,7 @@ def test_whether_the_template_ends_inside_a_think_tag(prompt: Any, opens: bool) 
         ({"opens_thinking": False}, ("llama-server",), {}, False),
     ],
 )
-def test_where_a_thought_may_be_left_without_its_tag(
+def test_where_a_thought_may_remain_without_its_tag(
     traits: dict[str, Any], command: tuple[str, ...], params: dict[str, Any], leaves: bool
 ) -> None:
     said = ServerTraits(**{"opens_thinking": True, **traits})
@@ -151,7 +151,7 @@ NO_TOOLS, SMALL = ServerTraits(tools=False), ServerTraits(n_ctx=512)
         (ServerTraits(is_router=True), {}, r"^the server is a router: "),
     ],
 )
-def test_a_server_with_less_than_configured_gives_a_warning(
+def test_server_with_less_than_configured_gives_warning(
     traits: ServerTraits, given: dict[str, Any], says: str | None
 ) -> None:
     lines = shortcomings(traits, config(**{"server_cmd": ("llama-server",), **given}))

@@ -142,7 +142,7 @@ def test_a_probe_that_was_not_asked_is_retried() -> None:
     assert step(probed(ProbeOutcome.FAILED), 3.3) == [DOUBT_CONFIRMED]
 
 
-def test_an_error_of_a_gpu_is_told_as_it_is_while_the_server_is_ready() -> None:
+def test_gpu_error_is_told_as_is_while_ready() -> None:
     step = ready(TimeoutProfile())
     error = messages.GpuFaulted(epoch=1, fault=GpuFault(fatal=False, detail="GPU 0: Xid 31"))
     assert step(error, 1.0) == [error]
@@ -164,7 +164,7 @@ def test_evidence_then_progress_then_verdict() -> None:
     assert step(told(generating(0.0)), 60.13) == []  # it works
 
 
-def test_a_hanging_probe_is_not_asked_again_and_delays_no_verdict() -> None:
+def test_hanging_probe_is_unrepeated_and_delays_no_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
     step(Watch(request_id=1, request=Nobody()), 60.0)
     hanging, quick = step(Tick(), 60.05)
@@ -177,7 +177,7 @@ def test_a_hanging_probe_is_not_asked_again_and_delays_no_verdict() -> None:
 
 
 @pytest.mark.parametrize("returns_at", [62.02, 62.5])
-def test_what_a_probe_saw_before_watching_began_does_not_count(returns_at: float) -> None:
+def test_probe_results_before_watching_began_do_not_count(returns_at: float) -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=1)
     step(Watch(request_id=1, request=Nobody()), 60.0)
     (old,) = step(Tick(), 60.05)
@@ -213,7 +213,7 @@ def test_a_launch_that_is_over_leaves_no_probe() -> None:
         TimeoutProfile(silent_work_timeout_s=10.0),
     ],
 )
-def test_a_launch_that_is_given_up_tells_of_its_last_probe(profile: TimeoutProfile) -> None:
+def test_abandoned_launch_tells_of_its_last_probe(profile: TimeoutProfile) -> None:
     step = Watched(profile)
     step(Launch(epoch=1), 0.0)
     step(Launched(epoch=1, pid=7), 0.0)
@@ -228,7 +228,7 @@ def test_a_launch_that_is_given_up_tells_of_its_last_probe(profile: TimeoutProfi
     assert failed.detail.endswith("; the last probe: told")
 
 
-def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None:
+def test_launch_without_process_is_unprobed_and_abandoned_timely() -> None:
     step = Watched(TimeoutProfile(startup_timeout_s=10.0))
     step(Launch(epoch=1), 0.0)
     news: list[Any] = []
@@ -240,7 +240,7 @@ def test_a_launch_without_a_process_is_not_probed_and_given_up_in_time() -> None
     assert step.watch.deadline is None
 
 
-def test_an_idle_hour_does_not_affect_the_next_request() -> None:
+def test_idle_hour_does_not_affect_next_request() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None), probes_count=1)
     step(Watch(request_id=1, request=Nobody()), 9.5)
     (look,) = step(Tick(), 10.0)
@@ -267,7 +267,7 @@ def test_every_look_tells_how_far_the_requests_are(probes_count: int) -> None:
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_what_a_server_did_before_it_was_idle_is_no_evidence(waiting: int) -> None:
+def test_server_activity_before_idling_is_no_evidence(waiting: int) -> None:
     step = ready(TimeoutProfile(health_failures_before_restart=1), probes_count=1)
     step(Watch(request_id=1, request=Nobody()), 1.0)
     (look,) = step(Tick(), 1.5)
@@ -282,7 +282,7 @@ def test_what_a_server_did_before_it_was_idle_is_no_evidence(waiting: int) -> No
     assert seen.activity == ""
 
 
-def test_an_idle_server_wakes_nobody_but_for_its_health_probe() -> None:
+def test_idle_server_wakes_nobody_except_for_health_probe() -> None:
     for interval_s, due_at in ((None, None), (30.0, 31.0)):
         step = ready(TimeoutProfile(health_probe_interval_s=interval_s))
         assert step.watch.deadline == due_at

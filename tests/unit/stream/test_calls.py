@@ -197,7 +197,7 @@ def test_a_malformed_exit_call_is_recorded(malformed: str) -> None:
 @pytest.mark.parametrize(
     "beside", [raw("mul", "{}"), raw("add", "["), MalformedCall("<tool_call>")]
 )
-def test_exit_calls_are_recorded_beside_unknown_and_malformed_ones(
+def test_exit_calls_recorded_beside_unknown_and_malformed_ones(
     beside: RawCall | MalformedCall,
 ) -> None:
     signals = split([raw("escalate", "{}"), beside, raw("signal_issue", "{}")]).exits

@@ -140,7 +140,7 @@ def test_a_chunk_becomes_events(value: Any, events: list[StreamEvent]) -> None:
     assert decode(value) == events
 
 
-def test_the_events_of_one_chunk_come_in_their_order() -> None:
+def test_events_of_one_chunk_come_in_order() -> None:
     delta = {"tool_calls": [TOOL], "content": "x", "reasoning_content": "hm"}
     beside = {"timings": TIMINGS, "usage": {"prompt_tokens": 1}, "prompt_progress": PROGRESS}
     full = chunk(delta, "stop", error="bad", **beside)
@@ -262,7 +262,7 @@ def test_records_with_data_are_counted_comments_are_not() -> None:
 @pytest.mark.parametrize(
     "bad", [b"data: {half\n\n", b"data: \xff\n\n", b"data: {half\n\ndata: \xff\n\n"]
 )
-def test_what_came_before_a_protocol_error_is_not_lost(bad: bytes) -> None:
+def test_what_came_before_protocol_error_is_not_lost(bad: bytes) -> None:
     good = records(chunk({"content": "x"}))
     decoder = StreamDecoder()
     assert decoder.feed(good + bad + good) == [TextDelta("x")]
@@ -287,7 +287,7 @@ def test_nesting_of_any_depth_raises_nothing(form: str) -> None:
 
 
 @pytest.mark.parametrize("every_choice", [False, True])
-def test_of_several_answers_the_first_is_taken_unless_all_are_asked_for(every_choice: bool) -> None:
+def test_first_of_several_answers_taken_unless_all_requested(every_choice: bool) -> None:
     second = {**chunk({"content": "b"})["choices"][0], "index": 1}
     said = records(chunk({"content": "a"}), {"choices": [second]})
     decoder = StreamDecoder(every_choice=True) if every_choice else StreamDecoder()

@@ -77,7 +77,7 @@ Error: Jinja Exception: roles must alternate"""
         ("failed to process mtmd chunk", 500),
     ],
 )
-def test_a_refusal_of_what_was_sent_is_no_server_error(message: str, status: int) -> None:
+def test_refusal_of_sent_content_is_no_server_error(message: str, status: int) -> None:
     body = json.dumps({"error": {"code": 500, "message": message, "type": "server_error"}})
     failure = describe_http_error(500, body.encode())
     assert failure.http_status == status

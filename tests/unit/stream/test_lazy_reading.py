@@ -105,7 +105,7 @@ def test_fast_text_is_told_each_third_look(reader: Reader) -> None:
     assert all(gap == pytest.approx(MAX_HOLD_S, abs=0.002) for gap in gaps)
 
 
-def test_text_that_may_hold_a_signal_is_told_at_each_look() -> None:
+def test_possible_signal_text_is_told_at_each_look() -> None:
     reader = Reader(max_hold_s=WAKE_INTERVAL_S)
     for _ in range(1000):
         reader.sends(TextDelta("x"), after_s=FAST_S)
@@ -148,7 +148,7 @@ def test_what_tells_the_text_that_waits(
         assert not reader.reading.is_lazy
 
 
-def test_who_waits_gets_each_text_at_once_and_the_first_after_that(reader: Reader) -> None:
+def test_waiter_gets_each_text_immediately_and_first_after(reader: Reader) -> None:
     reader.sends(TextDelta("a"), after_s=FAST_S)
     reader.hurries()
     hurried_at = reader.now
@@ -167,7 +167,7 @@ def test_keepalives_are_told_as_bytes_alone(reader: Reader) -> None:
     assert [text for _, text in reader.told] == [""]
 
 
-def test_progress_does_not_use_up_the_hurry_of_the_first_text() -> None:
+def test_progress_does_not_use_up_first_text_hurry() -> None:
     reader = Reader()
     reader.sends(PromptReport(1, 2, 0))
     reader.sends(TextDelta("a"), after_s=FAST_S)

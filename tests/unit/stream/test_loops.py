@@ -144,7 +144,7 @@ def test_the_thresholds_of_lines_are_the_configs(config: LoopDetector, times: in
         st.text("ab", min_size=22, max_size=60).map("0123456789".__add__), min_size=1, max_size=8
     ),
 )
-def test_any_block_of_counted_lines_is_found_after_twelve(prefix: str, block: list[str]) -> None:
+def test_any_block_of_counted_lines_found_after_twelve(prefix: str, block: list[str]) -> None:
     text = prefix + "\n" + lines(*block, times=12)
     found = watch(text)
     assert found is not None
@@ -177,7 +177,7 @@ def test_any_block_of_counted_lines_is_found_after_twelve(prefix: str, block: li
         ),
     ],
 )
-def test_any_block_that_comes_again_and_again_is_found(block: str) -> None:
+def test_any_block_that_keeps_repeating_is_found(block: str) -> None:
     needed = max(8192, 4 * len(block))
     repeats = 2 + (needed + 1024) // len(block)
     text = words(1500) + block * repeats

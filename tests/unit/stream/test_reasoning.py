@@ -209,7 +209,7 @@ def test_no_character_is_lost(content: str, opened: bool) -> None:
 
 
 @given(reasoning=CONTENT.filter(str.strip), content=CONTENT, opened=st.booleans())
-def test_after_reasoning_content_only_its_repetition_is_left_out(
+def test_only_repetition_is_omitted_after_reasoning_content(
     reasoning: str, content: str, opened: bool
 ) -> None:
     said, text = split([("r", reasoning), ("c", content)], opened=opened)
@@ -230,7 +230,7 @@ WORDS = st.lists(st.sampled_from(["a", " ", "\n", "b<", "🙂"]), max_size=6).ma
 
 
 @given(gaps=st.tuples(SPACE, SPACE, SPACE, SPACE), thought=WORDS, answer=WORDS, data=st.data())
-def test_the_three_forms_of_one_saying_come_out_alike(
+def test_three_forms_of_one_saying_come_out_alike(
     gaps: tuple[str, str, str, str], thought: str, answer: str, data: st.DataObject
 ) -> None:
     """As a server sends them: its own parser drops the tags, and of the whitespace about them what

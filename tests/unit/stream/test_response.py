@@ -99,7 +99,7 @@ def test_a_body_cut_off_is_a_disconnect(
     assert ("invalid HTTP in the reply" in body.failure.detail) is is_malformed
 
 
-def test_a_stream_that_is_none_is_a_protocol_error() -> None:
+def test_non_stream_is_a_protocol_error() -> None:
     body = chat_body({"Content-Type": "text/html", "Content-Length": "4"})
     body.feed(b"<p>\n")
     assert body.failure is not None

@@ -54,7 +54,7 @@ BODIES = [
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"], ids=["plain", "bom"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
 @pytest.mark.parametrize(("body", "records"), BODIES)
-def test_gives_the_same_records_split_nowhere_once_and_everywhere(
+def test_same_records_when_split_nowhere_once_and_everywhere(
     body: str, records: list[SseRecord], newline: str, bom: bytes
 ) -> None:
     raw = bom + body.replace("\n", newline).encode(errors="surrogateescape")

@@ -120,7 +120,7 @@ def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
         ('a <tool_call>{"name": <t', 'a <tool_call>{"name": '),
     ],
 )
-def test_only_what_may_be_a_call_is_held_back(piece: str, shown: str) -> None:
+def test_only_possible_calls_are_held_back(piece: str, shown: str) -> None:
     assert TaggedCallFilter(strict=True).feed(piece) == shown
 
 
