@@ -183,6 +183,25 @@ def wait_traced(tid: int) -> None:
             pass
 
 
+# For the text of a test's program: another thread of it forks a child, which stays.
+FORK_A_CHILD = """
+import os, signal, threading
+def fork_a_child(children, forked):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        signal.pause()
+    children.append(child)
+    forked.set()
+def forking(children):
+    forked = threading.Event()
+    thread = threading.Thread(target=fork_a_child, args=[children, forked])
+    thread.start()
+    forked.wait(0.5)  # in vain if forks are put off
+    return thread
+"""
+
+
 class Speechless(Exception):
     """Cannot say what it is."""
 

@@ -26,8 +26,8 @@ from tests.actors.conftest import (
     running,
     tree,
 )
+from tests.conftest import FORK_A_CHILD, trace
 from tests.conftest import running as running_program
-from tests.conftest import trace
 
 HOST_PROGRAM = Path(__file__).with_name("host_program.py")
 ENDLESS = fs.ScriptedReply(
@@ -323,25 +323,15 @@ def test_close_after_last_thread_has_ended_returns() -> None:
     assert subprocess.run([sys.executable, "-c", _LATE], timeout=60).returncode == 0
 
 
-_FORKS_MEANWHILE = """
-import os, signal, sys, threading
+_FORKS_MEANWHILE = f"""{FORK_A_CHILD}
+import sys
 from llama_worker import LlamaWorker, WorkerConfig
 port, *command = sys.argv[1:]
 make_pipe, children, threads = os.pipe, [], []
-def fork(forked):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        signal.pause()
-    children.append(child)
-    forked.set()
 def pipe_and_fork():
     ends = make_pipe()
     if threading.current_thread().name == "llama_worker-forks-server":
-        forked = threading.Event()
-        threads.append(threading.Thread(target=fork, args=[forked]))
-        threads[-1].start()
-        forked.wait(0.5)  # in vain if forks are put off
+        threads.append(forking(children))
     return ends
 os.pipe = pipe_and_fork
 with LlamaWorker(WorkerConfig("forks", "127.0.0.1", int(port), command)) as worker:

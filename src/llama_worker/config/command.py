@@ -167,12 +167,7 @@ def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[st
     """Each of the flags that the command gives its server, with its value: what follows `=`, or the
     next word ("" if there is none). A flag that a preset sets is named `--PRESET's --port`."""
     values = []
-    at = program_at(command)
-    if at is None:
-        at = next((i for i, word in enumerate(command) if word.endswith(".sh")), None)
-    if at is None and [os.path.basename(word)[:6] for word in command[:2]] == ["python", "-m"]:
-        at = 2
-    words = command[at or 0 :]
+    words = command[_flags_begin_at(command) :]
     for index, word in enumerate(words):
         given, equals, value = word.partition("=")
         if (flag := flag_of(given)) in flags:
@@ -180,6 +175,17 @@ def flag_values(command: Sequence[str], flags: tuple[str, ...]) -> list[tuple[st
         preset = _PRESETS.get(flag, {})
         values += [(f"{flag}'s {name}", preset[name]) for name in flags if name in preset]
     return values
+
+
+def _flags_begin_at(command: Sequence[str]) -> int:
+    """Index from which on the flags are the server's: those of a wrapper (`numactl -m 0`) precede
+    it."""
+    program = program_at(command)
+    if program is not None:
+        return program
+    scripts = (index for index, word in enumerate(command) if word.endswith(".sh"))
+    runs_module = os.path.basename(command[0]).startswith("python") and "-m" in command[1:2]
+    return next(scripts, 2 if runs_module else 0)
 
 
 def flag_of(word: str) -> str:

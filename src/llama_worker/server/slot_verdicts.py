@@ -66,10 +66,10 @@ class SlotsRound:
         if self._is_lost():
             times = f"no slot was working on it in {len(self.looks)} polls of /slots"
             lost = RequestFailReason.REQUEST_LOST
-            found = self._verdict(lost, f"the server has lost the request: {times}", alone=True)
+            verdict = self._verdict(lost, f"the server has lost the request: {times}", alone=True)
             # Before its headers it may also be in the queue, behind one that had its turn at the
             # last slot that became free and could not begin: that slot stays idle (b11434).
-            return replace(found, counts_against_server=self.suspect.headers_at is not None)
+            return replace(verdict, counts_against_server=self.suspect.headers_at is not None)
         if not any(map(moved, self._tracks)):
             return self._judge_standstill()
         if self._may_wait_for_media():

@@ -65,14 +65,12 @@ def may_leave_thoughts(
 ) -> bool:
     """Whether content may begin inside a thought, without a tag: the template opened it, and the
     server may not parse it."""
+    if not traits.opens_thinking:
+        return False
+    if traits.build is None or traits.build < _PARSES_OPENED_THOUGHTS_FROM:
+        return True
     asked = {**config.default_params, **params}.get("reasoning_format")
-    is_parsed = (
-        traits.build is not None
-        and traits.build >= _PARSES_OPENED_THOUGHTS_FROM
-        and asked != "none"
-        and parses_chats(config.server_cmd, config.env)
-    )
-    return traits.opens_thinking and not is_parsed
+    return asked == "none" or not parses_chats(config.server_cmd, config.env)
 
 
 def unsupported(part_kinds: Iterable[str], traits: ServerTraits) -> str | None:
@@ -169,8 +167,9 @@ _FLAWS = (
 )
 
 
-# The oldest builds that were measured to do so: docs/servers.md.
+# The oldest build on which tests/server/test_reasoning.py found all formats alike.
 _PARSES_OPENED_THOUGHTS_FROM = 9093
+# The oldest builds that were measured to do so: docs/servers.md.
 _SHOWS_PROMPT_PROGRESS_FROM = 9544
 _ANSWERS_DURING_BATCHES_FROM = 10453
 

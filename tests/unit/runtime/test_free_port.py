@@ -12,6 +12,7 @@ import pytest
 
 import llama_worker
 from llama_worker.runtime.process import free_port as ports
+from tests.conftest import FORK_A_CHILD
 
 HOST = "127.0.0.1"
 
@@ -54,25 +55,16 @@ def test_a_forked_process_is_given_another_port() -> None:
     assert childs != parents
 
 
-_FORKS_MEANWHILE = """
-import os, signal, socket, sys, threading
+_FORKS_MEANWHILE = f"""{FORK_A_CHILD}
+import socket, sys
 from llama_worker.runtime.process.free_port import addresses_of, can_listen
-port, bind, children, forked = int(sys.argv[1]), socket.socket.bind, [], threading.Event()
-def fork():
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        signal.pause()
-    children.append(child)
-    forked.set()
-thread = threading.Thread(target=fork)
+port, bind, children, threads = int(sys.argv[1]), socket.socket.bind, [], []
 def bind_and_fork(probe, address):
     bind(probe, address)
-    thread.start()
-    forked.wait(0.5)  # in vain if forks are put off
+    threads.append(forking(children))
 socket.socket.bind = bind_and_fork
 can_listen(addresses_of("127.0.0.1", port))
-thread.join()
+threads[0].join()
 try:
     bind(socket.socket(), ("127.0.0.1", port))
 finally:
