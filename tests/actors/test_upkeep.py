@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,12 +62,12 @@ def test_an_oom_kill_is_named(
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group of 192 MiB; needs root, and a hierarchy that may be written."""
+    if os.readlink("/proc/self/ns/pid") != "pid:[4026531836]":
+        pytest.skip("the kernel's log has other pids than this namespace")
     counter = oom_watch._counter_file(os.getpid())
-    name = f"llama-worker-test-{os.getpid()}"
     try:
         assert counter is not None
-        group = counter.parent / name
-        group.mkdir()
+        group = Path(tempfile.mkdtemp(prefix="llama-worker-test-", dir=counter.parent))
         limit = group / (
             "memory.max" if counter.name == "memory.events" else "memory.limit_in_bytes"
         )
@@ -88,7 +89,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_kernels_own_kill_is_named(
-    make_worker: MakeWorker, small_group: Path, free_port: Any
+    small_group: Path, make_worker: MakeWorker, free_port: Any
 ) -> None:
     port = free_port()
     python, *flags_and_rest = scripted_server_cmd(Script(), host="127.0.0.1", port=port, slots=1)
@@ -104,7 +105,6 @@ def test_the_kernels_own_kill_is_named(
     (told,) = restarts(rig)
     assert told["reason"] == "out_of_memory"
     assert "the kernel killed it for lack of memory" in told["detail"]
-    rig.worker.close()  # before its group goes
 
 
 def test_the_real_counter_of_this_process_is_read() -> None:
