@@ -1,12 +1,15 @@
 """Small mistakes that a person could make in a source file: each one a replacement of its text.
 
-Annotations, docstrings, imports, f-strings and the texts of errors are left alone.
+Annotations, docstrings, imports, f-strings, log lines and the texts of errors are left alone. So is
+what nobody could see: a `return False` or `None` behind which nothing follows, and whether a
+comparison of times includes the instant in which they are equal.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +25,7 @@ _COMPARISONS: Final[dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]]] = {
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
 }
+_OF_TIMES: Final = {ast.LtE: ast.Gt, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE}
 _ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -29,6 +33,7 @@ _ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.Div: ast.Mult,
 }
 _SWAPPED_CALLS: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_RETURNS_NOTHING: Final = ("return", "return None", "return False")
 _EFFECTFUL: Final = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.Raise, ast.Delete)
 
 
@@ -74,6 +79,7 @@ class _Finder(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
         self._owners: list[str] = []
+        self._without_effect = set[ast.AST]()
 
     # ------------------------------------------------------------ what is found
 
@@ -97,7 +103,10 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         for index, operator in enumerate(node.ops):
-            for other in _COMPARISONS[type(operator)]:
+            others = _COMPARISONS[type(operator)]
+            if type(operator) in _OF_TIMES and any(map(_is_time, (node.left, *node.comparators))):
+                others = (_OF_TIMES[type(operator)],)
+            for other in others:
                 ops = [*node.ops[:index], other(), *node.ops[index + 1 :]]
                 changed = ast.Compare(left=node.left, ops=ops, comparators=node.comparators)
                 self._replace_expression(node, changed)
@@ -167,7 +176,7 @@ class _Finder(ast.NodeVisitor):
     # ------------------------------------------------------------ statements
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, _EFFECTFUL) and self._owners and not _says_nothing(node):
+        if isinstance(node, _EFFECTFUL) and self._owners and node not in self._without_effect:
             self._replace(node, "pass")
         super().visit(node)
 
@@ -204,23 +213,55 @@ class _Finder(ast.NodeVisitor):
             if each is not None:
                 self.visit(each)
 
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not _is_logged(node):
+            self.generic_visit(node)
+
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_body(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.name not in ("__repr__", "__str__", "describe", "masked"):
+            ends = (each for each in _ends(node.body) if ast.unparse(each) in _RETURNS_NOTHING)
+            self._without_effect.update(ends)
             self._visit_body(node)
 
     def _visit_body(self, node: ast.ClassDef | ast.FunctionDef) -> None:
         self._owners.append(node.name)
-        *body, last = node.body
-        for each in body:
+        said = (each for each in ast.walk(node) if _is_docstring(each) or _is_logged(each))
+        self._without_effect.update(said)
+        for each in node.body:
             self.visit(each)
-        if ast.unparse(last) not in ("return", "return None"):
-            self.visit(last)
         self._owners.pop()
 
 
-def _says_nothing(node: ast.AST) -> bool:
-    """A docstring, or `...`."""
+def _is_time(node: ast.expr) -> bool:
+    """Whether its name says that it is an instant or a duration."""
+    name = ast.unparse(node).rpartition(".")[2]
+    return name in ("now", "at") or name.endswith(("_s", "_at"))
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    """Or `...`."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_logged(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and ast.unparse(node).startswith("_logger.")
+
+
+def _ends(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements behind which nothing of the body follows."""
+    match body[-1]:
+        case ast.If(body=inner, orelse=other):
+            yield from (*_ends(inner), *_ends(other or inner))
+        case ast.With(body=inner):
+            yield from _ends(inner)
+        case ast.Try(body=inner, handlers=handlers, orelse=other, finalbody=[]):
+            for each in (other or inner, *(handler.body for handler in handlers)):
+                yield from _ends(each)
+        case ast.Match(cases=cases):
+            for case in cases:
+                yield from _ends(case.body)
+        case last:
+            yield last

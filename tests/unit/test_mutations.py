@@ -44,6 +44,9 @@ def mutants(body: str) -> set[str]:
         ("if a: pass", {"if (not a): pass"}),
         ("raise ValueError(f'{a + 1}')", {"pass"}),
         ("assert a < b", set()),
+        ("if a is b: return False", {"if (a is not b): return False", "if a is b: return True"}),
+        ("_logger.info(a + b)", set()),
+        ("return a.sent_at < b", {"pass", "return (a.sent_at >= b)"}),
     ],
 )
 def test_what_a_person_could_have_written(body: str, expected: set[str]) -> None:
