@@ -1,9 +1,9 @@
 """`make mutants N= SEED=`: plants N small mistakes, one at a time, and counts who notices.
 
-A mutant is tried against the unit tests that are nearest to its module, then the simulator (fixed
-runs, an adversary, a campaign of HOURS worker-hours), the nearest tests in real time, and last the
-tests of the modules that import it and all others of its room; the first that fails has killed it.
-Nearest is what bears the module's name, first at its place in the tree, then what imports it. A
+A mutant is tried against the unit tests that execute its line (coverage.py has seen them do so),
+then the simulator (a campaign of HOURS worker-hours, fixed runs, an adversary), then the tests in
+real time that execute it; the first that fails has killed it. Those that share words with the
+module's name come first. What is executed by an import, as constants are, is tried against all. A
 test in real time has to pass without the mutant, run again by itself, or its failure does not
 count.
 
@@ -30,12 +30,14 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from coverage import CoverageData
 
 from tools.mutations import Mutation, mutations
 
@@ -45,8 +47,19 @@ PACKAGE: Final = "src/llama_worker/"
 SIMULATED: Final = ("actors/", *(f"{PACKAGE}{room}/" for room in ("server", "request", "stream")))
 RUNTIME: Final = f"{PACKAGE}runtime/"
 ROOMS: Final = (*SIMULATED, RUNTIME)
-UNIT, IN_REAL_TIME = "tests/unit/", ("tests/runtime/", "tests/actors/")
-FIXED_RUNS = ("tests/simulation", "-k", "not nobody_has_seen and not planted and not promise")
+UNIT, FIXED, IN_REAL_TIME = "unit tests", "fixed runs", "tests in real time"
+TESTS: Final = {  # by the stage's name, as patterns
+    UNIT: "tests/unit/",
+    FIXED: "tests/simulation/",
+    IN_REAL_TIME: "tests/(runtime|actors)/",
+}
+NOT_FIXED = ("-k", "not nobody_has_seen and not planted and not promise")
+ASKED = "asked.txt"  # the tests of a stage
+NOT_FOUND = 4  # says pytest, of a test or of what it needs
+COVERED = (
+    *("--cov=src", "--cov=actors", "--cov-append", "--cov-context=test", "--cov-report="),
+    "--maxfail=1000",
+)
 TIMED_OUT = "timed out"
 WITHIN_H = re.compile(r"^within ([\d.]+) worker-hours$", re.MULTILINE)  # as a campaign says
 TEST_LIMIT_S = 60  # one test, and the tidying behind it
@@ -76,11 +89,24 @@ class Stage(NamedTuple):
 
     name: str
     command: tuple[str, ...]
+    tests: tuple[str, ...] = ()  # of pytest
     in_real_time: bool = False
 
     def may_be_noise(self, ended: Ended) -> bool:
         """Whether a test failed, which on a busy machine may have reasons of its own."""
         return self.in_real_time and ended.returncode == 1
+
+    def run(self, copy: Path, limit_s: float, *further: str) -> Ended:
+        """There, with further flags."""
+        if not self.tests:
+            return _run((*self.command, *further), copy, limit_s)
+        (copy / ASKED).write_text("\n".join(self.tests))
+        ended = _run((*self.command, *further, f"@{ASKED}"), copy, limit_s)
+        if ended.returncode != NOT_FOUND:
+            return ended
+        # a test's parameters may be read from what the mutant has changed
+        files = dict.fromkeys(each.partition("::")[0] for each in self.tests)
+        return _run((*self.command, *further, *files), copy, limit_s)
 
 
 class Tree:
@@ -92,13 +118,6 @@ class Tree:
         for path in self.paths:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(origin / path, folder / path, follow_symlinks=False)
-        texts = {path: (folder / path).read_text() for path in self.paths if path.endswith(".py")}
-        self._modules = {path: text for path, text in texts.items() if path.startswith(ROOMS)}
-        self._tests = {
-            path: text
-            for path, text in texts.items()
-            if path.startswith((UNIT, *IN_REAL_TIME)) and "/test_" in path
-        }
 
     def copied(self, folder: Path) -> Path:
         """Another one, to plant mutants in."""
@@ -111,31 +130,8 @@ class Tree:
 
     def mutations(self, under: tuple[str, ...]) -> list[Mutation]:
         """All that can be made there."""
-        modules = (path for path in self._modules if path.startswith(under))
+        modules = (path for path in self.paths if path.endswith(".py") and path.startswith(under))
         return [each for path in modules for each in mutations(path, self.read(path))]
-
-    def nearest_tests(self, path: str) -> list[str]:
-        """The module's own, then those that import it; without any, those of its importers."""
-        own = _mirrors(self._tests, path)
-        importing = [*_importers(self._tests, path)]
-        if own or importing:
-            return [*dict.fromkeys((*own, *importing))]
-        modules = _importers(self._modules, path)
-        return [*dict.fromkeys(test for each in modules for test in _mirrors(self._tests, each))]
-
-    def further_tests(self, path: str) -> list[str]:
-        """Those of the modules that import it, then all at its place in the tree; what runs real
-        servers and threads, if it does, too. Those that share words with its name come first."""
-        of_importers = [
-            test for each in _importers(self._modules, path) for test in _mirrors(self._tests, each)
-        ]
-        room = next(room for room in ROOMS if path.startswith(room)).rstrip("/").rpartition("/")[2]
-        runs_for_real = IN_REAL_TIME if path.startswith((RUNTIME, "actors/")) else ()
-        tests = [
-            each for each in self._tests if each.startswith((f"{UNIT}{room}/", *runs_for_real))
-        ]
-        tests.sort(key=lambda each: -_words_in_common(each, path))
-        return [*dict.fromkeys((*of_importers, *tests))]
 
 
 def _listed(origin: Path) -> list[str]:
@@ -144,27 +140,36 @@ def _listed(origin: Path) -> list[str]:
     return listed.stdout.splitlines()
 
 
-def _mirrors(tests: Iterable[str], path: str) -> list[str]:
-    """Those that bear the module's name, first in a folder that bears that of one of its
-    folders."""
-    module = Path(path)
-    named = (each for each in tests if Path(each).name == f"test_{module.name}")
-    return sorted(named, key=lambda each: Path(each).parent.name not in module.parts)
+class Executed:
+    """Which tests execute a line: what coverage.py has written into the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._data = CoverageData(str(folder / ".coverage"))
+        self._data.read()
+        paths = (Path(each) for each in self._data.measured_files())
+        self._files = {str(each.relative_to(folder.resolve())): str(each) for each in paths}
+        contexts = self._data.measured_contexts()
+        self._tests = {each.rpartition("|")[0] for each in contexts} - {""}
+
+    def tests(self, mutation: Mutation, source: bytes) -> list[str]:
+        """Those that execute its line, or the next one above that is executed; all of them if an
+        import does. Those that share words with its module's name come first."""
+        function = mutation.inside.rpartition(".")[2].lstrip("_")
+        found = self._tests
+        if function[:1].islower() and mutation.path in self._files:
+            by_line = self._data.contexts_by_lineno(self._files[mutation.path])
+            first = source.count(b"\n", 0, mutation.begin) + 1
+            lines = range(first, source.count(b"\n", 0, mutation.end) + 2)
+            executed = max((line for line in by_line if line <= first), default=first)
+            contexts = {each for line in (executed, *lines) for each in by_line.get(line, ())}
+            found = {each.rpartition("|")[0] for each in contexts} - {""}
+        return sorted(found, key=lambda test: (-_words_in_common(test, mutation.path), test))
 
 
 def _words_in_common(test: str, path: str) -> int:
-    words = set(re.split(r"[/_.]", path))
-    return len(words & set(Path(test).stem.removeprefix("test_").split("_")))
-
-
-def _importers(texts: dict[str, str], path: str) -> Iterator[str]:
-    stem = path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__")
-    dotted = (stem if stem.startswith("llama_worker") else f"llama_worker/{stem}").replace("/", ".")
-    package, _, name = dotted.rpartition(".")
-    imported = re.compile(
-        rf"\b{re.escape(dotted)}\b|^from {re.escape(package)} import .*\b{name}\b", re.MULTILINE
-    )
-    return (each for each, text in texts.items() if each != path and imported.search(text))
+    file = Path(test.partition("::")[0])
+    words = {*file.parent.parts, *file.stem.removeprefix("test_").split("_")}
+    return len(words & set(re.split(r"[/_.]", path))) + 9 * (file.name == f"test_{Path(path).name}")
 
 
 class Hunter:
@@ -183,56 +188,58 @@ class Hunter:
         self._tree, self._simulator_only = tree, simulator_only
         campaign = ("-m", "tests.simulation", "--seed", str(seed), "--hours", str(hours))
         adversary = ("-m", "tests.adversary", "--seed", str(seed), "--count", "300")
-        self._simulation = (
-            Stage("adversary", (sys.executable, *adversary)),
-            Stage("fixed runs", _pytest(FIXED_RUNS)),
-            Stage("campaign", (sys.executable, *campaign, "--faults", str(hours))),
-        )[-1 if campaign_only else 0 :]
+        self._campaign = Stage("campaign", (sys.executable, *campaign, "--faults", str(hours)))
+        self._adversary = Stage("adversary", (sys.executable, *adversary))
+        self._campaign_only = campaign_only
+        self._executed: Executed | None = None
         self._limits_s: dict[str, float] = {}  # by the stage's name
 
     def stages(self, mutation: Mutation) -> Iterator[Stage]:
         """In the order of their cost."""
-        path = mutation.path
-        if self._simulator_only:
-            yield from self._simulation
+        if self._campaign_only:
+            yield self._campaign
             return
-        nearest = self._tree.nearest_tests(path)
-        unit = [each for each in nearest if each.startswith(UNIT)]
-        slow = [each for each in nearest if each.startswith(IN_REAL_TIME)]
-        others = [each for each in self._tree.further_tests(path) if each not in nearest]
-        if unit:
-            yield Stage("unit tests", _pytest(unit))
-        if path.startswith(SIMULATED):
-            yield from self._simulation
-        if slow:
-            yield Stage("tests in real time", _pytest(slow), in_real_time=True)
-        if others:
-            yield Stage("further tests", _pytest(others), in_real_time=True)
+        assert self._executed is not None, "measure() comes first"
+        tests = self._executed.tests(mutation, self._tree.read(mutation.path))
+        named = {name: [*filter(re.compile(where).match, tests)] for name, where in TESTS.items()}
+        if named[UNIT] and not self._simulator_only:
+            yield Stage(UNIT, _pytest(UNIT), tuple(named[UNIT]))
+        if mutation.path.startswith(SIMULATED):
+            yield self._campaign
+            if named[FIXED]:
+                yield Stage(FIXED, _pytest(FIXED), tuple(named[FIXED]))
+            yield self._adversary
+        if named[IN_REAL_TIME] and not self._simulator_only:
+            yield Stage(
+                IN_REAL_TIME,
+                _pytest(IN_REAL_TIME),
+                tuple(named[IN_REAL_TIME]),
+                in_real_time=True,
+            )
 
-    def holds_without_mutants(self, tried: Sequence[Mutation], copy: Path) -> bool:
-        """Whether every stage does; it also measures how long they take."""
-        stages = {stage for each in tried for stage in self.stages(each)}
-        names = sorted({stage.name for stage in stages} - {each.name for each in self._simulation})
-        tests = {
-            name: {
-                word
-                for stage in stages
-                if stage.name == name
-                for word in stage.command
-                if word.startswith("tests/")
-            }
-            for name in names
-        }
-        together = [Stage(name, _pytest(sorted(tests[name])), in_real_time=True) for name in names]
-        used = [each for each in self._simulation if each in stages]
+    def measure(self, copy: Path, jobs: int = 1) -> bool:
+        """How long everything takes without a mutant, and which tests execute which lines; False:
+        something fails."""
+        everything = [self._campaign]
+        if not self._campaign_only:
+            everything.append(self._adversary)
+            for name, where in TESTS.items():
+                paths = sorted(filter(re.compile(where).match, self._tree.paths))
+                in_parallel = ("--numprocesses", str(jobs)) if name == UNIT and jobs > 1 else ()
+                if files := tuple(each for each in paths if "/test_" in each):
+                    in_real_time = name == IN_REAL_TIME
+                    command = (*_pytest(name), *COVERED, *in_parallel)
+                    everything.append(Stage(name, command, files, in_real_time))
         holds = True
-        for stage in (*used, *together):
-            ended = _run(stage.command, copy, 3600.0)
+        for stage in everything:
+            ended = stage.run(copy, 3600.0)
             self._limits_s[stage.name] = STAGE_LIMIT_S + 5 * ended.seconds
             is_noise = stage.may_be_noise(ended) and _passes_now(stage, copy)
             if ended.returncode and not is_noise:
                 print(f"fails without a mutant: {stage.name}\n{ended.output[-3000:]}", flush=True)
                 holds = False
+        if not self._campaign_only:
+            self._executed = Executed(copy)
         return holds
 
     def hunt(self, mutation: Mutation, copies: queue.SimpleQueue[Path]) -> str | None:
@@ -242,8 +249,7 @@ class Hunter:
             for stage in self.stages(mutation):
                 for _ in range(3):
                     _write(copy / mutation.path, mutation.applied(self._tree.read(mutation.path)))
-                    limit_s = self._limits_s.get(stage.name, STAGE_LIMIT_S)
-                    ended = _run(stage.command, copy, limit_s)
+                    ended = stage.run(copy, self._limits_s.get(stage.name, STAGE_LIMIT_S))
                     _write(copy / mutation.path, self._tree.read(mutation.path))
                     if ended.returncode == 0:
                         break
@@ -256,15 +262,15 @@ class Hunter:
             copies.put(copy)
 
 
-def _pytest(what: Iterable[str]) -> tuple[str, ...]:
-    flags = ("-q", "-x", "-p", "no:randomly", "-p", "no:xdist", "--timeout", str(TEST_LIMIT_S))
-    return (sys.executable, "-m", "pytest", *flags, *what)
+def _pytest(name: str) -> tuple[str, ...]:
+    flags = ("-q", "-x", "-p", "no:randomly", "--timeout", str(TEST_LIMIT_S))
+    return (sys.executable, "-m", "pytest", *flags, *(NOT_FIXED if name == FIXED else ()))
 
 
 def _passes_now(stage: Stage, copy: Path) -> bool:
     """Whether the tests that failed pass by themselves, without a mutant."""
     again = ("--last-failed", "--last-failed-no-failures", "none")
-    return _run((*stage.command, *again), copy, 3600.0).returncode == 0
+    return stage.run(copy, 3600.0, *again).returncode == 0
 
 
 def _write(file: Path, source: bytes) -> None:
@@ -370,7 +376,7 @@ def main() -> int:
         copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(given.jobs):
             copies.put(copy := tree.copied(Path(folder) / str(number)))
-        if not hunter.holds_without_mutants(tried, copy):
+        if not hunter.measure(copy, given.jobs):
             return 2
         began = time.monotonic()
         killed_by = dict[Mutation, str | None]()

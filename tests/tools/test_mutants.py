@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import subprocess
 from pathlib import Path
@@ -18,11 +19,13 @@ FILES = {
     MODULE: (
         "def is_late(now, limit):\n    while now < 0:\n        now += 1\n    return now > limit\n"
     ),
-    "src/llama_worker/runtime/host/timers.py": "from llama_worker.runtime.host import clock\n",
+    "src/llama_worker/runtime/host/timers.py": "def due():\n    return 0\n",
     ITS_TEST: (
         "from llama_worker.runtime.host.clock import is_late\n"
         "def test_it():\n    assert is_late(2, 1) and is_late(-2, -3) and not is_late(0, 1)\n"
     ),
+    "tests/simulation/__main__.py": "",
+    "tests/adversary/__main__.py": "",
     "tools/equivalent_mutants.toml": "",
 }
 AT_THE_LIMIT, NEVER = ("now > limit", "(now >= limit)"), ("now > limit", "(now <= limit)")
@@ -49,6 +52,7 @@ def killer(origin: Path, folder: Path, *texts: str) -> str | None:
     hunter = Hunter(tree, 1.0, 1, simulator_only=False)
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     copies.put(copy := tree.copied(folder / "copy"))
+    assert hunter.measure(copy)
     name = hunter.hunt(mutant(*texts), copies)
     assert (copy / MODULE).read_bytes() == tree.read(MODULE)
     return name
@@ -68,7 +72,9 @@ def test_who_kills_a_mutant(
 def test_a_failure_without_the_mutant_counts_for_nothing(tmp_path: Path) -> None:
     fails_the_second_time = (
         "from pathlib import Path\n"
+        "from llama_worker.runtime.host.clock import is_late\n"
         "def test_it(seen=Path('seen')):\n"
+        "    is_late(2, 1)\n"
         "    runs = len(seen.read_text()) if seen.exists() else 0\n"
         "    seen.write_text('x' * (runs + 1))\n"
         "    assert runs not in (1, 2)\n"
@@ -79,8 +85,7 @@ def test_a_failure_without_the_mutant_counts_for_nothing(tmp_path: Path) -> None
 
 def test_campaign_itself_says_how_long_it_took(tmp_path: Path) -> None:
     origin = repository(tmp_path / "origin")
-    campaign = origin / "tests" / "simulation" / "__main__.py"
-    campaign.parent.mkdir()
+    campaign = origin / "tests/simulation/__main__.py"
     campaign.write_text("print('within 2.5 worker-hours')\nraise SystemExit(1)\n")
     tree = Tree(origin, tmp_path / "tree")
     hunter = Hunter(tree, 1.0, 1, simulator_only=True, campaign_only=True)
@@ -93,7 +98,9 @@ def test_campaign_itself_says_how_long_it_took(tmp_path: Path) -> None:
 def test_what_a_test_orphans_is_reaped(tmp_path: Path) -> None:
     orphans = (
         "import os, subprocess, time\n"
+        "from llama_worker.runtime.host.clock import is_late\n"
         "def test_it():\n"
+        "    is_late(2, 1)\n"
         "    command = ('sh', '-c', 'true & echo $!')\n"
         "    orphan = int(subprocess.run(command, capture_output=True).stdout)\n"
         "    while os.path.exists(f'/proc/{orphan}'): time.sleep(0.01)\n"
@@ -106,34 +113,51 @@ def test_what_fails_without_a_mutant_is_shown(
 ) -> None:
     tree = Tree(repository(tmp_path / "origin", test="def test_it(): assert 0"), tmp_path / "tree")
     hunter = Hunter(tree, 1.0, 1, simulator_only=False)
-    assert not hunter.holds_without_mutants([mutant(*NEVER)], tree.folder)
+    assert not hunter.measure(tree.folder)
     assert "def test_it(): assert 0" in capsys.readouterr().out
 
 
-def test_nearest_tests_come_first_and_room_tests_last(tmp_path: Path) -> None:
+def test_only_tests_that_execute_the_line_are_asked(tmp_path: Path) -> None:
     origin = repository(tmp_path / "origin")
     for path, text in {
-        "tests/runtime/test_a_timer.py": "",
-        "tests/runtime/test_host_wakes.py": "",
-        "tests/runtime/test_waiting.py": "",
-        "src/llama_worker/runtime/waiting.py": "from llama_worker.runtime.host import clock\n",
-        "tests/unit/runtime/test_real.py": "from llama_worker.runtime.host import clock, timers\n",
-        "tests/unit/request/test_clock.py": "",
+        "tests/runtime/test_timers.py": (
+            "from llama_worker.runtime.host.timers import due\ndef test_it(): assert due() == 0\n"
+        ),
+        "tests/unit/test_first.py": (
+            "import pytest\n"
+            "from llama_worker.runtime.host.clock import is_late\n"
+            "@pytest.mark.parametrize('now', [0, -1])\n"
+            "def test_it(now): assert not is_late(now, 1)\n"
+        ),
+        "tests/unit/runtime/test_clock.py": (
+            "from llama_worker.runtime.host.clock import is_late\n"
+            "def test_it(): assert not is_late(0, 1)\n"
+        ),
     }.items():
         (origin / path).parent.mkdir(parents=True, exist_ok=True)
         (origin / path).write_text(text)
     tree = Tree(origin, tmp_path / "tree")
-    nearest = [ITS_TEST, "tests/unit/request/test_clock.py", "tests/unit/runtime/test_real.py"]
-    assert tree.nearest_tests(MODULE) == nearest
-    further = ["tests/runtime/test_waiting.py", ITS_TEST, "tests/runtime/test_host_wakes.py"]
-    assert tree.further_tests(MODULE)[:3] == further
     hunter = Hunter(tree, 1.0, 1, simulator_only=False)
-    asked = [(stage.name, stage.command[-1]) for stage in hunter.stages(mutant(*NEVER))]
-    assert asked == [
-        ("unit tests", "tests/unit/runtime/test_real.py"),
-        ("tests in real time", ITS_TEST),
-        ("further tests", "tests/runtime/test_a_timer.py"),
-    ]
+    assert hunter.measure(tree.folder)
+
+    def asked(mutation: Mutation) -> dict[str, tuple[str, ...]]:
+        return {stage.name: stage.tests for stage in hunter.stages(mutation)}
+
+    nearest, its_own = "tests/unit/runtime/test_clock.py::test_it", f"{ITS_TEST}::test_it"
+    others = [f"tests/unit/test_first.py::test_it[{now}]" for now in (-1, 0)]
+    assert asked(mutant(*NEVER)) == {
+        "unit tests": (nearest, *others),
+        "tests in real time": (its_own,),
+    }
+    assert asked(mutant("now += 1", "pass")) == {
+        "unit tests": (others[0],),
+        "tests in real time": (its_own,),
+    }
+    constant = dataclasses.replace(mutant(*NEVER), inside="")
+    assert asked(constant) == {
+        "unit tests": (nearest, *others),
+        "tests in real time": (its_own, "tests/runtime/test_timers.py::test_it"),
+    }
 
 
 def test_tree_edited_meanwhile_changes_no_diff(tmp_path: Path) -> None:
