@@ -132,6 +132,11 @@ def test_refusals_of_tools_are_recognised(detail: str, status: int | None, refus
         ("Failed to parse tool call arguments as JSON", True),
         ("Failed to parse input at pos 184: <tool_call>", True),
         ("Invalid diff: now finding less tool calls!", True),
+        (
+            "got exception: Unexpected empty grammar stack after accepting piece: =list (40972)",
+            True,
+        ),
+        ("got exception: bad allocation", False),
         ("Context size has been exceeded", False),
         ("expected format of the image", False),
     ],
