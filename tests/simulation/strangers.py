@@ -33,8 +33,9 @@ class Strangers:
         self.is_over = not world.build.cpu_shows
         self.count = 0
         self._world, self._dice = world, dice
-        # All of them together: who waits for headers has that limit.
-        self._longest_s = 0.15 * (world.profile.silent_work_timeout_s or 3600.0)
+        # All of them together: who waits for headers has that limit, unless it sees slots move.
+        share = 1.5 if world.build.shows_slots else 0.15
+        self._longest_s = share * (world.profile.silent_work_timeout_s or 3600.0)
         suspect_after_s = world.profile.suspect_after_s or 60.0
         self._slowest_step_s = min(_SLOWEST_STEP_S, 0.4 * suspect_after_s, 0.5 * self._longest_s)
 

@@ -146,7 +146,7 @@ class _Limits:
             since = newest(self._any_sign_at, self._neighbours.leftover_since)
             yield self._idle("no slot moved and there was no sign of work", since)
         yield self._no_token()
-        yield self._no_data(by_slots=is_unseen)
+        yield self._no_data(self._slots.any_moved_at)
 
     def _prefill(self) -> Iterator[_Limit]:
         if self._progress.prompt_progress_at is not None:
@@ -157,15 +157,22 @@ class _Limits:
         if not self._slots.may_progress_unseen:  # else it may wait behind another client
             yield from self._only_repeats(self._any_progress_at)
         yield self._no_token()
-        waits = self._progress.only_repeats_since(self._progress.turn_started_at)
-        yield self._no_data(by_slots=waits or self._progress.in_one_piece)
+        if self._progress.in_one_piece or self._progress.only_repeats_since(
+            self._progress.turn_started_at
+        ):
+            yield self._no_data(self._slots.any_moved_at)
+        elif self._progress.data_at is None:  # no client asked for reports
+            yield self._no_data(self._slots.moved_at)
+        else:
+            yield self._no_data()
 
     def _generating(self) -> Iterator[_Limit]:
         yield self._idle("no data and no sign of work", self._working_at)
         since = newest(self._data_at, self._slots.moved_at)
         yield from self._only_repeats(since)
         yield from self._no_data_beside_others(since)
-        yield self._no_data(by_slots=self._progress.in_one_piece)
+        in_one_piece = self._progress.in_one_piece
+        yield self._no_data(self._slots.any_moved_at if in_one_piece else None)
 
     def _no_headers(self) -> _Limit:
         """Connecting has a timeout of its own. Builds of October 2025 to May 2026 hold the headers
@@ -199,10 +206,10 @@ class _Limits:
         reason, since = RequestFailReason.TTFT_TIMEOUT, self._progress.turn_started_at
         return _Limit("ttft_timeout_s", reason, "no token", since)
 
-    def _no_data(self, *, by_slots: bool) -> _Limit:
-        """A server that spins gives evidence of work for ever. `by_slots`: their movement counts,
-        too, since no data are to be expected."""
-        since = self._any_progress_at if by_slots else self._any_data_at
+    def _no_data(self, moved_at: float | None = None) -> _Limit:
+        """A server that spins gives evidence of work for ever. `moved_at`: what a slot does counts
+        as data, since none are to be expected."""
+        since = newest(self._any_data_at, moved_at)
         return self._stalled("silent_work_timeout_s", "no data for any request", since)
 
     def _idle(self, what: str, since: float) -> _Limit:

@@ -102,6 +102,12 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             1030.0,
             HEADERS,
         ),
+        "silent work behind another client's prompt": (
+            QUEUED,
+            heard(work=3394.0, slots=SlotSigns(any_moved_at=2195.0)),
+            3395.0,
+            STALL,
+        ),
         "beside one that has limits of its own": (QUEUED, heard(beside=True), 2200.0, STALL),
         "behind a reply in one piece": (
             QUEUED,
@@ -153,6 +159,24 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
         ),
         "silent prefill, from the headers on": (READS, heard(), 1610.0, STALL),
         "headers are no data for silent work": (READS, heard(work=2199.0), 2200.0, STALL),
+        "a slot that may be its own counts": (
+            READS,
+            heard(work=3394.0, slots=SlotSigns(moved_at=2195.0, any_moved_at=2195.0)),
+            3395.0,
+            STALL,
+        ),
+        "another's does not": (
+            READS,
+            heard(work=2199.0, slots=SlotSigns(any_moved_at=2195.0)),
+            2200.0,
+            STALL,
+        ),
+        "nor does its own behind data": (
+            HAS_A_ROLE,
+            heard(work=2215.0, slots=SlotSigns(moved_at=2215.0, any_moved_at=2215.0)),
+            2216.0,
+            STALL,
+        ),
         "a role chunk is data": (HAS_A_ROLE, heard(), 1616.0, STALL),
         "prefill that works": (HAS_A_ROLE, heard(work=1017.0), 1617.0, STALL),
         "reported prefill has the stream's limit": (REPORTS, heard(), 1140.0, STALL),
