@@ -206,7 +206,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
     def _count_tokens(self, order: CountTokens) -> None:
         traits, life = self._server.traits, self._server.lifecycle
         missing = unsupported(order.submission.part_kinds, traits)
-        if life.refusal is not None and life.public_state is not WorkerState.READY:
+        if life.public_state is not WorkerState.READY:
+            assert life.refusal is not None
             order.reply.fail(RequestRefused(life.refusal))
         elif missing:
             order.reply.fail(ConfigError(missing))

@@ -116,7 +116,7 @@ class ReadinessProbes:
         self.began_at: float | None = None  # of the probe in progress; None: there is none
         self.cause: str | None = None  # why the latest probe was unscheduled; None: it was due
         self.wanted: str | None = None  # why another probe is wanted
-        self._failure_counts = True  # whether a failure of the probe in progress counts
+        self._failure_counts: bool  # whether a failure of the probe in progress counts
 
     def want(self, cause: str | None) -> None:
         """Ask for an unscheduled probe, even if one is in progress: that one began too early."""

@@ -223,10 +223,11 @@ class RequestWatch:
         verdict = self._judge_by_times(progress, now)
         if verdict is not None or not is_looked_at:
             return verdict
-        verdict = self._judge_silent_slots(progress, reports, now)
-        if verdict is None and slots.complete:
+        if slots.complete:
             moved_at = slots.looks[-1].asked_at
             verdict = self._judge_looks(slots.looks, moved_at, progress, reports, now)
+        else:
+            verdict = self._judge_silent_slots(progress, reports, now)
         is_suspect = self._is_silent(progress, self._profile.suspect_after_s, now)
         return verdict if is_suspect and self.slots_are_reliable else None
 
