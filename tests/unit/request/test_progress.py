@@ -24,6 +24,8 @@ ALWAYS, ONCE, NEVER = [True, True, True], [True, False, False], [False, False, F
         "reasoning": ([events.ReasoningDelta("a")] * 3, ALWAYS),
         "arguments": ([events.ToolCallDelta(0, "c", None, '{"')] * 3, ALWAYS),
         "the head of a call": ([events.ToolCallDelta(0, "c", "look", "")] * 3, ONCE),
+        "the head of a call without a name": ([events.ToolCallDelta(0, "c", None, "")] * 3, ONCE),
+        "the head of a call without an id": ([events.ToolCallDelta(0, None, "look", "")] * 3, ONCE),
         "prompt progress": ([events.PromptReport(7, 100, 0)] * 3, ONCE),
         "usage, also another": ([events.UsageReport(1, tokens, None) for tokens in range(3)], ONCE),
         "timings, also others": (
@@ -59,6 +61,7 @@ def test_unknown_content_advances_while_it_changes() -> None:
     words = [events.UnknownContent(number) for number in range(5000)]
     assert all(advances(*words))
     assert advances(*words[:100], *words[:100]) == [True] * 100 + [False] * 100
+    assert all(advances(*words, *words)), "the first ones were forgotten"
 
 
 def test_calls_that_begin_for_ever_advance_no_more() -> None:
