@@ -22,7 +22,8 @@ import pytest
 from llama_worker import RestartPolicy, WorkerStartError
 from llama_worker.config import server_program
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.process import guard_program
+from llama_worker.runtime.process import guard_program, server_process
+from llama_worker.server import termination
 from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
@@ -309,6 +310,20 @@ def test_server_stuck_in_first_sigterm_gets_a_second(
     rig.stop()
     assert len(rig.journal.facts("signal", signal="SIGTERM")) == 2
     assert rig.journal.facts("exit", code=1), "by its own decision: it was not killed"
+
+
+def test_guard_that_starts_no_server_is_killed(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one whose Python hangs on a network file system."""
+    hangs = shell_program(tmp_path / "python", "exec sleep 120")
+    monkeypatch.setattr(server_process, "interpreter", lambda: hangs)
+    monkeypatch.setattr(termination, "FORCE_S", 0.1)
+    rig = make_worker(start=False, timeouts=fast_timeouts(stop_grace_s=0.1))
+    starting = rig.worker.start()
+    rig.stop()
+    assert _failure(starting).reason is StartFailReason.STOPPED
+    assert rig.status()["state"] is WorkerState.STOPPED
 
 
 def test_host_that_changed_its_user_stops_in_order(

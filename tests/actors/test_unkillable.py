@@ -34,15 +34,18 @@ def outliving_sigkill(rig: Rig) -> Iterator[int]:
 
 
 def test_an_unkillable_server_delays_neither_stop_nor_close(
-    leftovers: Leftovers, make_worker: MakeWorker
+    leftovers: Leftovers, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(termination, "FORCE_S", 0.3)  # until SIGKILL is sent past the guard
     rig = make_worker(timeouts=fast_timeouts(stop_grace_s=0.5, kill_timeout_s=1.0))
+    guard = psutil.Process(rig.journal.wait("launched")["ppid"])
     with outliving_sigkill(rig) as pid:
         with pytest.raises(
             WorkerStopError, match=f"unkillable: SIGKILL does not end process {pid}"
         ):
             rig.stop()
         assert psutil.pid_exists(pid), "nobody waited for it"
+        assert guard.status() != psutil.STATUS_ZOMBIE, "it waits for the server's end"
         with pytest.raises(WorkerStartError, match="unkillable"):
             rig.start()
     rig.wait_state(WorkerState.STOPPED)
