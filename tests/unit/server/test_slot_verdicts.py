@@ -91,6 +91,13 @@ def judge(
         "livelock in decode": ([STUCK], WRITES, [], STALL, False),
         "livelock, found by one who waits": ([STUCK], WAITS, [QUIET], STALL, False),
         "dead beside a live one": ([STUCK, MOVES], WRITES, [SERVED], STALL, True),
+        "dead beside a slot that changes tasks": (
+            [STUCK, MOVES, CHANGES_TASKS],
+            WRITES,
+            [SERVED, replace(QUIET_IN_PREFILL, request_id=3)],
+            STALL,
+            True,
+        ),
         "dead beside a silent prefill": ([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True),
         "beside who said less": ([stands(decoded=90), decodes(10)], TOLD_88, [QUIET], STALL, True),
         "a lone prefill stands still": ([IN_A_BATCH, MOVES], REPORTED, [SERVED], STALL, True),

@@ -184,6 +184,17 @@ def test_moving_slot_is_seen_before_header_limit() -> None:
     assert watch.run(1000.0, Stalled) is None
 
 
+def test_short_tasks_of_others_are_not_its_work() -> None:
+    """Each moves from one look to the next, but none lasts for a whole round."""
+
+    def slots(now: float) -> tuple[Slot, ...]:
+        return (slot(decoded=1 + int(now) % 5, task=int(now) // 5),)
+
+    watch = VirtualWatch.ready(PROFILE, slots=slots)
+    watch.begin(writes_until(20.0))
+    assert watch.run(20.0 + (PROFILE.idle_stream_timeout_s or 0.0) + PAUSE_S, Stalled) is not None
+
+
 @pytest.mark.parametrize("modalities", [None, {"vision": False}, {"vision": True}])
 def test_image_of_another_client_is_encoded_to_end(
     modalities: dict[str, bool] | None,
