@@ -335,6 +335,25 @@ def test_a_broken_connection_has_no_better_reason() -> None:
     assert client.given_up is None
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, "worker_stopped: the proxy was closed"),
+        (RuntimeError("a fault"), "unknown_error: RuntimeError: a fault"),
+    ],
+)
+def test_the_actors_end_fails_requests_in_flight(error: Exception | None, told: str) -> None:
+    client, upstream = Client(), World()
+    upstream.begin(client)
+    if error is None:
+        upstream.actor.on_stop()
+    else:
+        upstream.actor.on_failure(type(error), error, None)
+    failure = client.exchange.failure_for_client(disconnected("in mid-stream"))
+    assert failure is not None
+    assert failure.detail == told
+
+
 def test_the_next_request_is_watched_anew() -> None:
     upstream = World()
     for _ in range(2):
