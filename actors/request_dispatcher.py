@@ -198,7 +198,7 @@ class RequestDispatcher:
         """Call it when a request is terminal: it is no longer watched, and every reply that waits
         for its end, or that its actor has not answered, is answered."""
         running = self._in_flight.pop(record.request_id)
-        self._children.watchdog.tell(Unwatch.of(record))
+        self._children.watchdog.tell(Unwatch(record))
         if running.lease is not None and not running.lease.has_ended:
             # Its actor died without ending the lease.
             detail = record.result.get("fail_detail", "")

@@ -49,7 +49,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                 self._lease(message, now)
             case EndLease(exchange=exchange):
                 if self._exchanges.pop(exchange.request_id, None) is not None:
-                    self._step(messages.Unwatch.of(_end(exchange, now)), now)
+                    self._step(messages.Unwatch(_end(exchange, now)), now)
             case _:
                 self._step(message, now)
         self._alarm.set(self._watch.deadline)
@@ -117,7 +117,7 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
         self._runner.write_log(
             logging.WARNING, f"upstream server: gave up a request: {reason}: {detail}"
         )
-        return messages.Unwatch.of(_record(given_up))
+        return messages.Unwatch(_record(given_up))
 
     def _abort_probes(self) -> None:
         for probe in self._probes.values():

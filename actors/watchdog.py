@@ -42,8 +42,8 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
         match message:
             case messages.Watch(request_id=request_id, request=request) if request is not None:
                 self._requests[request_id] = request
-            case messages.Unwatch(request_id=request_id):
-                self._requests.pop(request_id, None)
+            case messages.Unwatch(record):
+                self._requests.pop(record.request_id, None)
             case _:
                 pass
         for effect in self._watch.step(message, self._runtime.now()):

@@ -12,6 +12,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.request.progress import Progress
+from llama_worker.request.table import RequestRecord
 from llama_worker.server.messages import (
     AbortProbes,
     AskForProgress,
@@ -33,7 +34,7 @@ from llama_worker.server.messages import (
 from llama_worker.server.slots import Slot, SlotsLook, SlotsTimeout
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
-from llama_worker.types.request import RequestPhase
+from llama_worker.types.request import RequestFailReason, RequestPhase, RequestState
 
 RequestAt = Callable[[float], Progress]
 SlotsAt = Callable[[float], tuple[Slot, ...] | SlotsTimeout | None]
@@ -48,6 +49,21 @@ class Nobody:
 
 def probed(outcome: ProbeOutcome, epoch: int = 1, **traits: Any) -> Probed:
     return Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits(**traits))
+
+
+def unwatch(
+    request_id: int, *, completed: bool = False, is_broken_off: bool = False, **kept: Any
+) -> Unwatch:
+    """A request has ended: completed, given up in the server's work, or refused by it. `kept`: what
+    else its record holds."""
+    why = RequestFailReason.STALL_TIMEOUT if is_broken_off else RequestFailReason.HTTP_ERROR
+    result: Any = {"state": RequestState.FAILED, "fail_reason": why}
+    if completed:
+        result = {"state": RequestState.COMPLETED, "fail_reason": None}
+    status: Any = {}
+    return Unwatch(
+        RequestRecord(request_id=request_id, job_name="", status=status, result=result, **kept)
+    )
 
 
 def generating(data_at: float, request_id: int = 1) -> Progress:
@@ -142,7 +158,7 @@ class VirtualWatch:
     def tell(self, message: WatchdogMessage) -> None:
         """Hand over one message, and every answer that it brings about."""
         if isinstance(message, Unwatch):
-            del self._requests[message.request_id]
+            del self._requests[message.record.request_id]
         messages = deque([message])
         while messages:
             for effect in self.watch.step(messages.popleft(), self.now):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Self
+from typing import Any
 
 from msgspec import Struct
 
@@ -15,13 +15,12 @@ from llama_worker.request.messages import (
     ProgressReported,
     ReportProgress,
 )
-from llama_worker.request.progress import Batch, Progress
+from llama_worker.request.progress import Progress
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.blame import GpuFault, ProbeNow, Verdict
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import SlotsLook, SlotsTimeout
 from llama_worker.server.traits import ServerTraits
-from llama_worker.types.request import RequestPhase, RequestState
 from llama_worker.types.worker import StartFailReason, WorkerStatus
 
 
@@ -181,29 +180,10 @@ class Watch(Struct, frozen=True, kw_only=True):
     request: Mailbox[ReportProgress] | None = None
 
 
-class Unwatch(Struct, frozen=True, kw_only=True):
+class Unwatch(Struct, frozen=True):
     """The request has ended; its data and batches still count."""
 
-    request_id: int
-    data_at: float | None
-    batches: tuple[Batch, ...] = ()
-    completed: bool
-    is_broken_off: bool = False  # the server may still compute a batch of this request
-    ended_in: RequestPhase = RequestPhase.DONE  # DONE: the server had no work left for it
-    has_media: bool = False
-
-    @classmethod
-    def of(cls, record: RequestRecord) -> Self:
-        """For the request of this record."""
-        return cls(
-            request_id=record.request_id,
-            data_at=record.last_data_at,
-            batches=record.batches,
-            completed=record.result["state"] is RequestState.COMPLETED,
-            is_broken_off=record.is_broken_off,
-            ended_in=record.ended_in,
-            has_media=record.has_media,
-        )
+    record: RequestRecord
 
 
 class StopWatching(Struct, frozen=True, kw_only=True):

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from llama_worker.clock import latest
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress, newest
+from llama_worker.request.table import RequestRecord
 from llama_worker.server.blame import Verdict, VerdictHistory, is_busy
-from llama_worker.server.messages import EvidenceSeen, Stalled, Unwatch
+from llama_worker.server.messages import EvidenceSeen, Stalled
 from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
 from llama_worker.server.slots import SILENT_S, SlotsLook, SlotsWatch
 from llama_worker.server.timeouts import Neighbours, SlotSigns, describe, timeout_verdict
-from llama_worker.types.request import RequestFailReason, RequestPhase
+from llama_worker.types.request import RequestFailReason, RequestPhase, RequestState
 
 _ENDED_ID = 0  # stands for all ended requests; no request has this id
 
@@ -75,45 +76,45 @@ class RequestWatch:
         self.liveness_at = None
         return True
 
-    def end(self, order: Unwatch, now: float) -> list[Stalled]:
+    def end(self, record: RequestRecord, now: float) -> list[Stalled]:
         """A request has ended; returns the verdicts that waited only for its answer."""
-        request_id = order.request_id
+        request_id = record.request_id
         if request_id not in self.ids:
             return []
         self.ids.remove(request_id)
         self._unanswered.discard(request_id)
         self._moved_at.pop(request_id, None)
-        self._learn(request_id, order.batches)
+        self._learn(request_id, record.batches)
         self.pace.forget(request_id)
-        self._note_data(request_id, order.data_at)
+        self._note_data(request_id, record.last_data_at)
         self._note_data(_ENDED_ID, self._data_at.pop(request_id, None))
         progress = self.progress.pop(request_id, None)
-        if order.completed:
+        if record.result["state"] is RequestState.COMPLETED:
             self._history = self._history.completed(request_id)
             if progress is not None and progress.in_one_piece:  # its data are its client's
                 self._note_data(_ENDED_ID, now)
-        if order.is_broken_off:
-            self._broken_off(order, progress, now)
+        if record.is_broken_off:
+            self._broken_off(record, progress, now)
         given_up = self._judge_if_all_answered(now)
         if not self.ids:
             self.slots.stop_looking()
         return given_up
 
-    def _broken_off(self, order: Unwatch, progress: Progress | None, now: float) -> None:
+    def _broken_off(self, record: RequestRecord, progress: Progress | None, now: float) -> None:
         """The server may compute its batch now or later. `progress` None: it never reported."""
-        had_headers = order.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
+        had_headers = record.ended_in in (RequestPhase.PREFILL, RequestPhase.GENERATING)
         # Before the headers the first batch may be in progress; in one piece, any.
         in_a_batch = (
             had_headers or progress is None or progress.is_served or progress.awaits_one_piece
         )
         if in_a_batch and self._may_leave_a_batch(now):
             self._leftover_batch.begin(now)
-        if order.has_media and order.ended_in is not RequestPhase.GENERATING:
+        if record.has_media and record.ended_in is not RequestPhase.GENERATING:
             self._leftover_media.begin(now)
-        if order.ended_in is RequestPhase.WAITING:
-            self._leftover_batch.queue(order.request_id, now)
-            if order.has_media:
-                self._leftover_media.queue(order.request_id, now)
+        if record.ended_in is RequestPhase.WAITING:
+            self._leftover_batch.queue(record.request_id, now)
+            if record.has_media:
+                self._leftover_media.queue(record.request_id, now)
 
     def _may_leave_a_batch(self, now: float) -> bool:
         """Whether one more batch may be left over: there is none, or that one has had its time. Not

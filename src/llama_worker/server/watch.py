@@ -33,6 +33,7 @@ from llama_worker.clock import earliest
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
+from llama_worker.request.table import RequestRecord
 from llama_worker.server import health, messages
 from llama_worker.server.blame import ProbeNow
 from llama_worker.server.liveness import LookRounds
@@ -127,8 +128,8 @@ class ServerWatch:
                 self._stop_watching()
             case messages.Watch(request_id=request_id):
                 self._watch(request_id, now)
-            case messages.Unwatch():
-                self._unwatch(message, now)
+            case messages.Unwatch(record):
+                self._unwatch(record, now)
             case ProbeNow(cause=cause):
                 self._probe_now(cause, now)
             case messages.EvidenceSeen():
@@ -265,8 +266,8 @@ class ServerWatch:
             # By then most have ended, or have their first token, which a look would delay.
             self._look_at = now + min(FIRST_LOOK_S, self._profile.liveness_probe_interval_s / 2)
 
-    def _unwatch(self, order: messages.Unwatch, now: float) -> None:
-        self._give_up(self._requests.end(order, now), now)
+    def _unwatch(self, record: RequestRecord, now: float) -> None:
+        self._give_up(self._requests.end(record, now), now)
         if not self._requests.ids:
             self._look_at = self._watched_since = None
 

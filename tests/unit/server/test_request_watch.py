@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress
-from llama_worker.server.messages import Unwatch
 from llama_worker.server.request_watch import RequestWatch
 from llama_worker.types.request import RequestPhase
 from tests.tables import cases
-from tests.virtual_watch import generating
+from tests.virtual_watch import generating, unwatch
 
 IDS = (1, 2, 3, 4, 5, 6)
 
@@ -41,7 +40,7 @@ def test_data_of_ended_requests_still_counts(
         watch.record_progress(generating(at, request_id), at, for_verdict=False)
         heard.append((request_id, at))
         if ends and request_id != asked:
-            watch.end(Unwatch(request_id=request_id, data_at=None, completed=False), at)
+            watch.end(unwatch(request_id).record, at)
             running.remove(request_id)
     assert watch.data_at == max((at for _, at in heard), default=None)
     others = max((at for other, at in heard if other != asked), default=None)
@@ -60,8 +59,7 @@ def test_round_ends_when_all_requests_answered_or_ended() -> None:
     assert watch.begin_round(9.0) == []
     assert (answer(2), answer(4), answer(2)) == ([], [], [])
     for request_id in (3, 4):
-        order = Unwatch(request_id=request_id, data_at=None, completed=False)
-        assert watch.end(order, 9.0) == []
+        assert watch.end(unwatch(request_id).record, 9.0) == []
     assert answer(1) == [2, 1]
     assert answer(1) == []
 
@@ -75,7 +73,7 @@ def test_round_ends_when_all_requests_answered_or_ended() -> None:
         pytest.param({"is_broken_off": True}, 130.0, id="before anybody asked how far it was"),
         pytest.param({"ended_in": RequestPhase.PREFILL}, 30.0, id="by the server"),
         pytest.param(
-            {"is_broken_off": True, "ended_in": RequestPhase.PREFILL, "data_at": 10.5},
+            {"is_broken_off": True, "ended_in": RequestPhase.PREFILL, "last_data_at": 10.5},
             40.5,
             id="a sign of work",
         ),
@@ -92,7 +90,7 @@ def test_an_aborted_requests_batch_may_delay_headers(
         watch = RequestWatch(profile, epoch=1)
         for request_id in (1, 2):
             watch.begin(request_id)
-        watch.end(Unwatch(**{"request_id": 1, "data_at": None, "completed": False, **ended}), 10.0)
+        watch.end(unwatch(1, **ended).record, 10.0)
         watch.begin_round(now)
         assert bool(watch.record_progress(waiting, now, for_verdict=True)) is is_given_up
 
@@ -124,7 +122,7 @@ def test_request_waiting_beside_one_piece_reply_has_time(
         for request_id in (1, 2):
             watch.begin(request_id)
         watch.record_progress(one, 49.0, for_verdict=False)
-        watch.end(Unwatch(**{"request_id": 1, "data_at": None, "completed": False, **ended}), 50.0)
+        watch.end(unwatch(1, **ended).record, 50.0)
         watch.begin_round(now)
         assert bool(watch.record_progress(waits, now, for_verdict=True)) is is_given_up
 
@@ -151,7 +149,7 @@ def test_consecutive_aborts_hide_no_dead_server() -> None:
         one = replace(IN_ONE_PIECE, request_id=number, turn_started_at=sent_at)
         watch.record_progress(one, sent_at + 59.0, for_verdict=False)
         gone_at = sent_at + 60.0
-        watch.end(Unwatch(request_id=number, data_at=None, completed=False, **ABORTED), gone_at)
+        watch.end(unwatch(number, **ABORTED).record, gone_at)
         watch.begin_round(gone_at)
         found += [gone_at] * bool(watch.record_progress(WAITS, gone_at, for_verdict=True))
     assert found[0] == 60.0 + 120.0
@@ -176,7 +174,7 @@ def test_a_canceled_queued_request_may_delay_headers(served_id: int, given_up_at
         for request_id in (2, served_id, 4):
             watch.begin(request_id)
         watch.record_progress(waiting, 0.0, for_verdict=False)
-        watch.end(Unwatch(**{"request_id": 2, "data_at": None, "completed": False, **left}), 0.0)
-        watch.end(Unwatch(request_id=served_id, data_at=5.0, completed=True), 5.0)
+        watch.end(unwatch(2, **left).record, 0.0)
+        watch.end(unwatch(served_id, completed=True, last_data_at=5.0).record, 5.0)
         watch.begin_round(now)
         assert bool(watch.record_progress(hung, now, for_verdict=True)) is is_given_up

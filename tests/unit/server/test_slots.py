@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress
@@ -16,7 +15,6 @@ from llama_worker.server.messages import (
     HealthLost,
     ProbeOutcome,
     Stalled,
-    Unwatch,
 )
 from llama_worker.server.pace import PACE_MIN_S
 from llama_worker.server.slot_verdicts import STEP_MULTIPLE
@@ -33,7 +31,7 @@ from llama_worker.server.slots import (
 from llama_worker.stream.lazy_reading import MAX_HOLD_S
 from llama_worker.types.request import RequestFailReason, RequestPhase
 from tests.tables import cases
-from tests.virtual_watch import RequestAt, SlotsAt, VirtualWatch, generating, silent, slot
+from tests.virtual_watch import RequestAt, SlotsAt, VirtualWatch, generating, silent, slot, unwatch
 
 WAITING, PREFILL, GENERATING = RequestPhase.WAITING, RequestPhase.PREFILL, RequestPhase.GENERATING
 STALL = RequestFailReason.STALL_TIMEOUT
@@ -364,8 +362,7 @@ def test_a_gone_requests_image_may_be_encoded_still(
     )
     watch = watched(lambda now: seen, writes, shows)
     assert watch.run(40.0, Stalled) is None
-    gone = Unwatch(request_id=2, data_at=None, completed=False, is_broken_off=True)
-    watch.tell(structs.replace(gone, has_media=has_media, ended_in=ended_in))
+    watch.tell(unwatch(2, is_broken_off=True, has_media=has_media, ended_in=ended_in))
     may_encode = has_media and ended_in is PREFILL
     assert (watch.run(1000.0, Stalled) is None) is may_encode
 

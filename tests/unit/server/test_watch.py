@@ -24,13 +24,12 @@ from llama_worker.server.messages import (
     ProbeOutcome,
     ProbeReadiness,
     StopWatching,
-    Unwatch,
     Watch,
 )
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from tests.docs.pages import table
-from tests.virtual_watch import Nobody, generating, probed
+from tests.virtual_watch import Nobody, generating, probed, unwatch
 
 STALLS_AFTER_1_S = TimeoutProfile(
     idle_stream_timeout_s=1.0,
@@ -81,9 +80,7 @@ def told(progress: Progress) -> ProgressReported:
         pytest.param(
             told(generating(60.1, request_id=2)), 60.15, False, id="the other answers late"
         ),
-        pytest.param(
-            Unwatch(request_id=2, data_at=60.1, completed=False), 60.15, False, id="the other ends"
-        ),
+        pytest.param(unwatch(2, last_data_at=60.1), 60.15, False, id="the other ends"),
         pytest.param(Tick(), 60.2, True, id="it never answers: nobody is held up for ever"),
     ],
 )
@@ -181,7 +178,7 @@ def test_probe_results_before_watching_began_do_not_count(returns_at: float) -> 
     step = ready(STALLS_AFTER_1_S, probes_count=1)
     step(Watch(request_id=1, request=Nobody()), 60.0)
     (old,) = step(Tick(), 60.05)
-    step(Unwatch(request_id=1, data_at=None, completed=False), 61.0)
+    step(unwatch(1), 61.0)
     step(Watch(request_id=2, request=Nobody()), 62.0)
     if returns_at > 62.05:
         assert step(Tick(), 62.05) == []  # the probe is still out
@@ -245,12 +242,12 @@ def test_idle_hour_does_not_affect_next_request() -> None:
     step(Watch(request_id=1, request=Nobody()), 9.5)
     (look,) = step(Tick(), 10.0)
     step(EvidenceSeen(look=look, at=10.0, by_shortage=True), 10.0)
-    step(Unwatch(request_id=1, data_at=None, completed=True), 10.0)
+    step(unwatch(1, completed=True), 10.0)
     step(Watch(request_id=2, request=Nobody()), 3600.0)
     (look,) = step(Tick(), 3600.5)
     step(EvidenceSeen(look=look, at=3600.5), 3600.5)
     batches = (Batch(3601.0, 3603.0, 512, 512),)
-    step(Unwatch(request_id=2, data_at=3603.0, batches=batches, completed=True), 3603.0)
+    step(unwatch(2, completed=True, last_data_at=3603.0, batches=batches), 3603.0)
     learnt, _ = step(StopWatching(), 3604.0)
     assert learnt.pace.expected_s(512, 512) == 2.0
 
@@ -272,7 +269,7 @@ def test_server_activity_before_idling_is_no_evidence(waiting: int) -> None:
     step(Watch(request_id=1, request=Nobody()), 1.0)
     (look,) = step(Tick(), 1.5)
     step(EvidenceSeen(look=look, alive=True, at=1.5, detail="computes"), 1.5)
-    step(Unwatch(request_id=1, data_at=None, completed=True), 2.0)
+    step(unwatch(1, completed=True), 2.0)
     step(Tick(), 31.0)
     for request_id in range(waiting):
         step(Watch(request_id=2 + request_id, request=Nobody()), 31.0)
@@ -290,7 +287,7 @@ def test_idle_server_wakes_nobody_except_for_health_probe() -> None:
         assert step.watch.deadline == 1.5
         assert step(Tick(), 1.5) == []
         assert step.watch.deadline == 6.0
-        step(Unwatch(request_id=1, data_at=None, completed=False), 2.0)
+        step(unwatch(1), 2.0)
         assert step.watch.deadline == due_at
 
 
