@@ -4,6 +4,7 @@ or passes these on to the RequestActor."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from llama_worker.actors.children import Children
@@ -19,7 +20,6 @@ from llama_worker.request.messages import (
     ReadOutput,
 )
 from llama_worker.request.output import WaitingReads, read_output
-from llama_worker.request.submission import Submission
 from llama_worker.request.table import (
     NOT_FOUND,
     NOT_READY,
@@ -43,24 +43,19 @@ RequestOrder = Question | GetResult | AwaitResult | ReleaseResult | CancelReques
 _SWEEP_FROM = 16
 
 
+@dataclass
 class _InFlight:
     """A request that runs, and the replies that are waited for."""
 
-    def __init__(
-        self,
-        admitted: Admitted,
-        lease: LeasedExchange | None = None,
-        asked_by: Reply[RequestResult] | None = None,
-    ) -> None:
-        self.slot = admitted.slot
-        self.lease = lease
-        self.asked_by = asked_by  # it gets the result, and nobody else after it
-        # Held weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after
-        # the other.
-        self.results: WeakList[Reply[RequestResult | NotFound]] = WeakList()
-        self.cancels: list[Reply[bool]] = []
-        self.reads = WaitingReads()  # were passed on, and may wait for long
-        self._questions: list[Question] = []  # were passed on; some are answered by now
+    slot: int
+    lease: LeasedExchange | None
+    asked_by: Reply[RequestResult] | None  # it gets the result, and nobody else after it
+    # Held weakly: a host may poll with `result(id).get(timeout=...)` and drop one future after the
+    # other.
+    results: WeakList[Reply[RequestResult | NotFound]] = field(default_factory=WeakList)
+    cancels: list[Reply[bool]] = field(default_factory=list)
+    reads: WaitingReads = field(default_factory=WaitingReads)  # passed on; may wait for long
+    _questions: list[Question] = field(default_factory=list)  # passed on; some are answered by now
 
     def remember(self, question: Question) -> None:
         """Keep a question that was passed on: it may be unanswered when the request ends."""
@@ -164,27 +159,13 @@ class RequestDispatcher:
     def begin(
         self,
         admitted: Admitted,
-        submission: Submission,
-        *,
-        prompted: bool,
-        opens_thinking: bool,
-        asked_by: Reply[RequestResult] | None,
+        order: Begin | BeginLease,
+        asked_by: Reply[RequestResult] | None = None,
     ) -> None:
-        """Have the slot's actor run the request, and the watchdog watch it."""
-        order = Begin(
-            request_id=admitted.request_id,
-            submission=submission,
-            prompted=prompted,
-            opens_thinking=opens_thinking,
-        )
-        self._begin(admitted, _InFlight(admitted, asked_by=asked_by), order)
-
-    def begin_lease(self, admitted: Admitted, exchange: LeasedExchange) -> None:
-        """Have the slot's actor answer questions about the exchange, and the watchdog watch it."""
-        self._begin(admitted, _InFlight(admitted, exchange), BeginLease(exchange=exchange))
-
-    def _begin(self, admitted: Admitted, running: _InFlight, order: Begin | BeginLease) -> None:
-        self._in_flight[admitted.request_id] = running
+        """Have the slot's actor run the request, or answer questions about the leased exchange, and
+        the watchdog watch it."""
+        lease = order.exchange if isinstance(order, BeginLease) else None
+        self._in_flight[admitted.request_id] = _InFlight(admitted.slot, lease, asked_by)
         request = self._children.requests[admitted.slot]
         request.tell(order)
         self._children.watchdog.tell(Watch(request_id=admitted.request_id, request=request))

@@ -25,6 +25,7 @@ from llama_worker.errors import ConfigError, LlamaWorkerError, RequestRefused, W
 from llama_worker.mailbox import Reply, Tick
 from llama_worker.ports import Runtime
 from llama_worker.request.messages import (
+    Begin,
     CountTokens,
     RequestEnded,
     SignalEmitted,
@@ -156,15 +157,16 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
             return
         for line in params_warnings(self._config, order.submission.params):
             self._journal.warn(line, now)
-        self._dispatcher.begin(
-            admitted,
-            order.submission,
+        begin = Begin(
+            request_id=admitted.request_id,
+            submission=order.submission,
             prompted=self._is_prompted,
             opens_thinking=may_leave_thoughts(
                 self._server.traits, self._config, order.submission.params
             ),
-            asked_by=order.reply if isinstance(order, messages.Ask) else None,
         )
+        asked_by = order.reply if isinstance(order, messages.Ask) else None
+        self._dispatcher.begin(admitted, begin, asked_by)
         if isinstance(order, messages.Submit):
             order.reply.answer({"ok": True, "request_id": admitted.request_id})
         self._note_admitted(admitted, now)
@@ -179,7 +181,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         order.exchange.begin(admitted, api_key=self._config.api_key, unix_offset=offset)
         order.reply.answer({"ok": True, "request_id": admitted.request_id})  # first: a client waits
         self._note_admitted(admitted, now)
-        self._dispatcher.begin_lease(admitted, order.exchange)
+        self._dispatcher.begin(admitted, messages.BeginLease(exchange=order.exchange))
 
     def _note_admitted(self, admitted: Admitted, now: float) -> None:
         request_id, job_name = admitted.request_id, admitted.job_name
