@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -45,7 +46,7 @@ _ANON = re.compile(r"^(?:RssAnon|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 ProcessKey = tuple[int, float]
 
 
-class Counters(Struct, frozen=True, kw_only=True):
+class Counters(NamedTuple):
     """What one process has used since it started; None: it cannot be read."""
 
     cpu_ticks: int  # user + system, in the clock ticks of the system
@@ -61,14 +62,11 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
     processes: Mapping[ProcessKey, Counters]
 
 
-class _Point(Struct, frozen=True, kw_only=True):
+class _Point(NamedTuple):
     """The tree's usage at one instant, summed since watching began."""
 
     at: float
-    cpu_ticks: int = 0
-    read_bytes: int = 0
-    write_bytes: int = 0
-    major_faults: int = 0
+    used: tuple[int, ...] = (0, 0, 0, 0)  # in the order of `Counters`
 
 
 class ProcessActivity(Struct, frozen=True):
@@ -87,7 +85,7 @@ class ProcessActivity(Struct, frozen=True):
         over.
         """
         if self.last is None or not self.last.processes.keys() & sample.processes.keys():
-            return ProcessActivity(self.ticks_per_second, sample, (_Point(at=sample.at),)), None
+            return ProcessActivity(self.ticks_per_second, sample, (_Point(sample.at),)), None
         if sample.at <= self.last.at:
             return self, None
         point = _advance(self.points[-1], self.last.processes, sample)
@@ -98,10 +96,10 @@ class ProcessActivity(Struct, frozen=True):
 
     def _judge(self, start: _Point, end: _Point) -> LivenessEvidence:
         span_s = end.at - start.at
-        cpu_ticks = (end.cpu_ticks - start.cpu_ticks) / self.ticks_per_second / TICK_S
-        read_bytes = end.read_bytes - start.read_bytes
-        write_bytes = end.write_bytes - start.write_bytes
-        major_faults = end.major_faults - start.major_faults
+        ticks, read_bytes, write_bytes, major_faults = (
+            after - before for before, after in zip(start.used, end.used, strict=True)
+        )
+        cpu_ticks = ticks / self.ticks_per_second / TICK_S
         computes = cpu_ticks >= MIN_CPU_TICKS and cpu_ticks >= MIN_CPU_TICKS_PER_S * span_s
         disk_bytes = max(MIN_DISK_BYTES, MIN_DISK_BYTES_PER_S * span_s)
         reads = read_bytes >= disk_bytes or (
@@ -117,26 +115,12 @@ class ProcessActivity(Struct, frozen=True):
 
 
 def _advance(point: _Point, before: Mapping[ProcessKey, Counters], sample: ProcessSample) -> _Point:
-    cpu_ticks, read_bytes = point.cpu_ticks, point.read_bytes
-    write_bytes, major_faults = point.write_bytes, point.major_faults
-    for key, new in sample.processes.items():
-        old = before.get(key)
-        if old is not None:
-            cpu_ticks += _increase(old.cpu_ticks, new.cpu_ticks)
-            read_bytes += _increase(old.read_bytes, new.read_bytes)
-            write_bytes += _increase(old.write_bytes, new.write_bytes)
-            major_faults += _increase(old.major_faults, new.major_faults)
-    return _Point(
-        at=sample.at,
-        cpu_ticks=cpu_ticks,
-        read_bytes=read_bytes,
-        write_bytes=write_bytes,
-        major_faults=major_faults,
-    )
-
-
-def _increase(old: int | None, new: int | None) -> int:
-    return 0 if old is None or new is None else max(0, new - old)
+    used = list(point.used)
+    for key, counts in sample.processes.items():
+        for index, (old, new) in enumerate(zip(before.get(key, counts), counts, strict=True)):
+            if old is not None and new is not None:
+                used[index] += max(0, new - old)
+    return _Point(sample.at, tuple(used))
 
 
 class LookRounds:
