@@ -4,7 +4,6 @@ calls. Not thread-safe."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import assert_never
 
 from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.progress import TurnProgress
@@ -25,8 +24,16 @@ from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.stream.turn_end import TurnEnd
 
-_Other = ToolCallDelta | PromptReport | UsageReport | TimingsReport | EmptyRecord | UnknownContent
-TurnEvent = TextDelta | ReasoningDelta | _Other
+TurnEvent = (
+    TextDelta
+    | ReasoningDelta
+    | ToolCallDelta
+    | PromptReport
+    | UsageReport
+    | TimingsReport
+    | EmptyRecord
+    | UnknownContent
+)
 """The events that a turn takes; the others (`TurnEndEvent`) are handled by the request."""
 
 
@@ -82,16 +89,19 @@ class Turn(TurnProgress):
 
     def take(self, event: TurnEvent, at: float) -> tuple[str, str]:
         """The (reasoning, text) that may be shown after this event."""
+        self.record(event, at)
         match event:
             case TextDelta(text=text):
-                self.record(event, at)
                 piece = self._splitter.feed_text(encodable(text))
             case ReasoningDelta(text=text):
-                self.record(event, at)
                 self.had_reasoning_deltas = True
                 piece = self._splitter.feed_reasoning(encodable(text))
-            case _:
-                return "", self._take_other(event, at)
+            case ToolCallDelta():
+                self._assembler.feed(event)
+                self._watch_arguments(event.arguments)
+                return "", self._put_back_tagged_calls()
+            case _:  # the model has not said anything that can be shown
+                return "", ""
         visible = self._show(piece.reasoning, piece.text)
         self._watch_held("" if any(visible) else event.text)
         return visible
@@ -128,22 +138,6 @@ class Turn(TurnProgress):
         """The turn's calls, structured and tagged ones. Call `finish` first."""
         tagged = self._filter.calls if self._filter is not None else []
         return [*self._assembler.calls(), *tagged]
-
-    def _take_other(self, event: _Other, at: float) -> str:
-        """Take an event that is not text; returns held-back text that may be shown now."""
-        self.record(event, at)
-        match event:
-            case ToolCallDelta():
-                self._assembler.feed(event)
-                self._watch_arguments(event.arguments)
-                return self._put_back_tagged_calls()
-            case (
-                PromptReport() | UsageReport() | TimingsReport() | EmptyRecord() | UnknownContent()
-            ):
-                pass  # the model has not said anything that can be shown
-            case _:
-                assert_never(event)
-        return ""
 
     def _watch_arguments(self, arguments: str | None) -> None:
         if self._arguments is not None and self.hidden_loop is None and arguments:
