@@ -13,10 +13,11 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 import pykka
 
 from llama_worker.actors.messages import ActorDied, ReportedIn, ReportIn, WorkerMessage
+from llama_worker.clock import ClockTimer
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
-from llama_worker.ports import Host, Runtime, Timer
+from llama_worker.ports import Host, Runtime
 from llama_worker.runtime.host.futures import WorkerFuture, never_block_this_thread
 from llama_worker.server.roll_call import Member
 
@@ -101,7 +102,7 @@ class Alarm:
         self._clock = clock
         self._mailbox = mailbox
         self._at: float | None = None
-        self._timer: Timer | None = None
+        self._timer: ClockTimer | None = None
 
     def set(self, at: float | None) -> None:
         """Send the Tick at this instant (monotonic seconds) instead of the one set before; None:

@@ -15,9 +15,10 @@ from typing import Any
 
 from llama_worker.actors.base import Child, LiveSet, message_types
 from llama_worker.actors.messages import WorkerMessage
+from llama_worker.clock import ClockTimer
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
-from llama_worker.ports import Host, ServerProcess, Timer
+from llama_worker.ports import Host, ServerProcess
 from llama_worker.request.messages import CheckServer, ServerChecked
 from llama_worker.server import messages
 from llama_worker.server.termination import (
@@ -181,7 +182,7 @@ class _OrphanKill:
     clock: Host
     kill_timeout_s: float
     state: ProcessState
-    timer: Timer | None = None
+    timer: ClockTimer | None = None
 
     def cancel(self) -> None:
         """Cancel the timer, since the server is gone. Any thread."""

@@ -11,17 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from llama_worker.clock import ClockTimer
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages as request
 from llama_worker.server import messages as server
 from llama_worker.server.termination import Signal
-
-
-class Timer(Protocol):
-    """A call that `Host.call_at` has scheduled."""
-
-    def cancel(self) -> None:
-        """Cancel the call; one that is just being made may still arrive. Idempotent."""
 
 
 class Host(Protocol):
@@ -37,7 +31,7 @@ class Host(Protocol):
     def unix_now(self) -> float:
         """Unix seconds; may jump in both directions."""
 
-    def call_at(self, at: float, call: Callable[[], object]) -> Timer:
+    def call_at(self, at: float, call: Callable[[], object]) -> ClockTimer:
         """Make the call once `now()` has reached `at`, on a thread of the runtime. The call must
         not block."""
 
