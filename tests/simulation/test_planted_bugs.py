@@ -28,7 +28,6 @@ from llama_worker.request.messages import (
 from llama_worker.request.table import RequestTable
 from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.messages import Exited, Stalled, Stop, Unkillable, Watch
-from llama_worker.server.restart_budget import Lockout
 from llama_worker.types.request import RequestPhase
 from tests.simulation.faults import KINDS
 from tests.simulation.scheduler import Violation
@@ -118,7 +117,7 @@ def _restarts_beside_the_old(
 
 def _budget_without_end(decided: tuple[Any, Any], *rest: Any) -> tuple[Any, Any]:
     left, decision = decided
-    if isinstance(decision, Lockout):
+    if isinstance(decision, str):
         return replace(left, restart_count=left.restart_count + 1), 0.1
     return decided
 

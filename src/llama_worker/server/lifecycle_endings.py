@@ -22,7 +22,6 @@ from llama_worker.server.lifecycle_states import (
     ToStopped,
 )
 from llama_worker.server.messages import Launch, Start, Stop, Terminate
-from llama_worker.server.restart_budget import Lockout
 from llama_worker.types.worker import StartFailReason
 
 # How long SIGTERM waits until our own connections are closed: the server would wait for open ones.
@@ -98,8 +97,8 @@ def restart(
     """
     budget, decision = life.budget.next(now, life.policy)
     goal: ToFailed | ToRestart
-    if isinstance(decision, Lockout):
-        detail = f"{detail}; {decision.detail}"
+    if isinstance(decision, str):  # the lockout
+        detail = f"{detail}; {decision}"
         goal, error = ToFailed(), _locked_out(failure, reason, detail)
         note = RecordRestart(reason=reason, detail=detail, delay_s=None)
     else:

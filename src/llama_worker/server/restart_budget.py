@@ -13,12 +13,6 @@ from msgspec.structs import replace
 from llama_worker.config.profiles import Recycle, RestartPolicy
 
 
-class Lockout(Struct, frozen=True, kw_only=True):
-    """The decision to restart no more."""
-
-    detail: str
-
-
 class RestartBudget(Struct, frozen=True, kw_only=True):
     """The restarts so far, and what the lockout and the backoff count of them."""
 
@@ -28,22 +22,22 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
     ready_at: float | None = None  # READY since
     ready_for_s: float = -math.inf  # the longest READY since the last restart; -inf: there was none
 
-    def next(self, now: float, policy: RestartPolicy) -> tuple[RestartBudget, float | Lockout]:
-        """The server is down or must be ended: the seconds to wait before the restart, or a
-        Lockout. Implies `left_ready`."""
+    def next(self, now: float, policy: RestartPolicy) -> tuple[RestartBudget, float | str]:
+        """The server is down or must be ended: the seconds to wait before the restart, or the text
+        of why there is none (the lockout). Implies `left_ready`."""
         left = self.left_ready(now)
         recent = tuple(at for at in left.recent if now - at < policy.restart_window_s)
         row_count = 0 if left.ready_for_s >= policy.stable_after_s else left.row_count
         left = replace(left, recent=recent, row_count=row_count)
         limit = policy.max_restarts_per_window
         if limit == 0:
-            return left, Lockout(detail="restarts are turned off (max_restarts_per_window 0)")
+            return left, "restarts are turned off (max_restarts_per_window 0)"
         if len(recent) >= limit:
             history = f"restarted {len(recent)} times within {now - recent[0]:.1f} s"
             allowed = (
                 f"max_restarts_per_window {limit} in restart_window_s {policy.restart_window_s:g}"
             )
-            return left, Lockout(detail=f"{history} (limit: {allowed})")
+            return left, f"{history} (limit: {allowed})"
         if row_count >= limit:
             history = (
                 f"restarted {row_count} times in a row (limit: max_restarts_per_window {limit})"
@@ -52,7 +46,7 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
                 f"no completed request and no {policy.stable_after_s:g} s of READY "
                 "(stable_after_s) in between"
             )
-            return left, Lockout(detail=f"{history} with {lacking}")
+            return left, f"{history} with {lacking}"
         next_budget = RestartBudget(
             restart_count=left.restart_count + 1, recent=(*recent, now), row_count=row_count + 1
         )
