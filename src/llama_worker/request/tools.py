@@ -157,36 +157,32 @@ class ToolUse:
 # ---------------------------------------------------------------- results
 
 
-class ToolResultError(Exception):
-    """A tool returned a value that JSON cannot represent; the text has its type and the reason."""
-
-
 def call_result(name: str, call: Callable[[], Any]) -> tuple[bool, str]:
     """Call the tool; returns whether it worked, and the text for the model. Never raises."""
     try:
-        return True, encode_result(call())
-    except ToolResultError as unfit:
-        return False, f"tool {name!r} returned a value that JSON cannot represent: {unfit}"
+        value = call()
+        try:
+            return True, encode_result(value)
+        except Exception as unfit:
+            why = f"a {type(value).__name__} ({str(unfit) or type(unfit).__name__})"
+            return False, f"tool {name!r} returned a value that JSON cannot represent: {why}"
     except BaseException as raised:
         # SystemExit and KeyboardInterrupt in a tool only fail its call.
         return False, f"tool {name!r} raised {described_error(raised)}"
 
 
 def encode_result(value: Any) -> str:
-    """The text of a tool message: a str as it is, any other JSON value dumped. Raises
-    ToolResultError.
+    """The text of a tool message: a str as it is, any other JSON value dumped. Raises what its
+    encoding raises.
 
     It runs code of the value (a subclass of dict may do anything): call it on the tool's thread.
     """
-    try:
-        if isinstance(value, str):
-            text = str.__str__(value)  # the value of a string enum, not its name
-        else:
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            _check_keys(value)
-        text.encode()
-    except Exception as exc:
-        raise ToolResultError(f"a {type(value).__name__} ({exc or type(exc).__name__})") from exc
+    if isinstance(value, str):
+        text = str.__str__(value)  # the value of a string enum, not its name
+    else:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        _check_keys(value)
+    text.encode()
     return text
 
 

@@ -4,13 +4,14 @@ import copy
 import functools
 import itertools
 import json
+import re
 from enum import Enum, IntEnum
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.request.tools import ToolResultError, encode_result
+from llama_worker.request.tools import call_result, encode_result
 
 
 class Colour(str, Enum):  # noqa: UP042 - this kind's str() is not its value
@@ -47,8 +48,14 @@ DEEP = functools.reduce(lambda inner, _: [inner], range(100_000), list[object]()
 
 
 class Broken(dict[str, int]):
+    error: Exception = KeyError("broken")
+
     def items(self) -> object:  # type: ignore[override]
-        raise KeyError("broken")
+        raise self.error
+
+
+class Wordless(Broken):
+    error = KeyError()
 
 
 @pytest.mark.parametrize(
@@ -61,8 +68,16 @@ class Broken(dict[str, int]):
     ids=itertools.count(),
 )  # fmt: skip
 def test_what_json_cannot_hold_is_refused(value: object) -> None:
-    with pytest.raises(ToolResultError, match=rf"^a {type(value).__name__} \(."):
-        encode_result(value)
+    ok, text = call_result("t", lambda: value)
+    refused = (
+        rf"tool 't' returned a value that JSON cannot represent: a {type(value).__name__} \(.+"
+    )
+    assert not ok
+    assert re.match(refused, text)
+
+
+def test_an_error_without_a_text_is_named() -> None:
+    assert call_result("t", lambda: Wordless(a=1))[1].endswith(": a Wordless (KeyError)")
 
 
 JSON_VALUES = st.recursive(
