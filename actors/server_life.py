@@ -45,19 +45,15 @@ class ServerLife:
         self._requests_count = 0  # requests that ended since READY
         self._anon_bytes: int | None = None  # of this launch's server, as last measured
         self._pace: messages.PaceLearnt | None = None  # from the launches so far
-        self._life = states.Lifecycle(
+        self.lifecycle = states.Lifecycle(
             policy=config.restart, stop_grace_s=config.timeouts.stop_grace_s
         )
         self._failure_counts = FailureCounts()
         self._waiting: list[messages.Start | messages.Restart | messages.Stop | messages.Drain] = []
 
-    @property
-    def lifecycle(self) -> states.Lifecycle:
-        return self._life
-
     def status(self) -> WorkerStatus:
         """The answer to Start, Restart and GetWorkerStatus; keys with unknown values are absent."""
-        life, active = self._life, self._table.active
+        life, active = self.lifecycle, self._table.active
         status: WorkerStatus = {
             "name": self._config.name,
             "state": life.public_state,
@@ -96,7 +92,7 @@ class ServerLife:
     def handle(self, message: LifecycleMessage, now: float) -> None:
         """Record the message, step the lifecycle, carry out the effects. News of another launch is
         dropped."""
-        if getattr(message, "epoch", self._life.epoch) != self._life.epoch:
+        if getattr(message, "epoch", self.lifecycle.epoch) != self.lifecycle.epoch:
             return
         match message:
             case messages.Start() | messages.Restart() | messages.Stop():
@@ -107,7 +103,7 @@ class ServerLife:
             case messages.Launched(epoch=epoch, pid=pid):
                 self.pid = pid
                 self._journal.note("launched", now, pid=pid, epoch=epoch)
-                if isinstance(self._life.state, states.Launching):
+                if isinstance(self.lifecycle.state, states.Launching):
                     self._children.watchdog.tell(message)
             case messages.MemoryMeasured(anon_bytes=anon_bytes):
                 self._anon_bytes = anon_bytes
@@ -133,7 +129,7 @@ class ServerLife:
                 self._journal.note("exited", now, returncode=returncode, epoch=epoch)
             case _:
                 pass
-        self._apply(lifecycle.step(self._life, message, now), now)
+        self._apply(lifecycle.step(self.lifecycle, message, now), now)
         self._continue_if_drained(now)
 
     # ------------------------------------------------------------ requests that end or stall
@@ -142,18 +138,18 @@ class ServerLife:
         """Call it when a request has its record: go on with what waits for the last request, and
         find out whether its end is a reason to probe or restart the server."""
         if succeeded(record, self._config.restart):  # perhaps just before its server died
-            self._life = lifecycle.request_completed(self._life)
+            self.lifecycle = lifecycle.request_completed(self.lifecycle)
         self._continue_if_drained(now)
-        if self._life.public_state is not WorkerState.READY:
+        if self.lifecycle.public_state is not WorkerState.READY:
             return
         if record.result["fail_reason"] is RequestFailReason.SERVER_DIED:
             # The request found out by itself: the report of the server's death is overdue.
-            self.handle(messages.Died(epoch=self._life.epoch, returncode=None), now)
+            self.handle(messages.Died(epoch=self.lifecycle.epoch, returncode=None), now)
             return
         self._requests_count += 1
         self._failure_counts, cause = self._failure_counts.after(record, self._config.restart)
         match cause:
-            case _ if self._life.is_draining:
+            case _ if self.lifecycle.is_draining:
                 pass  # this server gets no further request
             case RestartCause():
                 self.handle(cause, now)
@@ -163,7 +159,7 @@ class ServerLife:
 
     def _continue_if_drained(self, now: float) -> None:
         if not self._table.active:
-            self._apply(lifecycle.step(self._life, Drained(), now), now)
+            self._apply(lifecycle.step(self.lifecycle, Drained(), now), now)
 
     def recycle_if_due(self, now: float) -> None:
         """Restart an idle server if a planned restart is due. Its memory is that of the latest
@@ -174,7 +170,7 @@ class ServerLife:
         self._recycle(now)
 
     def _recycle(self, now: float) -> None:
-        policy, ready_at = self._config.restart.recycle, self._life.budget.ready_at
+        policy, ready_at = self._config.restart.recycle, self.lifecycle.budget.ready_at
         if policy is None or ready_at is None or not self._is_idle:
             return
         due = recycle_due(
@@ -191,14 +187,14 @@ class ServerLife:
     def recycle_at(self) -> float | None:
         """When an idle server is replaced because of its age; None: never, or not while it is
         busy."""
-        policy, ready_at = self._config.restart.recycle, self._life.budget.ready_at
+        policy, ready_at = self._config.restart.recycle, self.lifecycle.budget.ready_at
         if policy is None or policy.max_age_s is None or ready_at is None or not self._is_idle:
             return None
         return ready_at + policy.max_age_s
 
     @property
     def _is_idle(self) -> bool:
-        return self._life.public_state is WorkerState.READY and not self._table.active
+        return self.lifecycle.public_state is WorkerState.READY and not self._table.active
 
     def _stalled(self, stalled: messages.Stalled, now: float) -> None:
         """Give up a request that stalled, and perhaps the server, too."""
@@ -215,18 +211,18 @@ class ServerLife:
 
     def _apply(self, step: tuple[states.Lifecycle, states.Effects], now: float) -> None:
         """Take over the lifecycle's next state and carry out its effects, in order."""
-        before = self._life.public_state
-        self._life, effects = step
-        state = self._life.public_state
+        before = self.lifecycle.public_state
+        self.lifecycle, effects = step
+        state = self.lifecycle.public_state
         if state is not before:
             self._journal.note(
-                "state", now, state=state, before=before, error=self._life.last_error
+                "state", now, state=state, before=before, error=self.lifecycle.last_error
             )
             if state is WorkerState.READY:
                 self._last_ready_unix = self._journal.unix(now)
                 self._requests_count, self._anon_bytes = 0, None
                 self._failure_counts = FailureCounts()
-        match self._life.state:
+        match self.lifecycle.state:
             case states.Ending():
                 self._children.watchdog.tell(messages.StopWatching())
             case states.Stopped() | states.Failed() | states.BackingOff():
@@ -263,9 +259,9 @@ class ServerLife:
     def _keep_evidence(self, now: float) -> None:
         self._journal.keep_evidence(
             now,
-            epoch=self._life.epoch,
+            epoch=self.lifecycle.epoch,
             pid=self.pid,
-            last_error=self._life.last_error,
+            last_error=self.lifecycle.last_error,
             active=self._table.active,
         )
 

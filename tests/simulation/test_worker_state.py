@@ -34,7 +34,7 @@ def test_a_lost_slot_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def life(actor: Any, **changes: Any) -> None:
-    actor._server._life = replace(actor._server.lifecycle, **changes)
+    actor._server.lifecycle = replace(actor._server.lifecycle, **changes)
 
 
 def without_server(
