@@ -38,10 +38,7 @@ class LogRing:
         while len(partial) > _MAX_LINE_BYTES + len(self._key):  # the cut goes through no key
             whole.append(partial[:_MAX_LINE_BYTES])
             partial = partial[_MAX_LINE_BYTES:]
-        keep = self._lines.maxlen or 0
-        lines = (
-            [line.rstrip(b"\r").decode(errors="replace") for line in whole[-keep:]] if keep else []
-        )
+        lines = [line.rstrip(b"\r").decode(errors="replace") for line in whole]
         with self._lock:
             self._partial = partial
             self._lines.extend(lines)
