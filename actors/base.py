@@ -7,6 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
+from functools import partial
 from traceback import format_exception
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
@@ -112,10 +113,9 @@ class Alarm:
         if self._timer is not None:
             self._timer.cancel()
         self._at = at
-        self._timer = None if at is None else self._clock.call_at(at, self._send_tick)
-
-    def _send_tick(self) -> None:
-        self._mailbox.tell(Tick())
+        self._timer = None
+        if at is not None:
+            self._timer = self._clock.call_at(at, partial(self._mailbox.tell, Tick()))
 
     def fired(self) -> None:
         """Call it for each Tick: the same instant may then be set again."""

@@ -82,9 +82,12 @@ class RequestActor(Child[RequestMessage]):
                 self._request = message.exchange
             case EndLease():
                 self._end_lease(message)
-            case messages.GetStatus() | messages.ReadOutput() | messages.CancelRequest():
-                self._flush_and_answer(message)
-            case messages.ReportProgress():  # a verdict must count what the stream has not told yet
+            case (
+                messages.GetStatus()
+                | messages.ReadOutput()
+                | messages.CancelRequest()
+                | messages.ReportProgress()  # a verdict must count what the stream has not told yet
+            ):
                 self._flush_and_answer(message)
             case messages.Abandon(reason=reason) if reason is not RequestFailReason.SERVER_DIED:
                 self._flush_and_answer(message)  # a dead server's stream is read to its end instead
@@ -98,9 +101,12 @@ class RequestActor(Child[RequestMessage]):
                 # The stream is complete; the TransportActor's own answer may come much later.
                 while self._awaiting_flush and self._awaiting_flush[0][0] == turn_id:
                     self._answer(self._awaiting_flush.popleft()[1])
+            case messages.StreamOpened(turn_id=turn_id):
+                # That of a cancelled request may come late.
+                if self._request is not None and self._request.request_id == turn_id[0]:
+                    self._stream, self._hurried_at = turn_id, -math.inf
+                self._step(message)
             case _:
-                if isinstance(message, messages.StreamOpened) and self._is_current(message):
-                    self._stream, self._hurried_at = message.turn_id, -math.inf
                 self._step(message)
 
     def release(self, failure: str | None) -> None:
@@ -139,10 +145,6 @@ class RequestActor(Child[RequestMessage]):
             if order.exchange.has_ended:
                 self._forget_request()
             self._send([])
-
-    def _is_current(self, opened: messages.StreamOpened) -> bool:
-        """Whether it is the current request's: that of a cancelled request may come late."""
-        return self._request is not None and self._request.request_id == opened.turn_id[0]
 
     def _step(self, message: messages.RequestInput) -> None:
         if self._request is not None:

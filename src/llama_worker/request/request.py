@@ -159,7 +159,7 @@ class Request:
     @property
     def deadline(self) -> float | None:
         """When the next Tick is due, or None."""
-        return states.deadline(self.state)
+        return self.state.until if isinstance(self.state, states.Timed) else None
 
     def fail(self, reason: RequestFailReason, detail: str, now: float) -> Effects:
         """End although `step` raised or is stuck: keep what was shown, lose what was held back."""

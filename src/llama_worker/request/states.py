@@ -47,7 +47,7 @@ READ_REST_S = 2.0  # what a dead process had sent may still be on its way throug
 # ---------------------------------------------------------------- states
 
 
-class _Timed(Struct, frozen=True, kw_only=True):
+class Timed(Struct, frozen=True, kw_only=True):
     """A state with a deadline, in monotonic seconds."""
 
     since: float
@@ -58,7 +58,7 @@ class _Timed(Struct, frozen=True, kw_only=True):
         return self.since + self.limit_s
 
 
-class Prompting(_Timed, frozen=True, kw_only=True):
+class Prompting(Timed, frozen=True, kw_only=True):
     """The BIOS provider writes the prompt of the next turn, which continues after `batch`."""
 
     batch: ToolBatch | None = None
@@ -68,13 +68,13 @@ class Streaming(Struct, frozen=True):
     """The server works on the turn; the watchdog decides how long that may take."""
 
 
-class Settling(_Timed, frozen=True, kw_only=True):
+class Settling(Timed, frozen=True, kw_only=True):
     """The turn has its finish reason; usage, [DONE] or an error record may still follow."""
 
     limit_s: float = SETTLE_S
 
 
-class Disconnected(_Timed, frozen=True, kw_only=True):
+class Disconnected(Timed, frozen=True, kw_only=True):
     """The connection broke, perhaps as the server died: that may be reported, or is asked for."""
 
     failure: StreamFailure
@@ -87,14 +87,14 @@ class Disconnected(_Timed, frozen=True, kw_only=True):
         return cls(since=now, limit_s=LATE_EXIT_REPORT_WAIT_S, failure=failure, is_asked=True)
 
 
-class ReadingRest(_Timed, frozen=True, kw_only=True):
+class ReadingRest(Timed, frozen=True, kw_only=True):
     """The server died; what it sent before is still being read."""
 
     outcome: Outcome
     limit_s: float = READ_REST_S
 
 
-class RunningTools(_Timed, frozen=True, kw_only=True):
+class RunningTools(Timed, frozen=True, kw_only=True):
     """A call of the turn runs; the next one of the batch is ordered once it has returned."""
 
     batch: ToolBatch
@@ -113,8 +113,3 @@ PHASES: Mapping[type[State], RequestPhase] = {  # the other states have the turn
     RunningTools: RequestPhase.TOOL,
     Ended: RequestPhase.DONE,
 }
-
-
-def deadline(state: State) -> float | None:
-    """When the next Tick is due, or None."""
-    return state.until if isinstance(state, _Timed) else None

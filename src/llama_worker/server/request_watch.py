@@ -243,7 +243,8 @@ class RequestWatch:
         )
         return timeout_verdict(
             progress,
-            liveness_at=self._worked_at(request_id),
+            # A look that failed for lack of resources counts as a sign of work.
+            liveness_at=latest(self.liveness_at, self._shortage_at, self._moved_at.get(request_id)),
             neighbours=Neighbours(
                 data_at=self.data_of_others(request_id),
                 any_is_served=any(other.is_served for other in others),
@@ -361,11 +362,6 @@ class RequestWatch:
         although one is idle (b10453 to b11434)."""
         busy_count = sum(slot.is_processing for slot in look.slots)
         return self.takes_media and busy_count > sum(each.is_served for each in reports)
-
-    def _worked_at(self, request_id: int) -> float | None:
-        """The newest sign of work: by the server's processes, or by a slot that may be the
-        request's. A look that failed for lack of resources counts as one."""
-        return latest(self.liveness_at, self._shortage_at, self._moved_at.get(request_id))
 
 
 class _LeftoverWork:

@@ -162,7 +162,6 @@ class SlotsWatch:
         """A request is suspected: begin a round, unless one is in progress."""
         if not self._active:
             self._active = True
-            self.looks = []
             self.deadline = max(now, self._paused_until)
 
     def stop_looking(self) -> None:
