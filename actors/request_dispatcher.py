@@ -99,8 +99,6 @@ class RequestDispatcher:
 
     def _question(self, question: Question) -> None:
         """Pass it on to the running request, or answer it from the record."""
-        if question.reply.done():
-            return
         running = self._in_flight.get(question.request_id)
         if running is not None:
             running.remember(question)

@@ -183,8 +183,9 @@ def test_new_root_or_reset_begins_anew_ignoring_dead(
 
 
 @pytest.fixture
-def proc(tmp_path: Path) -> Path:
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this process in a /proc that the test writes."""
+    monkeypatch.setattr(probes, "PROC", str(tmp_path))
     folder = tmp_path / str(ME)
     folder.mkdir()
     return folder
@@ -198,7 +199,7 @@ def stat_line(*, faults: int = 0, utime: int = 0, stime: int = 0) -> bytes:
 
 
 def test_unreadable_proc_files_give_no_evidence(proc: Path) -> None:
-    probe = ProcessProbe(proc=str(proc.parent))
+    probe = ProcessProbe()
     assert probe.probe(ME, 0.0) is None, "no file"
     for stat in (b"", b"garbage", b"77 (x) S 1", b"77 (x) S " + b"x " * 40):
         (proc / "stat").write_bytes(stat)
@@ -218,7 +219,7 @@ def test_unreadable_proc_files_give_no_evidence(proc: Path) -> None:
 def test_counts_cpu_faults_and_reads(
     proc: Path, after: bytes, read_bytes: int | None, alive: bool
 ) -> None:
-    probe = ProcessProbe(proc=str(proc.parent))
+    probe = ProcessProbe()
     for now, stat, was_read in ((0.0, stat_line(), 7), (1.0, after, 7 + (read_bytes or 0))):
         (proc / "stat").write_bytes(stat)
         if read_bytes is not None:
@@ -230,7 +231,7 @@ def test_counts_cpu_faults_and_reads(
 
 
 def test_an_unreadable_look_between_two_loses_nothing(proc: Path) -> None:
-    probe = ProcessProbe(proc=str(proc.parent))
+    probe = ProcessProbe()
     evidence = []
     for now, stat in enumerate((stat_line(), b"", stat_line(utime=200))):
         (proc / "stat").write_bytes(stat)

@@ -50,8 +50,7 @@ def load_nvml() -> Any:
 class ProcessProbe:
     """Evidence from the rates of CPU time, disk use and major faults of the serving processes."""
 
-    def __init__(self, *, proc: str = PROC) -> None:
-        self._proc = proc
+    def __init__(self) -> None:
         self._ticks_per_second = os.sysconf("SC_CLK_TCK")
         self.reset()
 
@@ -63,7 +62,7 @@ class ProcessProbe:
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
         """What the server did lately; None at the first look, and if the root is gone or cannot be
         read."""
-        root = _read_stat(f"{self._proc}/{root_pid}/stat")
+        root = _read_stat(f"{PROC}/{root_pid}/stat")
         if root is None or root.dead:
             return None
         if self._root != root.key(root_pid):  # another process, perhaps with the same pid
@@ -71,12 +70,12 @@ class ProcessProbe:
             self._root = root.key(root_pid)
         processes = {}
         for pid in self._tree.serving_pids(root_pid, now):
-            stat = root if pid == root_pid else _read_stat(f"{self._proc}/{pid}/stat")
+            stat = root if pid == root_pid else _read_stat(f"{PROC}/{pid}/stat")
             if stat is not None:
                 processes[stat.key(pid)] = liveness.Counters(
                     cpu_ticks=stat.cpu_ticks,
                     major_faults=stat.major_faults,
-                    **liveness.parse_io(_read(f"{self._proc}/{pid}/io") or ""),
+                    **liveness.parse_io(_read(f"{PROC}/{pid}/io") or ""),
                 )
         self._activity, evidence = self._activity.observe(
             liveness.ProcessSample(at=now, processes=processes)

@@ -87,11 +87,6 @@ class LeasedExchange:
         with self._lock:
             self._request.stopped_waiting()
 
-    def before_sending(self) -> None:
-        """Call it before each wait for the server to take the request. The watching actor is told
-        at once: that the socket is readable, as after a TLS handshake, does not end this wait."""
-        self.ensure_watched()
-
     def before_reading(self) -> None:
         """Call it before each wait for the reply. The watching actor is told of the lease if the
         waits take longer than `UNWATCHED_WAIT_S` in all: before that there is nothing to watch, and
@@ -117,6 +112,10 @@ class LeasedExchange:
         if self._tell_lease is not None:
             self._tell_lease()
             self._tell_lease = None
+
+    # Called before each wait for the server to take the request, and tells the watching actor at
+    # once: that the socket is readable, as after a TLS handshake, does not end this wait.
+    before_sending = ensure_watched
 
     def received(self, events: Sequence[StreamEvent], at: float) -> None:
         """Report that something came; no events if it was keepalives only."""
