@@ -19,7 +19,6 @@ import pykka
 from llama_worker.runtime.host.callbacks import run_callback
 
 T = TypeVar("T")
-_GIVEN_UP_S = 1.0  # until a thread that waits for a derived future notices that nobody else does
 _SIGNAL_CHECK_S = 1.0  # longest time a signal may go unnoticed by the main thread
 _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 
@@ -61,15 +60,13 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
     # another answer there. So answering needs no lock that a waiter may hold: single operations on
     # a list are atomic. Waiters take Pykka's own condition only once there is a result.
     #
-    # A derived future, made by map(), filter(), join() or reduce(), has a hook and no result:
-    # only a `get` resolves it, and each waiter calls one.
+    # A derived future, made by map(), filter(), join() or reduce(), has a hook and no result, so
+    # that nobody can tell when it is resolved: as Pykka's own, it has only `get`.
 
     def __init__(self) -> None:
         super().__init__()
         self._wakers: list[Callable[[], object]] = []
         self._unanswered = threading.Lock()  # taken by the first answer and never released
-        self._untaken: list[WorkerFuture[Any]] = []  # what a derived future took its value from
-        self._has_waiter = False  # a derived future's thread runs
 
     def answer(self, value: T) -> None:
         """Resolve with a value, unless already resolved."""
@@ -101,27 +98,21 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         """As Pykka's, but typed: block until resolved; raises pykka.Timeout after `timeout`
         seconds."""
         if self._get_hook is not None:
-            with self._taking_nothing():
-                # Not under Pykka's lock: a waiter would hold it, and others exceed their timeouts.
-                value = pykka.Future.get(self, timeout=timeout)
-            with contextlib.suppress(IndexError):
-                while True:
-                    self._untaken.pop().get()
-            return value
+            # Not under Pykka's lock: a waiter would hold it, and others exceed their timeouts.
+            return pykka.Future.get(self, timeout=timeout)
         if not self.wait(timeout):
             raise pykka.Timeout(f"{timeout} seconds")
         return cast("T", super().get(timeout=timeout))
 
     def done(self) -> bool:
         """True once resolved."""
-        return self._result is not None or (self._get_hook is not None and self.wait(0))
+        self._refuse_if_derived()
+        return self._result is not None
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until resolved. Returns False after `timeout_s` seconds, and at once on a thread
         that called `never_block_this_thread`, or if the interpreter ends and nobody is left to
         answer."""
-        if self._get_hook is not None:
-            return self._resolve(timeout_s)
         in_vain = getattr(_this_thread, "never_blocks", False) or sys.is_finalizing()
         if not self.done() and not in_vain:
             woken = threading.Lock()
@@ -140,12 +131,13 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         An exception in it is logged. It may use the worker; it should not wait long, since it keeps
         the other callbacks waiting.
         """
+        self._refuse_if_derived()
         self._add_waker(lambda: run_callback(lambda: callback(self)))
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an asyncio task, without blocking the event loop."""
         loop = asyncio.get_running_loop()
-        if self._get_hook is not None or not self.done():
+        if not self.done():
             resolved = loop.create_future()
 
             def wake() -> None:
@@ -185,12 +177,17 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         def __iter__(self) -> NoReturn:
             raise TypeError(f"{type(self).__name__} is not iterable; {_REMEDY}")
 
+    def _refuse_if_derived(self) -> None:
+        if self._get_hook is not None:
+            raise TypeError(
+                f"a {type(self).__name__} made by map(), filter(), join() or reduce() has only "
+                "get(timeout=...); await or ask the future that it was made from"
+            )
+
     def _add_waker(self, waker: Callable[[], object]) -> None:
         self._wakers.append(waker)
         _awaited.add(self)
-        if self._get_hook is not None:  # only a waiter resolves it
-            self._start_waiter()
-        elif self.done():
+        if self.done():
             self._call_wakers()
 
     def _remove_waker(self, waker: Callable[[], object]) -> None:
@@ -208,52 +205,6 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
                 waker = self._wakers.pop(0)
                 waker()
         _awaited.discard(self)
-
-    def _resolve(self, timeout_s: float | None) -> bool:
-        """`wait` for a derived future."""
-        try:
-            with self._taking_nothing():
-                self.get(timeout=timeout_s)
-        except Exception as error:  # get() will raise it again
-            return not isinstance(error, pykka.Timeout)
-        return True
-
-    @contextlib.contextmanager
-    def _taking_nothing(self) -> Iterator[None]:
-        """Within the block no result is taken; the next `get` that succeeds takes those seen."""
-        outer = getattr(_this_thread, "untaken", None)
-        _this_thread.untaken = untaken = list[WorkerFuture[Any]]()
-        try:
-            yield
-        finally:
-            _this_thread.untaken = outer
-            self._untaken += (each for each in untaken if each not in self._untaken)
-
-    def _start_waiter(self) -> None:
-        """Start the thread that resolves a derived future, unless it runs."""
-        if self._has_waiter:
-            return
-        self._has_waiter = True
-        try:
-            threading.Thread(
-                target=self._wait_and_wake, name="llama_worker-derived", daemon=True
-            ).start()
-        except RuntimeError:  # the system has no thread left
-            self._has_waiter = False
-            raise
-
-    def _wait_and_wake(self) -> None:
-        is_resolved = False
-        while self._wakers and not is_resolved:
-            try:
-                is_resolved = self.wait(_GIVEN_UP_S)
-            except BaseException:  # get() will raise it again
-                is_resolved = True
-        self._has_waiter = False
-        if is_resolved:
-            self._call_wakers()
-        elif self._wakers:  # one was added just now
-            self._start_waiter()
 
 
 def _acquire(woken: threading.Lock, timeout_s: float | None) -> None:
@@ -285,10 +236,6 @@ class ResultFuture(WorkerFuture[T]):
     def get(self, *, timeout: float | None = None) -> T:
         """As Pykka's; a `get` that times out does not take the value."""
         value = super().get(timeout=timeout)
-        untaken = getattr(_this_thread, "untaken", None)
-        if untaken is not None and self._on_taken is not None:
-            untaken.append(self)  # whoever waits for the derived future takes it, if anybody does
-            return value
         with self._condition:
             on_taken, self._on_taken = self._on_taken, None
         if on_taken is not None:
