@@ -102,7 +102,8 @@ class _Orders(Choices):
 
 
 def _name(message: object) -> str:
-    ids = [str(getattr(message, name, "")) for name in ("epoch", "request_id", "turn_id")]
+    about = getattr(message, "record", message)
+    ids = [str(getattr(about, name, "")) for name in ("epoch", "request_id", "turn_id")]
     return " ".join([type(message).__name__, *ids])
 
 
