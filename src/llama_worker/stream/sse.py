@@ -15,8 +15,6 @@ from msgspec import Struct
 
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 
-_BOM = b"\xef\xbb\xbf"
-
 
 class ErrorField(Struct, frozen=True):
     """The text in a record's `error:` fields."""
@@ -36,7 +34,6 @@ class SseDecoder:
         # what sseclient reads next: any iterable, which each events() iterates over anew
         self._block = [b""]
         self._sseclient = sseclient.SSEClient(cast(Iterator[bytes], self._block))
-        self._bom: bytes | None = b""  # start of the body, maybe part of a BOM; None: decided
         self._after_cr = False  # the last byte was a CR: an LF that follows belongs to it
         # the record that has not ended yet, with LF as line end, without leading comments
         self._partial = bytearray()
@@ -51,8 +48,6 @@ class SseDecoder:
         """
         if self.error is not None:
             return []
-        if self._bom is not None:
-            data = self._without_bom(data)
         if self._after_cr or b"\r" in data:
             data = self._with_lf(data)
         records: list[SseRecord] = []
@@ -69,15 +64,7 @@ class SseDecoder:
 
     def has_partial(self) -> bool:
         """Whether a record has begun and not ended; if the body ends here, it is truncated."""
-        return bool(self._bom or self._partial) and not self._partial.startswith(b":")
-
-    def _without_bom(self, data: bytes) -> bytes:
-        data = (self._bom or b"") + data
-        if len(data) < len(_BOM) and _BOM.startswith(data):
-            self._bom = data
-            return b""
-        self._bom = None
-        return data.removeprefix(_BOM)
+        return bool(self._partial) and not self._partial.startswith(b":")
 
     def _with_lf(self, data: bytes) -> bytes:
         """`data` with LF line ends. A CR counts at once: the record that it ends is complete."""
@@ -147,8 +134,7 @@ class _RecordTooLargeError(Exception):
 def _drop_leading_comments(partial: bytearray) -> None:
     """Remove comments, but keep the colon of an unfinished one, which may be endless."""
     while partial.startswith(b":"):
-        end = partial.find(b"\n")
-        if end < 0:
+        if b"\n" not in partial:
             del partial[1:]
             return
-        del partial[: end + 1]
+        del partial[: partial.index(b"\n") + 1]
