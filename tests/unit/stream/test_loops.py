@@ -218,6 +218,8 @@ def test_the_loop_that_comes_first_is_told() -> None:
     assert isinstance(
         LoopWatch(LoopDetector()).feed("ha " * 9000 + "\n" + lines(LONG, times=20)), TextLoopFound
     )
+    at_once = LoopDetector(max_period_chars=65, min_repeated_chars=8 * 65)
+    assert isinstance(LoopWatch(at_once).feed(lines(LONG, times=8)), LoopFound)
 
 
 HONEST = {
