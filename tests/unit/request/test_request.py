@@ -821,18 +821,25 @@ def test_refused_tools_are_described_in_the_prompt(opens_thinking: bool) -> None
     assert "\n3\n</tool_response>" in result["content"]
 
 
-@pytest.mark.parametrize("of", [with_tools(tool_call_mode="native"), PLAIN])
-def test_a_refusal_without_another_way_is_an_error(of: Any) -> None:
-    play = asked(of)
+@pytest.mark.parametrize(
+    ("of", "prompted"),
+    [(with_tools(tool_call_mode="native"), False), (PLAIN, False), (WITH_TOOLS, True)],
+)
+def test_a_refusal_without_another_way_is_an_error(of: Any, prompted: bool) -> None:
+    play = asked(of, prompted=prompted)
     end = Ends("http_error", fail_detail=TOOLS_REFUSED.detail)
     assert play >> closed(TOOLS_REFUSED) << CLOSE << end
     assert play.record is not None
     assert play.record.http_status == 500
 
 
-def test_a_second_refusal_is_an_error() -> None:
+def test_a_refusal_of_a_later_turn_is_an_error() -> None:
     play = asked(WITH_TOOLS)
     assert play >> closed(TOOLS_REFUSED) << ToolsRefused << PostChat
+    assert play >> closed(TOOLS_REFUSED) << CLOSE_SECOND << Ends("http_error")
+    play = asked(WITH_TOOLS)
+    assert play >> (call("add", "{}"), CALLS, Done()) << CLOSE << CallTool
+    assert play >> returned("3") << PostChat
     assert play >> closed(TOOLS_REFUSED) << CLOSE_SECOND << Ends("http_error")
 
 
