@@ -21,6 +21,8 @@ from llama_worker import (
     ToolDef,
 )
 from llama_worker.runtime.http import token_count
+from llama_worker.runtime.probes import readiness
+from llama_worker.server.traits import ServerTraits
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import (
     WAIT_S,
@@ -214,6 +216,14 @@ def test_a_token_count_that_cannot_ask_says_why(
     monkeypatch.setattr(token_count, "ask", Mock(side_effect=error))
     with pytest.raises(LlamaWorkerError, match=says):
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
+
+
+def test_token_count_needs_the_size_of_context(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "server_traits", lambda *_: ServerTraits())  # /props said none
+    with pytest.raises(LlamaWorkerError, match="does not report its context size"):
+        make_worker().worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
 
 def test_token_count_needs_a_server_and_valid_input(make_worker: MakeWorker) -> None:
