@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shlex
 import signal
 import socket
@@ -19,11 +20,15 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from llama_worker import RestartPolicy, WorkerStartError
+from llama_worker import RestartPolicy, WorkerConfig, WorkerStartError
 from llama_worker.config import server_program
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.process import guard_program, server_process
+from llama_worker.runtime.process.guard import pidfd_open
+from llama_worker.runtime.real import RealRuntime
 from llama_worker.server import termination
+from llama_worker.server.messages import Died, Exited, Launched, LaunchReport
+from llama_worker.server.termination import Signal
 from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, fast_timeouts, living
@@ -324,6 +329,21 @@ def test_guard_that_starts_no_server_is_killed(
     rig.stop()
     assert _failure(starting).reason is StartFailReason.STOPPED
     assert rig.status()["state"] is WorkerState.STOPPED
+
+
+def test_ended_server_is_gone_whoever_has_its_descriptor(free_port: Callable[[], int]) -> None:
+    reports: queue.SimpleQueue[LaunchReport] = queue.SimpleQueue()
+    config = WorkerConfig(name="w", host=HOST, port=free_port(), server_cmd=("sleep", "600"))
+    server = RealRuntime(config).start_server(1, Mock(tell=reports.put))
+    assert isinstance(reports.get(timeout=WAIT_S), Launched)
+    assert not server.is_gone()
+    server.send(Signal.KILL)
+    assert isinstance(reports.get(timeout=WAIT_S), Died)
+    assert isinstance(reports.get(timeout=WAIT_S), Exited)
+    with contextlib.ExitStack() as cleanup:
+        for _ in range(64):  # one of them has the number of the server's
+            cleanup.callback(os.close, pidfd_open(os.getpid()))
+        assert server.is_gone()
 
 
 def test_host_that_changed_its_user_stops_in_order(
