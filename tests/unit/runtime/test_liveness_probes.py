@@ -145,6 +145,11 @@ def test_a_partial_look_without_descriptors_is_no_evidence(
     assert probes.anon_bytes(pid) is None
 
 
+def test_a_process_that_ends_meanwhile_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "tree_pids", lambda root_pid: (root_pid, NOBODY))
+    assert probes.anon_bytes(ME)
+
+
 def test_children_are_looked_up_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     walk = Mock(wraps=probes.tree_pids)
     monkeypatch.setattr(probes, "tree_pids", walk)
