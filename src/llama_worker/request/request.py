@@ -307,10 +307,11 @@ class Request:
     def _turn_result(self, now: float) -> ending.Outcome | tuple[ParsedCall, ...]:
         """What follows a turn that the model finished: the request's outcome, or calls to run."""
         turn, output, reason = self._turn, self._totals.output, self._turn.end.finish_reason
-        output.add(*turn.finish(cut_off=reason == "length"))
+        cut_off = reason == "length"
+        output.add(*turn.finish(cut_off=cut_off))
         if output.loop is not None:
             return ending.after_loop(output.loop)
-        calls = self._tools.take_calls(turn, now)
+        calls = self._tools.take_calls(turn, now, cut_off=cut_off)
         return ending.after_turn(reason, calls, self._totals.iterations_left) or calls.normal
 
     def _close_turn(self) -> messages.CloseStream:
@@ -357,7 +358,8 @@ class Request:
             # what was held back is output, too
             self._totals.output.add_held_back(*self._turn.finish())
             if not self._turn.calls_taken:
-                self._tools.take_calls(self._turn, now)
+                cut_off = self._turn.end.finish_reason in (None, "length")
+                self._tools.take_calls(self._turn, now, cut_off=cut_off)
         return self._finish(outcome, now)
 
     def _finish(self, outcome: ending.Outcome, now: float) -> Effects:

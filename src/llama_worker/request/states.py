@@ -1,6 +1,7 @@
 """The states of a request, and the transitions between them. Data.
 
-The table lists every transition; other events keep the state. A request starts in Prompting.
+The table lists every transition but one: text far beyond the token limit, which the server then
+ignores, ends a request as a loop does. Other events keep the state. A request starts in Prompting.
 
     state                   event                                            next state
     ----------------------  -----------------------------------------------  ------------

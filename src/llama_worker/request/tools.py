@@ -81,11 +81,12 @@ class ToolUse:
         if exits := turn.take_exits(self.exit_names):
             self._sort_calls(exits, now)
 
-    def take_calls(self, turn: Turn, now: float) -> Partition:
-        """Sort the calls of a finished turn, once, and record its exit calls."""
+    def take_calls(self, turn: Turn, now: float, *, cut_off: bool) -> Partition:
+        """Sort the calls of a turn that is over, once, and record its exit calls. `cut_off`: it did
+        not come to its own end."""
         turn.calls_taken = True
         self._iteration = self._max_iterations - self._totals.iterations_left + 1
-        calls = self._sort_calls(turn.calls(), now)
+        calls = self._sort_calls(turn.calls(), now, cut_off=cut_off)
         self._not_run = calls.unrun
         return calls
 
@@ -128,13 +129,16 @@ class ToolUse:
         self._not_run = self._not_run[1:]
         self._totals.trace.append(entry)
 
-    def _sort_calls(self, calls: Sequence[RawCall | MalformedCall], now: float) -> Partition:
+    def _sort_calls(
+        self, calls: Sequence[RawCall | MalformedCall], now: float, *, cut_off: bool = False
+    ) -> Partition:
         parts = partition(
             calls,
             self._normal_names,
             self.exit_names,
             emitted_at=self._totals.unix(now),
             first_number=self._earlier_calls + self._totals.calls_count + 1,
+            cut_off=cut_off,
         )
         self._totals.signals += parts.exits
         return parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -152,18 +152,19 @@ class ToolCallAssembler:
 
 
 def partition(
-    calls: Iterable[RawCall | MalformedCall],
+    calls: Sequence[RawCall | MalformedCall],
     normal_names: Collection[str],
     exit_names: Collection[str],
     *,
     emitted_at: float,
     first_number: int,
+    cut_off: bool = False,
 ) -> Partition:
     """Classify a turn's calls; normal ones get the ids from `first_number` on.
 
     A normal call needs a known name and a JSON object (empty text counts as `{}`: servers write a
-    call without arguments that way); else there is a `problem`. An exit call is recorded even if
-    it is malformed.
+    call without arguments that way, but not the last call of a turn that was `cut_off`); else
+    there is a `problem`. An exit call is recorded even if it is malformed.
     """
     normal: list[ParsedCall] = []
     exits: list[ExitSignal] = []
@@ -179,6 +180,8 @@ def partition(
                 problems.append(f"a tool call in the text is malformed: {_excerpt(call.text)}")
             continue
         try:
+            if cut_off and call is calls[-1] and not call.arguments.strip():
+                raise ValueError("none came")
             arguments, error = parse_arguments(call.arguments), ""
         except ValueError as exc:
             arguments, error = {}, str(exc)

@@ -788,6 +788,16 @@ def test_exit_calls_and_text_are_kept(ending: str, said: StreamEvent, prompted: 
 
 
 @in_every_ending
+def test_exit_call_without_arguments_counts_if_complete(ending: str) -> None:
+    play = asked(WITH_TOOLS)
+    assert tell(play >> call("signal", ""), ENDINGS[ending]) << CLOSE << RequestEnded
+    assert play.record is not None
+    (signal,) = play.record.result["signals"]
+    is_complete = ending == "completed" or ending.endswith("settling")
+    assert signal.get("malformed") == (None if is_complete else "")
+
+
+@in_every_ending
 def test_call_that_was_on_its_way_is_traced(ending: str) -> None:
     play = asked(WITH_TOOLS)
     tell(play >> call("add", '{"a": 1'), ENDINGS[ending])
