@@ -60,9 +60,7 @@ class ReplyParser:
 
     def take(self) -> bytes:
         """The part of the body that has come since the last time."""
-        if not self._pieces:
-            return b""
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        data = b"".join(self._pieces)
         self._pieces.clear()
         return data
 
