@@ -112,7 +112,5 @@ class LazyReading:
         """Seconds until `due` must be called again; None: not before bytes come."""
         if not self.is_lazy:
             return None
-        left_s = (
-            self._delivered_at + self._max_hold_s - now if self._bytes_count else WAKE_INTERVAL_S
-        )
+        left_s = self._delivered_at + self._max_hold_s - now
         return min(WAKE_INTERVAL_S, max(left_s, 0.0))
