@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
@@ -189,3 +191,23 @@ def test_a_tool_that_obeys_cancellation_has_not_failed() -> None:
     told = [parent.get(timeout=60.0) for _ in range(2)]
     assert told == [ToolThreadStuck(), ToolThreadReturned()]
     assert asker == []
+
+
+def test_call_given_up_early_cancels_its_coroutine() -> None:
+    given_up, went_on = threading.Event(), list[str]()
+
+    class Late:
+        def run_tool(self, **about: Any) -> Coroutine[Any, Any, None]:
+            assert given_up.wait(60.0)
+            return self.work()
+
+        async def work(self) -> None:
+            await asyncio.sleep(0)
+            went_on.append("behind its first wait")
+
+    parent = Awaited()
+    run_tool(Late(), Told()).give_up(parent)
+    given_up.set()
+    told = [parent.get(timeout=60.0) for _ in range(2)]
+    assert told == [ToolThreadStuck(), ToolThreadReturned()]
+    assert went_on == []
