@@ -15,7 +15,7 @@ import pytest
 
 from llama_worker import Recycle, RequestRefused
 from llama_worker.runtime.process import oom_watch
-from llama_worker.testing.scripts import Script, scripted_server_cmd
+from llama_worker.testing.scripts import Flood, Script, scripted_server_cmd
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_restart
 
 
@@ -57,6 +57,28 @@ def test_an_oom_kill_is_named(
     os.kill(rig.status()["pid"], signal.SIGKILL)  # and this one was somebody else's
     rig.wait_restarted(2)
     assert [told["reason"] for told in restarts(rig)] == ["out_of_memory", "server_died"]
+
+
+def test_oom_kill_after_a_move_is_named(
+    make_worker: MakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapper script puts the server into a control group of its own."""
+    first, second, looks = tmp_path / "first", tmp_path / "second", list[int]()
+    first.write_text("oom_kill 0\n")
+    second.write_text("oom_kill 4\n")
+
+    def counter_file(pid: int) -> Path:
+        looks.append(pid)
+        return first if len(looks) == 1 else second
+
+    monkeypatch.setattr(oom_watch, "_counter_file", counter_file)
+    monkeypatch.setattr(oom_watch, "_LOOK_AGAIN_S", 0.0)
+    rig = make_worker(Script(floods=[Flood(lines_per_s=20.0)]))
+    eventually(lambda: len(looks) > 2, "two looks at the second group")
+    second.write_text("oom_kill 5\n")
+    os.kill(rig.status()["pid"], signal.SIGKILL)
+    rig.wait_restarted(1)
+    assert [told["reason"] for told in restarts(rig)] == ["out_of_memory"]
 
 
 @pytest.fixture
