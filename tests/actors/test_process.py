@@ -23,7 +23,7 @@ import pytest
 from llama_worker import RestartPolicy, WorkerConfig, WorkerStartError
 from llama_worker.config import server_program
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.process import guard_program, server_process
+from llama_worker.runtime.process import guard, guard_program, server_process
 from llama_worker.runtime.process.guard import pidfd_open
 from llama_worker.runtime.real import RealRuntime
 from llama_worker.server import termination
@@ -329,6 +329,22 @@ def test_guard_that_starts_no_server_is_killed(
     rig.stop()
     assert _failure(starting).reason is StartFailReason.STOPPED
     assert rig.status()["state"] is WorkerState.STOPPED
+
+
+def test_guard_stopped_after_the_kill_is_resumed(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its last two reports: that of the death, which would be overdue, has come."""
+    source = Path(guard.__file__).read_text()
+    died = "            server = []\n"
+    assert source.count(died) == 1
+    stops = source.replace(died, f"{died}            os.kill(os.getpid(), signal.SIGSTOP)\n")
+    monkeypatch.setattr(server_process, "guard_program", lambda: ("-c", stops))
+    monkeypatch.setattr(termination, "FORCE_S", 0.1)
+    rig = make_worker(timeouts=fast_timeouts(stop_grace_s=0.0))
+    rig.stop()
+    assert rig.status()["state"] is WorkerState.STOPPED
+    rig.wait_gone()
 
 
 def test_ended_server_is_gone_whoever_has_its_descriptor(free_port: Callable[[], int]) -> None:
