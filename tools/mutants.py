@@ -51,7 +51,7 @@ UNIT, FIXED, IN_REAL_TIME = "unit tests", "fixed runs", "tests in real time"
 TESTS: Final = {  # by the stage's name, as patterns
     UNIT: "tests/unit/",
     FIXED: "tests/simulation/",
-    IN_REAL_TIME: "tests/(runtime|actors)/",
+    IN_REAL_TIME: "tests/(runtime|actors)/|tests/responses/test_(?!node_)",
 }
 NOT_FIXED = ("-k", "not nobody_has_seen and not planted and not promise")
 ASKED = "asked.txt"  # the tests of a stage
