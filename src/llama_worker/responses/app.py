@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -55,14 +55,15 @@ class ResponsesApp:
         self._config = config
         self._proxy = proxy
         self._upstream = upstream
-        self._generator = ResponseGenerator(upstream, heartbeat_s=config.heartbeat_s)
+        self._generator = ResponseGenerator(heartbeat_s=config.heartbeat_s)
         self._sockets = threading.BoundedSemaphore(_MAX_SOCKETS)
         self._places = threading.BoundedSemaphore(config.max_concurrent or sys.maxsize)
 
     def serve(self, request: HttpRequest, client: Client) -> None:
         """Answer it. Raises OSError if the client's connection is broken or must be cut."""
         try:
-            with self._exchange(client) as exchange:
+            # closed before the client is told of a failure: its place is free then
+            with contextlib.closing(self._exchange(client)) as exchange:
                 self._route(exchange, request, client)
         except ApiError as refused:
             client.refuse(refused)
@@ -74,14 +75,8 @@ class ResponsesApp:
                 raise
             client.refuse(ApiError(500, f"the proxy failed: {type(error).__name__}"))
 
-    @contextlib.contextmanager
-    def _exchange(self, client: Client) -> Iterator[Exchange]:
-        """An exchange that ends before the client is told of a failure: its place is free then."""
-        exchange = Exchange(client, self._proxy, self._upstream, self._places)
-        try:
-            yield exchange
-        finally:
-            exchange.leave()
+    def _exchange(self, client: Client) -> Exchange:
+        return Exchange(client, self._proxy, self._upstream, self._places)
 
     def _route(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         method, path = request.method, request.path
@@ -147,7 +142,6 @@ class ResponsesApp:
             from llama_worker.responses.http import websocket
 
             socket = websocket.ClientSocket(client, request, self._config.max_body_bytes)
-            socket.accept()
             latest: StoredResponse | None = None
             while True:
                 latest = self._socket_turn(socket, latest, request, client)
@@ -176,7 +170,7 @@ class ResponsesApp:
             else:
                 recalled = self._recall(wanted)
             chat_request = normalise(body, recalled)
-            with self._exchange(client) as exchange:
+            with contextlib.closing(self._exchange(client)) as exchange:
                 events = self._generator.generate(exchange, request, chat_request, sink)
         except ApiError as refused:
             socket.refuse(refused)

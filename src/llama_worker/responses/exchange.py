@@ -159,7 +159,7 @@ class Exchange:
         self.leased.ensure_watched()  # else `watch` could not tell why the connection broke
         return self.upstream.watch.tell(EndLease(exchange=self.leased))
 
-    def leave(self, stored: StoredResponse | None = None) -> None:
+    def close(self, stored: StoredResponse | None = None) -> None:
         """Release all that it holds, and abort a stream that has not ended. Idempotent. `stored`:
         the response to keep."""
         self.abort.abort()

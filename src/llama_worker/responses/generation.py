@@ -20,7 +20,7 @@ from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest
 from llama_worker.responses.api.store import response_id_of, stored_response
 from llama_worker.responses.errors import ApiError, error_code
-from llama_worker.responses.exchange import Exchange, Upstream
+from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import NOT_FOR_CHAT, forwarded
 from llama_worker.responses.upstream_facts import UpstreamFacts
@@ -261,12 +261,11 @@ class ResponseRun:
 class ResponseGenerator:
     """Generates the responses of one upstream server. Any number of threads may use it."""
 
-    def __init__(self, upstream: Upstream, *, heartbeat_s: float) -> None:
-        self._endpoint = upstream.endpoint
+    def __init__(self, *, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
         # a whole number of these waits ends when a heartbeat is due
         self._silence_s = heartbeat_s / math.ceil(heartbeat_s / _CLIENT_READ_INTERVAL_S)
-        self._facts = UpstreamFacts(upstream.endpoint)
+        self._facts = UpstreamFacts()
 
     def warnings(self, chat_request: ChatRequest) -> tuple[str, ...]:
         """What is ignored of a request whose response has begun."""
@@ -299,7 +298,7 @@ class ResponseGenerator:
 
         def on_end() -> None:
             own, previous_id = chat_request.input_items, chat_request.previous_response_id
-            exchange.leave(
+            exchange.close(
                 stored_response(events.stored, own, previous_id) if chat_request.store else None
             )
 
@@ -328,7 +327,7 @@ class ResponseGenerator:
 
         chat = ChatExchange(
             exchange.abort,
-            self._endpoint,
+            exchange.upstream.endpoint,
             exchange.leased,
             before_reading=before_reading,
             silence_s=self._silence_s if chat_request.stream else None,

@@ -131,7 +131,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
             leased.closed(refusal())
         is_over = is_whole or Done() in events
         if is_over:
-            exchange.leave()  # before the client reads the end: it may then use the slot again
+            exchange.close()  # before the client reads the end: it may then use the slot again
         if piece:
             client.write(piece)  # an error here is the client's, not the server's
         if is_over:

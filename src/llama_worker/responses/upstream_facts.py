@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping
 
-from llama_worker.config.settings import Endpoint
 from llama_worker.config.validation import json_of
 from llama_worker.responses.api.chat_template import ADAPTERS, Message, is_rendered
 from llama_worker.responses.api.echo import LLAMA_SERVER_SAMPLING, sampling_of
@@ -25,9 +24,8 @@ class UpstreamFacts:
     """What the server says, or last said if a busy one does not answer. Any number of threads may
     use it."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self) -> None:
         self.ignores_tools = False
-        self._endpoint = endpoint
         self._accepted: dict[object, bool] = {}  # by adapter: whether its probe was
         self._sampling: Mapping[str, float] = LLAMA_SERVER_SAMPLING
         self._props_until = -math.inf  # until when what `/props` said is valid (monotonic)
@@ -71,7 +69,7 @@ class UpstreamFacts:
         """The status and the answer's JSON; (0, None) without an answer."""
         try:
             status, answer = session.ask(
-                self._endpoint,
+                exchange.upstream.endpoint,
                 method,
                 path,
                 headers={"Authorization": request.header("authorization")},

@@ -29,9 +29,9 @@ _IDLE_S = 600.0  # between two requests: a client's tools may take minutes
 
 
 class ClientSocket:
-    """A WebSocket with its client. The constructor raises ApiError for a bad handshake.
+    """A WebSocket with its client. The constructor accepts the handshake, or raises ApiError.
 
-    Any method raises OSError if the connection is over; the client was told why if possible.
+    It and any method raise OSError if the connection is over; the client was told why if possible.
     """
 
     def __init__(self, client: Client, request: HttpRequest, max_message_bytes: int) -> None:
@@ -52,8 +52,6 @@ class ClientSocket:
             list(self._protocol.events())
         except (RemoteProtocolError, LocalProtocolError) as error:
             raise ApiError(400, f"not a WebSocket handshake: {error}") from None
-
-    def accept(self) -> None:
         self._send(AcceptConnection())
         self._receive(self._client.http.take_unread())
 
