@@ -60,16 +60,13 @@ def _runs(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Those that become one message."""
     run: list[Message] = []
     for message in messages:
-        if run and (message["role"] not in _TURNS or not _continues(run[-1], message)):
+        role = message["role"]
+        if run and (role not in _TURNS or role != run[-1]["role"] or _calls(run[-1])):
             yield run
             run = []
         run.append(message)
     if run:
         yield run
-
-
-def _continues(before: Message, message: Message) -> bool:
-    return before["role"] == message["role"] and not _calls(before)
 
 
 def _calls(message: Message) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker.responses.api.conversation import plain_text, seal
+from llama_worker.responses.api.conversation import seal
 from llama_worker.responses.api.request import ChatRequest, input_items, normalise
 from llama_worker.responses.api.store import RecalledItems
 from llama_worker.responses.errors import ApiError
@@ -39,7 +39,7 @@ def compacted(response: Mapping[str, Any], item_id: str) -> dict[str, Any]:
     Raises ApiError if the model wrote no summary.
     """
     messages = [item for item in response["output"] if item["type"] == "message"]
-    summary = "\n\n".join(plain_text(message["content"]) for message in messages).strip()
+    summary = "\n\n".join(message["content"][0]["text"] for message in messages).strip()
     if not summary:
         raise ApiError(502, "the model wrote no summary", code="upstream_failed")
     item = {"id": item_id, "type": "compaction", "encrypted_content": seal(summary)}

@@ -246,11 +246,6 @@ class ChatMessages:
         self._turn = None
 
 
-def plain_text(content: object) -> str:
-    """The text of a message's content, without other parts."""
-    return _joined(_parts(content))
-
-
 def _content(content: object) -> str | list[Message]:
     """A message's content: one string if all of it is text, since not every template takes
     parts."""

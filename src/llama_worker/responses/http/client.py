@@ -153,23 +153,21 @@ class WaitingClients(Generic[C]):
         # Deadlines. The longest-waiting client of each phase comes first: all of a phase may wait
         # equally long.
         self._waiting: dict[Phase, dict[C, float]] = {phase: {} for phase in _ALLOWED_S}
-        self._phases: dict[C, Phase] = {}
 
     def __iter__(self) -> Iterator[C]:
-        return iter(tuple(self._phases))
+        return iter([client for kind in self._waiting.values() for client in kind])
 
     def enter(self, client: C, phase: Phase, now: float) -> None:
         """The client waits from now on. More bytes of a head do not extend its time."""
-        if phase is Phase.HEAD and self._phases.get(client) is Phase.HEAD:
+        if phase is Phase.HEAD and client in self._waiting[phase]:
             return
         self.leave(client)
-        self._phases[client] = phase
         self._waiting[phase][client] = now + _ALLOWED_S[phase]
 
     def leave(self, client: C) -> None:
         """The client no longer waits; idempotent."""
-        if client in self._phases:
-            del self._waiting[self._phases.pop(client)][client]
+        for kind in self._waiting.values():
+            kind.pop(client, None)
 
     def deadline(self) -> float | None:
         """When the next client times out; None: no client waits."""
