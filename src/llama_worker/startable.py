@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Protocol, Self
-
-
-class _Starting(Protocol):
-    """The future of a start."""
-
-    def get(self) -> object: ...
+from typing import Any, Self
 
 
 class Startable(ABC):
     """A context manager that calls `start` on entry and `close` on exit."""
 
     @abstractmethod
-    def start(self) -> _Starting:
+    def start(self) -> Any:
         """Begin to start. Never blocks: the future resolves once it runs, or raises the start's
         error."""
 
