@@ -33,7 +33,6 @@ from llama_worker.responses.proxy import ResponsesProxy
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
-from tests.tables import cases
 
 MIB = 1024 * 1024
 CROWD = 1000
@@ -125,26 +124,6 @@ def test_threads_are_given_back(fake: Client) -> None:
         for connection in connections:
             assert b"200 OK" in connection.recv(65536)
         eventually(lambda: request_threads_count() == 0, "threads that have ended")
-
-
-@cases(
-    "begin, more, status",
-    {
-        "head": (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"X-A: " + b"a" * 1000 + b"\r\n", 431),
-        "target": (b"GET /", b"a" * 1000, 431),
-        "body": (HALVES["half a chunk"], b"a" * 254 + b"\r\nff\r\n{", 413),
-    },
-)
-def test_what_has_no_end_is_refused(
-    make_fake: MakeClient, begin: bytes, more: bytes, status: int
-) -> None:
-    fake = make_fake(max_body_bytes=100_000)
-    with fake.dial(begin) as client:
-        with contextlib.suppress(OSError):  # the end that the proxy makes
-            for _ in range(100_000):
-                client.sendall(more)
-        assert client.recv(65536).startswith(b"HTTP/1.1 %d " % status)
-    assert fake.create().status == 200
 
 
 Connect = Callable[[], socket.socket]
