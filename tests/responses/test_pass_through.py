@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from llama_worker.testing.scripts import Gate, Text, plain_reply
 from tests.responses.conftest import (
     HOST,
     Client,
@@ -149,19 +148,6 @@ def test_a_reply_that_breaks_off_is_seen_to(through: Through) -> None:
     client, _ = through(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
     with pytest.raises(http.client.IncompleteRead):
         client.send("GET", "/any")
-
-
-def test_a_stream_comes_as_it_is_said(fake: Client, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    steps = plain_reply(Text("first"), Gate(gate), Text("second"))
-    with fake.begun(*steps, until=b"first", target="/v1/chat/completions", messages=[]) as (
-        data,
-        response,
-    ):
-        gate.touch()
-        data += response.read()
-    assert b"second" in data
-    assert data.endswith(b"data: [DONE]\n\n")
 
 
 # ---------------------------------------------------------------- whom it talks to
