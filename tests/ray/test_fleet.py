@@ -176,10 +176,12 @@ def test_an_admission_without_its_connection_is_cancelled(stage: Stage) -> None:
         assert "cancel" in first.calls  # it may live, and the request runs elsewhere now
 
 
-def test_a_silent_replica_is_not_replaced(stage: Stage) -> None:
+def test_a_silent_replica_gets_no_requests_nor_a_replacement(stage: Stage) -> None:
     with stage.started(1) as (actor,):
         actor.set_reachable(False)
         stage.wait_states(SILENT)
+        with pytest.raises(NoLiveReplica, match="replica 0: silent"):
+            stage.submit()
         with pytest.raises(ReplicaLost, match="while it is silent"):
             stage.fleet.replace(0).get(timeout=WAIT_S)
         actor.set_reachable(True)
@@ -225,17 +227,6 @@ def test_death_during_replacement_is_not_the_next_ones(
         assert "Failed to submit" in stage.replicas()[0]["last_error"]
 
 
-def test_a_shutdown_of_ray_ends_the_replicas(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call would start a new cluster."""
-    with stage.started(1) as (actor,):
-        monkeypatch.setattr(ray, "is_initialized", lambda: False)
-        stage.wait_states(LOST)
-        assert "Ray was shut down" in stage.replicas()[0]["last_error"]
-        renewals = actor.calls.count("renew")
-        stage.replicas()
-        assert actor.calls.count("renew") == renewals
-
-
 def test_without_ray_no_actor_is_called(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "_RENEW_S", 0.5)  # until then the replica counts as READY
     with stage.started(1) as (actor,):
@@ -249,20 +240,17 @@ def test_without_ray_no_actor_is_called(stage: Stage, monkeypatch: pytest.Monkey
         assert {"submit", "get_debug_info", "drain"}.isdisjoint(actor.calls)
 
 
-def test_an_actor_of_an_earlier_ray_is_replaced(
+def test_a_shutdown_of_ray_lasts_until_a_start(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with stage.started(1) as (first,):
-        monkeypatch.setattr(first, "call", Mock(side_effect=Exception("Failed to submit")))
-        eventually(lambda: len(stage.actors) == 2, "another actor")
-        stage.wait_states(READY)
-        assert "Failed to submit" in stage.replicas()[0]["last_error"]
-
-
-def test_a_start_with_a_new_ray_begins_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    with stage.started(1):
+    """A call would start a new cluster."""
+    with stage.started(1) as (actor,):
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
         stage.wait_states(LOST)
+        assert "Ray was shut down" in stage.replicas()[0]["last_error"]
+        renewals = actor.calls.count("renew")
+        stage.replicas()
+        assert actor.calls.count("renew") == renewals
         with pytest.raises(ReplicaLost, match="Ray was shut down"):
             stage.fleet.start().get(timeout=WAIT_S)
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -282,15 +270,6 @@ def test_host_may_change_what_it_learns_of_places(stage: Stage) -> None:
         for _ in range(2):
             (status,) = stage.replicas()
             assert status["place"].pop("node_id") == "stub"
-
-
-def test_a_silent_replica_gets_no_requests(stage: Stage) -> None:
-    with stage.started(1, lease_s=WAIT_S) as (only,):
-        only.set_reachable(False)
-        stage.wait_states(SILENT)
-        with pytest.raises(NoLiveReplica, match="replica 0: silent"):
-            stage.submit()
-        only.set_reachable(True)
 
 
 def test_a_lease_that_is_over_replaces_the_replica(stage: Stage) -> None:
