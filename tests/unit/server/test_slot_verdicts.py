@@ -109,13 +109,6 @@ def judge(
             STALL,
             True,
         ),
-        "the same of one in one piece": (
-            [stands(prompt=0), MOVES, IDLE],
-            replace(WAITS, in_one_piece=True),
-            [SERVED],
-            STALL,
-            True,
-        ),
     },
 )
 def test_a_wedge_is_found_in_one_round(
@@ -191,12 +184,6 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         "one long batch": ([IN_A_BATCH], IN_PREFILL, [], False),
         "a stranger's slow step": ([STUCK], WAITS, [], False),
         "the same, beside a neighbour's": ([STUCK, STUCK], WAITS, [QUIET], False),
-        "a slow step of a reply in one piece": (
-            [STUCK],
-            replace(WAITS, in_one_piece=True),
-            [],
-            False,
-        ),
         "a neighbour's long batch": ([STUCK, stands(prompt=0)], WRITES, [QUIET_IN_PREFILL], False),
         "no headers: tokenizing, or a model on demand": ([IDLE], WAITS, [], False),
         "no headers: its video is decoded": (

@@ -218,11 +218,3 @@ def test_old_builds_give_a_visibility_warning(build: int | None, warns: int) -> 
     lines = visibility_warnings(build)
     assert len(lines) == warns
     assert all(f"b{build} does not show" in line for line in lines)
-
-
-def test_a_vulnerability_names_the_build_to_use() -> None:
-    (line,) = known_flaws(11392, MODEL)
-    assert line == (
-        "llama-server b11392 has CVE-2026-107183: use after free while a reply "
-        "is parsed; use a build later than b11392"
-    )
