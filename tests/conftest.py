@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -200,6 +201,25 @@ def forking(children):
     forked.wait(0.5)  # in vain if forks are put off
     return thread
 """
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Every descriptor that this process may have is taken. Nothing may be opened meanwhile, by the
+    test neither."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    filler: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                filler.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in filler:
+            os.close(fd)
 
 
 class Speechless(Exception):

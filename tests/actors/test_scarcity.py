@@ -3,9 +3,7 @@ blamed."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -27,29 +25,10 @@ from llama_worker.stream.events import TextDelta
 from llama_worker.testing.scripts import Gate, Text, ToolCall, Turns, plain_reply
 from llama_worker.types.worker import StartFailReason, WorkerState
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, no_threads
-from tests.conftest import Leftovers
+from tests.conftest import Leftovers, no_descriptors
 
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SUSPICIOUS = RestartPolicy(transport_failures_before_restart=1, restart_backoff_s=0.05)
-
-
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Every descriptor that this process may have is taken. Nothing may be opened meanwhile, by the
-    test neither."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-    filler: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                filler.append(os.dup(0))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in filler:
-            os.close(fd)
 
 
 def sockets_to(port: int) -> list[Any]:

@@ -32,6 +32,7 @@ from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.proxy import ResponsesProxy
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
+from tests.conftest import no_descriptors
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
 
 MIB = 1024 * 1024
@@ -329,18 +330,14 @@ def test_forked_child_waits_for_no_parent_thread() -> None:
 
 def test_without_descriptors_it_waits_without_spinning(fake: Client) -> None:
     """Taken by the host program: there is nobody to take one from."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(socket.socket()) for _ in range(3)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limit[1]))
-        try:
+        with no_descriptors():
             for one in waiting:
                 one.connect((HOST, fake.proxy.port))
             began, used = time.monotonic(), time.process_time()
             threading.Event().wait(1.0)
             assert time.process_time() - used < 0.3 * (time.monotonic() - began)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         waiting[-1].settimeout(WAIT_S)
         waiting[-1].sendall(request_bytes("/health", port=fake.proxy.port))
         assert b"200 OK" in waiting[-1].recv(65536)

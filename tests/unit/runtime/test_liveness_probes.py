@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from llama_worker.runtime.probes import liveness_probes as probes
 from llama_worker.runtime.probes.liveness_probes import NvidiaProbe, ProcessProbe, process_evidence
 from llama_worker.runtime.probes.readiness import owns_port
 from llama_worker.types.hooks import LivenessEvidence
+from tests.conftest import no_descriptors
 from tests.scripted_nvml import NVMLError, ScriptedNvml
 
 pytestmark = pytest.mark.timeout(60)
@@ -118,15 +118,8 @@ def test_work_of_a_child_counts_if_it_serves(
 def test_a_look_without_a_descriptor_does_not_count(start: Start) -> None:
     pid, probe = start(IDLE), ProcessProbe()
     probe.probe(pid, 0.0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    try:
-        with pytest.raises(OSError) as raised:
-            probe.probe(pid, 5.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with no_descriptors(), pytest.raises(OSError) as raised:
+        probe.probe(pid, 5.0)
     assert is_shortage(raised.value)
     assert probe.probe(pid, 10.0) is not None
 
