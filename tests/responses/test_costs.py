@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import socket
 import sys
@@ -34,18 +33,12 @@ from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from tests.actors.conftest import WAIT_S
 from tests.responses.conftest import Client as ProxiedClient
 from tests.runtime.conftest import MakeServer, make_server
+from tests.runtime.test_stream_reader import HEAD, text
 
 __all__ = ["make_server"]  # a fixture
 
 EVENTS = 100
 MAX_CALLS = 47  # of Python functions, for one event
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def chunk(text: str) -> bytes:
-    delta = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
-    record = f"data: {json.dumps(delta)}\n\n".encode()
-    return b"%x\r\n%b\r\n" % (len(record), record)
 
 
 class Stream:
@@ -178,13 +171,13 @@ def test_an_event_costs_one_read_and_one_send(stream: Stream) -> None:
         stream.reader.recv(1 << 16)
         sent_count += 1
         if sent_count < EVENTS:
-            stream.server.sendall(chunk("x"))
+            stream.server.sendall(text("x"))
         elif sent_count == EVENTS:
             stream.server.shutdown(socket.SHUT_RDWR)
         if 10 <= sent_count < EVENTS:
             sys.setprofile(count)
 
-    stream.server.sendall(chunk("x"))
+    stream.server.sendall(text("x"))
     try:
         stream.run(send)
     finally:
@@ -200,7 +193,7 @@ def test_a_slow_client_excuses_the_server(stream: Stream) -> None:
 
     def drain() -> None:
         waited_for.append(stream.is_waited_for())
-        stream.server.sendall(chunk("y"))  # lies ready when the client has taken all
+        stream.server.sendall(text("y"))  # lies ready when the client has taken all
         while stream.reader.recv(1 << 20):
             pass
 

@@ -19,17 +19,7 @@ from llama_worker.server.roll_call import Member
 from llama_worker.stream.events import TextDelta
 from llama_worker.types.request import RequestFailReason
 from tests.unit.request.playbook import PLAIN
-
-
-class Box:
-    """A mailbox; what it was told, in order."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def tell(self, message: Any) -> bool:
-        self.told.append(message)
-        return True
+from tests.unit.runtime.test_host_code import Told
 
 
 class Bench:
@@ -37,11 +27,11 @@ class Bench:
 
     def __init__(self) -> None:
         self.actor: RequestActor
-        self.transport, self.worker = Box(), Box()
+        self.transport, self.worker = Told(), Told()
         runtime: Any = self
         member = Member(1, "request", 0)
         parts: Any = (self.worker, member, {}, LiveSet(), runtime, PLAIN)
-        asked = {"transport": self.transport, "tools": Box(), "process": Box()}
+        asked = {"transport": self.transport, "tools": Told(), "process": Told()}
         started = RequestActor.start(*parts, **asked)
         pykka.ActorRegistry.unregister(started)
 
@@ -72,8 +62,8 @@ class Bench:
         )
         self.actor.handle(order)
 
-    def report(self) -> Box:
-        asker = Box()
+    def report(self) -> Told:
+        asker = Told()
         order = messages.ReportProgress(liveness_at=None, for_verdict=True, reply_to=asker)
         self.actor.handle(order)
         return asker
@@ -93,8 +83,8 @@ def test_late_stream_does_not_reach_next_request() -> None:
     closed = messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0, is_aborted=True)
     bench.actor.handle(closed)
     bench.cancel(2)
-    assert isinstance(bench.transport.told[-1], messages.FlushStream)
-    assert bench.transport.told[-1].turn_id == (2, 1)
+    assert isinstance(bench.transport[-1], messages.FlushStream)
+    assert bench.transport[-1].turn_id == (2, 1)
 
 
 def test_progress_is_reported_after_pending_output() -> None:
@@ -102,12 +92,12 @@ def test_progress_is_reported_after_pending_output() -> None:
     bench.begin(1)
     bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))
     watchdog = bench.report()
-    assert isinstance(bench.transport.told[-1], messages.FlushStream)
+    assert isinstance(bench.transport[-1], messages.FlushStream)
     text = messages.StreamEvents(turn_id=(1, 1), events=(TextDelta("a"),), at=7.0)
     bench.actor.handle(text)
-    assert watchdog.told == []
+    assert watchdog == []
     bench.actor.handle(messages.StreamFlushed(turn_id=(1, 1)))
-    (reported,) = watchdog.told
+    (reported,) = watchdog
     assert reported.progress.last_data_at == 7.0
 
 
@@ -119,4 +109,4 @@ def test_an_ended_request_reports_no_progress() -> None:
     bench.actor.handle(messages.Abandon(reason=RequestFailReason.SERVER_DIED, detail="it died"))
     closed = messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0)
     bench.actor.handle(closed)
-    assert watchdog.told == bench.report().told == []
+    assert watchdog == bench.report() == []

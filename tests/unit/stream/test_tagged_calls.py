@@ -11,18 +11,10 @@ from llama_worker.bios import tagged_call
 from llama_worker.stream.calls import MalformedCall, RawCall, parse_arguments
 from llama_worker.stream.tagged_calls import MAX_TAGGED_CALL_CHARS, TaggedCallFilter
 from tests.timing import is_linear
+from tests.unit.request.test_tools import JSON_VALUES
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ISSUE = '<tool_call>{"name": "signal_issue", "arguments": {"code": "x"}}</tool_call>'
-JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=20,
-)
 
 
 def filtered(
