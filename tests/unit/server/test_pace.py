@@ -16,7 +16,8 @@ def learnt(*batches: tuple[int, int, float]) -> Pace:
 
 def test_each_separately_reported_batch_is_learnt_once() -> None:
     pace = Pace()
-    pace.learn(1, [Batch(100.0, 100.0, 512, 512), Batch(100.0, 100.0, 512, 1024)])
+    pace.learn(1, [Batch(100.0, 100.0, 512, 512), Batch(100.0, 110.0, 0, 1024)])  # cached
+    pace.learn(1, [Batch(110.0, 110.0, 512, 1536)])
     assert pace.expected_s(512, 512) is None
     for _ in range(100):
         pace.learn(1, [Batch(120.0, 150.0, 512, 512), Batch(150.0, 151.0, 512, 1024)])

@@ -180,6 +180,8 @@ SLEEPING = (*MODEL, "--sleep-idle-seconds", "60")
         ("version: 10.2", None),
         ("version: 0 (unknown)", None),  # built without git
         ("version: 1 (8f2c1d0)", None),  # from a shallow clone, as are those of the next two
+        ("b1500-8f2c1d0", 1500),  # the oldest that is told from those
+        ("b1499-8f2c1d0", None),
         ("version: 0.2.0-dev (build 433, commit 8f2c1d0)", None),
         ("b452-9558fa4", None),
         ("b0-unknown", None),
