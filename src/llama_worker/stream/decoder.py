@@ -209,13 +209,11 @@ def _unknown_content(chunk: dict[str, Any]) -> Iterator[UnknownContent]:
 
 def _choices(chunk: dict[str, Any], *, every_choice: bool = False) -> list[dict[str, Any]]:
     """The choice of the first answer, or those of all."""
-    found, choices = [], chunk.get("choices")
-    for choice in choices if isinstance(choices, list) else ():
-        if isinstance(choice, dict) and (every_choice or choice.get("index") in (0, None)):
-            found.append(choice)
-            if not every_choice:
-                break
-    return found
+    choices = chunk.get("choices")
+    if not isinstance(choices, list):
+        return []
+    found = [choice for choice in choices if isinstance(choice, dict)]
+    return found if every_choice else [c for c in found if c.get("index") in (0, None)][:1]
 
 
 def _choice_events(choice: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:

@@ -287,9 +287,15 @@ def test_nesting_of_any_depth_raises_nothing(form: str) -> None:
 
 
 @pytest.mark.parametrize("every_choice", [False, True])
-def test_first_of_several_answers_taken_unless_all_requested(every_choice: bool) -> None:
-    second = {**chunk({"content": "b"})["choices"][0], "index": 1}
-    said = records(chunk({"content": "a"}), {"choices": [second]})
+@pytest.mark.parametrize("index", [{"index": 1}, {}])
+def test_first_of_several_answers_taken_unless_all_requested(
+    every_choice: bool, index: dict[str, int]
+) -> None:
+    first, second = chunk({"content": "a"}), {"delta": {"content": "b"}, **index}
+    if index:
+        said = records(first, {"choices": [second]})
+    else:  # they are told apart in one record only
+        said = records({"choices": [*first["choices"], second]})
     decoder = StreamDecoder(every_choice=True) if every_choice else StreamDecoder()
     texts = [event.text for event in decoder.feed(said) if isinstance(event, TextDelta)]
     assert "".join(texts) == ("ab" if every_choice else "a")
