@@ -25,7 +25,7 @@ from llama_worker.stream.calls import (
     partition,
 )
 from llama_worker.types.chat import ChatMessage
-from llama_worker.types.request import ToolTraceEntry
+from llama_worker.types.request import ExitSignal, ToolTraceEntry
 
 
 class ToolBatch(Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class ToolUse:
         self._max_iterations = config.max_tool_iterations
         self._totals = totals
         self._earlier_calls = latest_call_number(earlier)
-        self._announced_count = 0  # signals that `take_new_signals` has returned
+        self._new_signals: list[ExitSignal] = []  # that `take_new_signals` is to return
         self._iteration = 0  # of the latest calls, from 1
         self._not_run: tuple[RawCall | MalformedCall, ...] = ()  # of the latest calls, so far
 
@@ -67,13 +67,13 @@ class ToolUse:
 
     def take_new_signals(self) -> list[SignalEmitted]:
         """The signals recorded since the last time."""
-        totals, count = self._totals, self._announced_count
-        if len(totals.signals) == count:  # nearly always
+        if not self._new_signals:  # nearly always
             return []
-        self._announced_count = len(totals.signals)
+        signals, self._new_signals = self._new_signals, []
+        totals = self._totals
         return [
             SignalEmitted(request_id=totals.request_id, job_name=totals.job_name, signal=signal)
-            for signal in copy.deepcopy(totals.signals[count:])
+            for signal in copy.deepcopy(signals)
         ]
 
     def record_exits(self, turn: Turn, now: float) -> None:
@@ -141,6 +141,7 @@ class ToolUse:
             cut_off=cut_off,
         )
         self._totals.signals += parts.exits
+        self._new_signals += parts.exits
         return parts
 
     def _entry(self, batch: ToolBatch, at: float, error: str | None) -> ToolTraceEntry:
