@@ -162,7 +162,7 @@ class Turn(TurnProgress):
         return text
 
     def _show(self, reasoning: str, text: str) -> tuple[str, str]:
-        if text and self._filter is not None:
+        if self._filter is not None:
             calls = self._filter.calls
             known_count = len(calls)
             text = self._filter.feed(text)

@@ -87,6 +87,15 @@ def test_prompted_tagged_calls_count_beside_structured_ones() -> None:
     assert it.calls() == [STRUCTURED, CALL, CALL]
 
 
+def test_text_between_calls_breaks_a_loop() -> None:
+    it = turn(prompted=True)
+    for _ in range(200):
+        assert take(it, TextDelta("So. "), *BY_TAG) == ("", "So. ")
+    assert it.hidden_loop is None
+    take(it, *[TextDelta(TAGGED)] * 200)
+    assert it.hidden_loop is not None
+
+
 class Names(frozenset[str]):
     """Of exit tools; counts how many calls were compared with them."""
 
