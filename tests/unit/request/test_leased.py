@@ -173,12 +173,23 @@ def test_what_a_dead_server_had_sent_is_read() -> None:
     assert (record.result["state"], record.status["output_chars"]) == ("completed", 9)
 
 
-def test_a_dead_servers_request_ends_in_time() -> None:
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        ([], Reason.SERVER_DIED),
+        ([ServerError("no memory", 500, None)], Reason.SERVER_DIED),
+        ([Finish("stop")], None),
+    ],
+)
+def test_a_dead_servers_request_ends_in_time(
+    rest: list[StreamEvent], reason: Reason | None
+) -> None:
     request = speaking()
     request.step(DIED, 3.0)
+    request.received(rest, 3.1)
     assert request.step(Tick(), 4.9) == []
     ended = request.step(Tick(), 3.0 + READ_REST_S)
-    assert result(ended)["fail_reason"] is Reason.SERVER_DIED
+    assert result(ended)["fail_reason"] is reason
 
 
 @pytest.mark.parametrize(
