@@ -81,7 +81,7 @@ class SimRuntime:
         self.machine = machine
         self.dice = dice
         self._config = config
-        self._activity = ProcessActivity()
+        self._activity = ProcessActivity(100)
         self.slots_asked = 0
         self._looks: dict[int, Looks] = {}  # by launch
         self._host_calls: deque[Callable[[], object]] = deque()  # not made yet: one thread has them
@@ -173,7 +173,7 @@ class SimRuntime:
 
         def looked() -> None:
             if look.fresh and look.probe == 0:
-                self._activity = ProcessActivity()
+                self._activity = ProcessActivity(100)
             evidence = None
             server = self.machine.find(root_pid) if look.probe == 0 else None
             if server is not None:

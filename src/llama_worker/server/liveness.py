@@ -70,9 +70,10 @@ class _Point(NamedTuple):
 
 
 class ProcessActivity(Struct, frozen=True):
-    """The usage of a tree during the window; watching begins with `ProcessActivity()`."""
+    """The usage of a tree during the window; watching begins with
+    `ProcessActivity(ticks_per_second)`."""
 
-    ticks_per_second: int = 100  # sysconf SC_CLK_TCK
+    ticks_per_second: int  # sysconf SC_CLK_TCK
     last: ProcessSample | None = None
     points: tuple[_Point, ...] = ()  # oldest first; the first is the start of the window
 

@@ -166,7 +166,7 @@ intervals = st.floats(0.05, 60.0)
 def test_no_rate_is_negative_and_window_is_bounded(
     steps: list[tuple[float, dict[ProcessKey, Counters]]],
 ) -> None:
-    activity, at = ProcessActivity(), 0.0
+    activity, at = ProcessActivity(100), 0.0
     for interval_s, processes in steps:
         at += interval_s
         activity, evidence = activity.observe(ProcessSample(at=at, processes=processes))
@@ -177,7 +177,7 @@ def test_no_rate_is_negative_and_window_is_bounded(
 
 @given(st.lists(st.tuples(intervals, st.integers(0, 4)), min_size=1, max_size=60))
 def test_under_five_ticks_a_second_are_never_evidence(steps: list[tuple[float, int]]) -> None:
-    activity, _ = ProcessActivity().observe(
+    activity, _ = ProcessActivity(100).observe(
         ProcessSample(at=0.0, processes={ROOT: Counters(cpu_ticks=0)})
     )
     at, ticks = 0.0, 0.0
