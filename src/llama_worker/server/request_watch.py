@@ -216,10 +216,10 @@ class RequestWatch:
 
     def _judge(self, progress: Progress, reports: Sequence[Progress], now: float) -> Verdict | None:
         is_looked_at, slots = self._is_looked_at(progress, now), self.slots
-        around = slots.around_interruption
+        around = slots.around_gap
         if is_looked_at and around is not None:
-            # Looks without an answer may leave no round complete, so the looks before and after
-            # them are compared, too. If nothing moved between these, that gives up no request.
+            # A slot may move between two rounds, and looks without an answer may leave no round
+            # complete: so the looks before and after are compared, too, but give up no request.
             self._judge_looks(around, around[0].asked_at, progress, reports, now)
         verdict = self._judge_by_times(progress, now)
         if verdict is not None or not is_looked_at:

@@ -153,8 +153,8 @@ class SlotsWatch:
         self._last_look: SlotsLook | None = None  # of any round
         # since `_last_look`, a look went without an answer, or looking stopped
         self._was_interrupted = True
-        # the looks before and after the latest interruption: movement between them counts
-        self.around_interruption: tuple[SlotsLook, SlotsLook] | None = None
+        # the looks before and after the latest pause or interruption: movement between them counts
+        self.around_gap: tuple[SlotsLook, SlotsLook] | None = None
         self._paused_until = 0.0
         self._active = False
 
@@ -200,8 +200,9 @@ class SlotsWatch:
     def _record_answer(self, look: SlotsLook, now: float) -> None:
         self.may_progress_unseen = any(slot.may_progress_unseen for slot in look.slots)
         self.silent_since = None
-        if self._was_interrupted and self._last_look is not None:
-            self.around_interruption = (self._last_look, look)
+        begins_round = self._was_interrupted or not self.looks
+        if begins_round and self._last_look is not None:
+            self.around_gap = (self._last_look, look)
         if self._last_look is not None and moved_between(self._last_look, look):
             self.unchanged_since, self.moved_at = look.asked_at, self._last_look.asked_at
         elif self._was_interrupted:

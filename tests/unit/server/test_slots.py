@@ -182,6 +182,19 @@ def test_moving_slot_is_seen_before_header_limit() -> None:
     assert watch.run(1000.0, Stalled) is None
 
 
+def test_move_between_two_rounds_is_its_own() -> None:
+    """Beside another client's prompt: one token per batch."""
+
+    def slots(now: float) -> tuple[Slot, ...]:
+        batches = int((now - 40.0) // 80.0)
+        reads = slot(prompt=512 * (9 + batches), task=2)
+        return reads, replace(slot(decoded=10 + batches), slot_id=1)
+
+    watch = VirtualWatch.ready(PROFILE, slots=slots)
+    watch.begin(lambda now: silent(GENERATING))
+    assert watch.run(1000.0, Stalled) is None
+
+
 def test_short_tasks_of_others_are_not_its_work() -> None:
     """Each moves from one look to the next, but none lasts for a whole round."""
 
