@@ -152,7 +152,7 @@ def frozen_progress(case: Case, targets: list[Exchange]) -> None:
     case.server.repeat(targets[0], 1.0, partial(case.server.send_progress, targets[0]))
     case.promised_s = _promise_by_slots(case)
     drafts = case.build.drafts and any(each.decoded == 1 for each in case.server.busy)
-    if (case.build.answers_during_batches and not drafts) or not case.build.shows_slots:
+    if case.build.shows_slots and case.build.answers_during_batches and not drafts:
         # else somebody's batch may be under way, unseen
         case.promised_s = min(case.promised_s, IDLE_S + SLACK_S)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from llama_worker.request.progress import Progress
 from llama_worker.server import blame, lifecycle, lifecycle_endings, liveness, pace, slot_verdicts
 from llama_worker.server.blame import Verdict
 from llama_worker.server.timeouts import (
+    NO_SLOT_SIGNS,
     STALLED_ALONE_MULTIPLE,
     Neighbours,
     SlotSigns,
@@ -50,23 +52,26 @@ LIMITS = (
 )
 
 
+NOTHING_MOVED = SlotSigns(answered_last_look=True, shows_prompt_progress=True, shows_all=True)
+
+
 def judge(
     state: Progress,
     limit: str,
     *,
     liveness_at: float | None = None,
     neighbour_data_at: float | None = None,
+    slots: SlotSigns = NOTHING_MOVED,
     now: float = 10.0,
 ) -> Verdict | None:
-    """The verdict after 10 s, with that limit at 5 s and every other off, or far away. `/slots`
-    shows that nothing moved."""
+    """The verdict after 10 s, with that limit at 5 s and every other off, or far away."""
     off = dict.fromkeys(LIMITS)
     profile = replace(TimeoutProfile(), **{**off, "headers_timeout_s": 1e6, limit: 5.0})  # type: ignore[arg-type]
     return timeout_verdict(
         state,
         liveness_at=liveness_at,
         neighbours=Neighbours(data_at=neighbour_data_at),
-        slots=SlotSigns(shows_all=True),
+        slots=slots,
         profile=profile,
         now=now,
     )
@@ -135,11 +140,11 @@ def test_last_row_limits_dead_streams_beside_live_ones() -> None:
     when, reason, after = DEAD_BESIDE
     assert when == "generating, `/slots` is not available, and others get data"
     assert f"{STALLED_ALONE_MULTIPLE} x `idle_stream_timeout_s`" in after
-    times = {"liveness_at": 19.9, "neighbour_data_at": 19.9, "now": 20.0}
-    found = judge(STATES["generating"], "idle_stream_timeout_s", **times)
+    told: Any = {"liveness_at": 19.9, "neighbour_data_at": 19.9, "slots": NO_SLOT_SIGNS}
+    found = judge(STATES["generating"], "idle_stream_timeout_s", **told, now=20.0)
     assert found is not None
     assert (names_in(reason), found.alone) == ([str(found.reason)], True)
-    assert judge(STATES["generating"], "idle_stream_timeout_s", **{**times, "now": 19.9}) is None
+    assert judge(STATES["generating"], "idle_stream_timeout_s", **told, now=19.9) is None
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

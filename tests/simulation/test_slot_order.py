@@ -44,6 +44,19 @@ def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
         assert max(each["timings"]["ttft_s"] or 0.0 for each in results) > 690.0
 
 
+def test_prompt_behind_strangers_is_spared_without_slots() -> None:
+    """After each of that one's batches it gets its old report again."""
+    bench = quiet_bench(replace(B11434, shows_slots=False))
+    bench.machine.reply_to = lambda request_id, turn: A_LONG_PROMPT(key="r", prompt_tokens=9000)
+    with bench.ready():
+        own = bench.worker.ask("its slot is the higher one")
+        bench.scheduler.run_for(30.0)
+        stranger: Any = Unheard()
+        bench.server.accept(stranger, (FOREIGN, 1), {})
+        assert bench.answer(own, 2 * 3600.0)["state"] is RequestState.COMPLETED
+        assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
+
+
 def test_request_whose_slot_never_has_turn_ends_alone() -> None:
     """Reported of llama-server: its slot is taken, and only the others go on. It has no headers."""
     bench = quiet_bench(replace(FAST, slots=3))  # with one that is idle, it cannot be queued

@@ -238,8 +238,8 @@ class RequestWatch:
         may_encode = self._may_encode_media() or any(
             each.may_encode for each in self.progress.values()
         )
-        may_progress_unseen = slots.may_progress_unseen or (
-            slots.is_silent and not self.build_answers_during_batches
+        shows_prompt_progress = (
+            self.slots_are_reliable and slots.answered_last_look and not slots.may_progress_unseen
         )
         return timeout_verdict(
             progress,
@@ -255,10 +255,8 @@ class RequestWatch:
                 moved_at=self._moved_at.get(request_id),
                 any_moved_at=slots.moved_at,
                 answered_last_look=slots.answered_last_look,
-                may_progress_unseen=may_progress_unseen,
-                shows_all=self.slots_are_reliable
-                and slots.complete
-                and not (may_progress_unseen or may_encode),
+                shows_prompt_progress=shows_prompt_progress,
+                shows_all=shows_prompt_progress and slots.complete and not may_encode,
             ),
             profile=self._profile,
             now=now,

@@ -141,7 +141,6 @@ class SlotsWatch:
         # the latest look after which something moved, of any round
         self.moved_at: float | None = None
         self.answered_last_look = False  # `/slots` answered the latest look that was not refused
-        self.is_silent = False  # it did not
         self.may_progress_unseen = False  # true of some slot in the latest answer
         # it answered while a slot stood still that progressed later
         self.answers_during_batches = False
@@ -189,7 +188,6 @@ class SlotsWatch:
             return
         if look is not None:  # else it was refused, or could not be asked
             self.answered_last_look = isinstance(look, SlotsLook)
-            self.is_silent = not self.answered_last_look
         if is_refused:
             self.stop_looking()
         elif isinstance(look, SlotsLook):

@@ -35,9 +35,7 @@ class SlotSigns(Struct, frozen=True, kw_only=True):
     moved_at: float | None = None  # when a slot that may be the request's moved
     any_moved_at: float | None = None  # when any slot of the server moved
     answered_last_look: bool = False  # `/slots` answered the latest look
-    may_progress_unseen: bool = (
-        False  # it hides prompt progress, or answers only between two batches
-    )
+    shows_prompt_progress: bool = False  # and shows how far each slot has read its prompt
     # a round of looks has just ended that leaves out nothing the server might do for a request
     shows_all: bool = False
 
@@ -154,7 +152,7 @@ class _Limits:
         else:
             what = "no data and no sign of work in prefill"
             yield self._stalled("prefill_liveness_timeout_s", what, self._any_sign_at)
-        if not self._slots.may_progress_unseen:  # else it may wait behind another client
+        if self._slots.shows_prompt_progress:  # else it may wait behind another client
             yield from self._only_repeats(self._any_progress_at)
         yield self._no_token()
         if self._progress.in_one_piece or self._progress.only_repeats_since(

@@ -75,6 +75,7 @@ HAS_A_ROLE = progress(PREFILL, headers_at=1010.0, last_data_at=1016.0)
 REPORTS = progress(PREFILL, headers_at=1010.0, prompt_progress_at=1020.0)
 SAME_AGAIN = {"last_data_at": 1100.0, "repeated_at": (1101.0, 1103.0, 1105.0)}
 REPEATS = progress(PREFILL, prompt_progress_at=1100.0, **SAME_AGAIN)
+SHOWS_PROMPTS = SlotSigns(answered_last_look=True, shows_prompt_progress=True)
 REPEATED_BEFORE = replace(REPEATS, repeated_at=(1101.0, 1103.0, 1189.0))
 WRITES_THE_SAME = progress(GENERATING, first_token_at=1050.0, **SAME_AGAIN)
 WRITES = progress(GENERATING, first_token_at=1050.0, last_data_at=1100.0)
@@ -182,7 +183,13 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
         "reported prefill has the stream's limit": (REPORTS, heard(), 1140.0, STALL),
         "and not the prefill's": (REPORTS, heard(prefill_liveness_timeout_s=10.0), 1140.0, STALL),
         "reported prefill that works": (REPORTS, heard(work=1021.0), 1141.0, STALL),
-        "it repeats itself while it computes": (REPEATS, heard(work=1219.0), 1220.0, STALL),
+        "it repeats itself while it computes": (
+            REPEATS,
+            heard(work=1219.0, slots=SHOWS_PROMPTS),
+            1220.0,
+            STALL,
+        ),
+        "the same, or it waits behind another client": (REPEATS, heard(work=2299.0), 2300.0, STALL),
         "a silent stream": (WRITES, heard(), 1220.0, STALL),
         "a silent stream of a server that works": (WRITES, heard(work=1101.0), 1221.0, STALL),
         "a server that spins": (WRITES, heard(work=2299.0), 2300.0, STALL),
@@ -200,10 +207,15 @@ HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch o
             STALL,
         ),
         "a neighbour that went on for a while": (WRITES, heard(2299.0, 1219.0), 2419.0, STALL),
-        "repeats, and neighbours stand still": (REPEATS, heard(1219.0, 1100.5), 1220.5, STALL),
+        "repeats, and neighbours stand still": (
+            REPEATS,
+            heard(1219.0, 1100.5, SHOWS_PROMPTS),
+            1220.5,
+            STALL,
+        ),
         "repeats, and no slot moves any more": (
             REPEATS,
-            heard(1219.0, slots=SlotSigns(any_moved_at=1100.5)),
+            heard(1219.0, slots=replace_struct(SHOWS_PROMPTS, any_moved_at=1100.5)),
             1220.5,
             STALL,
         ),
@@ -258,12 +270,21 @@ def test_without_a_limit_there_is_no_verdict(at: Progress, told: dict[str, Any])
 @cases(
     "at, told",
     {
-        "a neighbour's prompt is read first": (STARVES, heard(neighbour=5019.0)),
-        "a stranger's prompt is": (STARVES, heard(slots=SlotSigns(any_moved_at=5019.0))),
-        "repeats until a neighbour went on": (REPEATED_BEFORE, heard(1219.0, 1188.0)),
+        "a neighbour's prompt is read first": (
+            STARVES,
+            heard(neighbour=5019.0, slots=SHOWS_PROMPTS),
+        ),
+        "a stranger's prompt is": (
+            STARVES,
+            heard(slots=replace_struct(SHOWS_PROMPTS, any_moved_at=5019.0)),
+        ),
+        "repeats until a neighbour went on": (
+            REPEATED_BEFORE,
+            heard(1219.0, 1188.0, SHOWS_PROMPTS),
+        ),
         "the same twice, and then a batch": (
             replace(REPEATS, repeated_at=(1101.0, 1103.0)),
-            heard(work=1219.0),
+            heard(work=1219.0, slots=SHOWS_PROMPTS),
         ),
         "text held back, and its slot moves": (
             WRITES_THE_SAME,
