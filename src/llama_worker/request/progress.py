@@ -67,6 +67,11 @@ class Progress:
         return self.has_media and self.phase in (RequestPhase.WAITING, RequestPhase.PREFILL)
 
     @property
+    def may_await_slot(self) -> bool:
+        """Whether it may still wait for its own slot, although another is idle."""
+        return self.needs_specific_slots and self.data_at is None
+
+    @property
     def is_served(self) -> bool:
         """Whether it has its headers and the server has not finished with it."""
         streams = self.phase in (RequestPhase.PREFILL, RequestPhase.GENERATING)

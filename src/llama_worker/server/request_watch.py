@@ -238,6 +238,7 @@ class RequestWatch:
         may_encode = self._may_encode_media() or any(
             each.may_encode for each in self.progress.values()
         )
+        any_awaits_slot = any(each.may_await_slot for each in self.progress.values())
         shows_prompt_progress = (
             self.slots_are_reliable and slots.answered_last_look and not slots.may_progress_unseen
         )
@@ -254,6 +255,7 @@ class RequestWatch:
             slots=SlotSigns(
                 moved_at=self._moved_at.get(request_id),
                 any_moved_at=slots.moved_at,
+                held_up_at=slots.moved_at if any_awaits_slot else slots.held_up_at,
                 answered_last_look=slots.answered_last_look,
                 shows_prompt_progress=shows_prompt_progress,
                 shows_all=shows_prompt_progress and slots.complete and not may_encode,

@@ -108,8 +108,7 @@ class SlotsRound:
 
     @property
     def _anybody_picks_slots(self) -> bool:
-        requests = (self.suspect, *self.others)
-        return any(each.needs_specific_slots and each.data_at is None for each in requests)
+        return any(each.may_await_slot for each in (self.suspect, *self.others))
 
     def _judge_standstill(self) -> Verdict | None:
         """Nothing moved in any slot. If something did recently, a slow server may just be in a long

@@ -112,6 +112,15 @@ def moved_between(one: SlotsLook, other: SlotsLook) -> bool:
     return any(moved(pair) for pair in zip(one.slots, other.slots, strict=True))
 
 
+def _all_generate_beside_idle(one: SlotsLook, other: SlotsLook) -> bool:
+    """Whether every slot that works has generated between the two looks, and one was idle: then a
+    request that waits was lost, since the server begins on it after the token (b11434)."""
+    pairs = list(zip(one.slots, other.slots, strict=False))
+    busy = [(a, b) for a, b in pairs if a.is_processing or b.is_processing]
+    generated = all(_progressed(a, b) and a.decoded_tokens < b.decoded_tokens for a, b in busy)
+    return len(busy) < len(pairs) and generated
+
+
 def _progressed(one: Slot, other: Slot) -> bool:
     """Whether a slot changed while working on the same task. A wedged one never does: no batch is
     computed for it."""
@@ -140,6 +149,8 @@ class SlotsWatch:
         self.unchanged_since = 0.0  # the first look since which nothing moved
         # the latest look after which something moved, of any round
         self.moved_at: float | None = None
+        # the same, if what moved may hold up a request of which nothing was heard
+        self.held_up_at: float | None = None
         self.answered_last_look = False  # `/slots` answered the latest look that was not refused
         self.may_progress_unseen = False  # true of some slot in the latest answer
         # it answered while a slot stood still that progressed later
@@ -203,6 +214,8 @@ class SlotsWatch:
             self.around_gap = (self._last_look, look)
         if self._last_look is not None and moved_between(self._last_look, look):
             self.unchanged_since, self.moved_at = look.asked_at, self._last_look.asked_at
+            if not _all_generate_beside_idle(self._last_look, look):
+                self.held_up_at = self.moved_at
         elif self._was_interrupted:
             self.unchanged_since = look.asked_at
         elif not self.may_progress_unseen:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from llama_worker.clock import earliest
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, newest
 from llama_worker.server.blame import Verdict
@@ -34,6 +35,8 @@ class SlotSigns(Struct, frozen=True, kw_only=True):
 
     moved_at: float | None = None  # when a slot that may be the request's moved
     any_moved_at: float | None = None  # when any slot of the server moved
+    # the same, if that may hold up a request of which nothing was heard
+    held_up_at: float | None = None
     answered_last_look: bool = False  # `/slots` answered the latest look
     shows_prompt_progress: bool = False  # and shows how far each slot has read its prompt
     # a round of looks has just ended that leaves out nothing the server might do for a request
@@ -144,7 +147,8 @@ class _Limits:
             since = newest(self._any_sign_at, self._neighbours.leftover_since)
             yield self._idle("no slot moved and there was no sign of work", since)
         yield self._no_token()
-        yield self._no_data(self._slots.any_moved_at)
+        in_one_piece = self._progress.in_one_piece
+        yield self._no_data(self._slots.any_moved_at if in_one_piece else self._slots.held_up_at)
 
     def _prefill(self) -> Iterator[_Limit]:
         if self._progress.prompt_progress_at is not None:
@@ -160,7 +164,8 @@ class _Limits:
         ):
             yield self._no_data(self._slots.any_moved_at)
         elif self._progress.data_at is None:  # no client asked for reports
-            yield self._no_data(self._slots.moved_at)
+            moves = (self._slots.moved_at, self._slots.held_up_at)
+            yield self._no_data(None if None in moves else earliest(*moves))
         else:
             yield self._no_data()
 

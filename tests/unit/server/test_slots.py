@@ -380,6 +380,50 @@ def test_a_gone_requests_image_may_be_encoded_still(
     assert (watch.run(1000.0, Stalled) is None) is may_encode
 
 
+@cases(
+    "beside, changes, is_found",
+    {
+        "one slot is idle": (Slot(slot_id=1, is_processing=False), {}, True),
+        "it picks its slot": (
+            Slot(slot_id=1, is_processing=False),
+            {"needs_specific_slots": True},
+            False,
+        ),
+        "no slot is idle": (None, {}, False),
+    },
+)
+@pytest.mark.parametrize("phase", [WAITING, PREFILL])
+def test_lost_request_is_found_beside_endless_stranger(
+    beside: Slot | None, changes: dict[str, Any], is_found: bool, phase: RequestPhase
+) -> None:
+    def slots(now: float) -> tuple[Slot, ...]:
+        generates = slot(decoded=1 + int(now))
+        return (generates,) if beside is None else (generates, beside)
+
+    found = watched(slots, lambda now: silent(phase, **changes)).run(5000.0, Stalled)
+    assert (found is not None) is is_found
+
+
+@cases(
+    "its_slot",
+    {
+        "it reads": lambda now: slot(prompt=64 * int(now)),
+        "a task of another kind, such as `/infill`, is computed first": lambda now: slot(prompt=0),
+        # before b10453
+        "the same, and its slot shows the task before": lambda now: slot(decoded=7),
+    },
+)
+@pytest.mark.parametrize("phase", [WAITING, PREFILL])
+def test_request_that_may_have_slot_is_spared(
+    its_slot: Callable[[float], Slot], phase: RequestPhase
+) -> None:
+    def slots(now: float) -> tuple[Slot, ...]:
+        others = replace(slot(decoded=1 + int(now)), slot_id=1, task=2)
+        return its_slot(now), others, Slot(slot_id=2, is_processing=False)
+
+    assert watched(slots, lambda now: silent(phase)).run(5000.0, Stalled) is None
+
+
 UNSEEN_SLOT = replace(slot(prompt=0), shows_prompt_progress=False)
 
 
