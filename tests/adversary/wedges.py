@@ -97,7 +97,8 @@ def stuck_queue(case: Case, targets: list[Exchange]) -> None:
     case.later(silent_after_s, partial(setattr, server, "slots_silent", True))
     case.promised_s = LAST_RESORT_S + SLACK_S
     case.by_pace = case.by_steps = False
-    if case.slots_are_clear and case.build.number == 11434 and not case.has_images:
+    has_media = case.has_images or not _all_are_heard_of(server)
+    if case.slots_are_clear and case.build.number == 11434 and not has_media:
         case.promised_s = max(SUSPECT_S, silent_after_s) + SILENT_S + SLACK_S
 
 

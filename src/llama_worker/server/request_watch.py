@@ -277,7 +277,7 @@ class RequestWatch:
         slots, since = self.slots, self.slots.silent_since
         if since is None:
             return None
-        may_encode = self._may_encode_media() or any(each.may_encode for each in reports)
+        may_encode = self._any_may_encode(slots.busy_count, reports)
         answers_during_batches = self.build_answers_during_batches or slots.answers_during_batches
         if may_encode or not answers_during_batches:
             return None
@@ -310,9 +310,7 @@ class RequestWatch:
             unchanged_since=unchanged_since,
             pace=self.pace,
             batch_tokens=self._batch_tokens,
-            may_encode=self._may_encode_media()
-            or any(each.may_encode for each in reports)
-            or self._others_may_encode(looks[-1], reports),
+            may_encode=self._any_may_encode(looks[-1].busy_count, reports),
             is_cold=self._is_cold,
             liveness_at=self.liveness_at,
             now=now,
@@ -356,11 +354,12 @@ class RequestWatch:
         meanwhile, so `liveness_at` does not show that it is done."""
         return self._leftover_media.since(self.data_at, self.slots.moved_at) is not None
 
-    def _others_may_encode(self, look: SlotsLook, reports: Sequence[Progress]) -> bool:
-        """Whether a slot may encode media of another client, whose request is not watched: more
-        slots work than requests have their headers. During an encode no other request gets a slot,
-        although one is idle (b10453 to b11434)."""
-        busy_count = sum(slot.is_processing for slot in look.slots)
+    def _any_may_encode(self, busy_count: int, reports: Sequence[Progress]) -> bool:
+        """Whether a slot may encode media, also of another client, whose request is not watched:
+        more slots work than requests have their headers. During an encode no other request gets a
+        slot, although one is idle (b10453 to b11434)."""
+        if self._may_encode_media() or any(each.may_encode for each in reports):
+            return True
         return self.takes_media and busy_count > sum(each.is_served for each in reports)
 
 

@@ -543,6 +543,10 @@ def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
     return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_prompt_progress=False))
 
 
+def beside_an_image(now: float) -> tuple[Slot, ...]:
+    return (slot(decoded=int(now)), replace(slot(prompt=10), slot_id=1, task=2))
+
+
 def reads_batches(now: float) -> tuple[Slot, ...]:
     return (slot(prompt=0 if now < 150.0 else 2048),)
 
@@ -552,6 +556,7 @@ SILENT_FROM_180 = falls_silent(180.0, writes_on)
 SILENT_IN_PREFILL = falls_silent(180.0, lambda now: (slot(prompt=int(now)),))
 SILENT_BEHIND_READY = falls_silent(0.1, writes_on)
 BESIDE_A_STRANGER = falls_silent(180.0, writes_beside_a_stranger)
+IMAGE_BESIDE = falls_silent(180.0, beside_an_image)
 HIDES_ITS_READING = falls_silent(180.0, lambda now: (UNSEEN_SLOT,))
 
 
@@ -581,6 +586,16 @@ def test_slots_that_fall_silent_restart_the_server(
     assert SILENT_S <= at - since <= SILENT_S + 3 * PAUSE_S
 
 
+def test_earlier_image_of_stranger_hides_no_silence() -> None:
+    def wrote(now: float) -> Progress:
+        return generating(min(now, 20.0) if now < 90.0 else min(now, 170.0))
+
+    takes_media: dict[str, Any] = {"modalities": {"vision": True}}
+    at = stalled_at(falls_silent(180.0, beside_an_image), wrote, **takes_media)
+    assert at is not None
+    assert at - 180.0 <= ANSWER_S + SILENT_S + 3 * PAUSE_S
+
+
 def is_loading(now: float) -> ProbeOutcome:
     return ProbeOutcome.LOADING if now > 180.0 else ProbeOutcome.READY
 
@@ -601,6 +616,7 @@ def is_loading(now: float) -> ProbeOutcome:
         "an unseen batch": (SILENT_FROM_180, WROTE, {"build": 10019}),
         "a stranger's batch": (BESIDE_A_STRANGER, WROTE, {"build": 10019}),
         "hidden reading": (HIDES_ITS_READING, reads, {"build": 9093}),
+        "a stranger's image": (IMAGE_BESIDE, WROTE, {"modalities": {"vision": True}}),
     },
 )
 def test_slots_of_an_honest_server_may_be_silent(
