@@ -128,6 +128,32 @@ def test_headers_are_held_back_where_two_were_cancelled(
         assert bench.answer(worker.ask("behind them"), 3600.0)["state"] is RequestState.COMPLETED
 
 
+@cases(
+    "build, waited_s",
+    {
+        # The slots are seen to move since before it was canceled.
+        "one that was looked at": (A_LONG_BATCH, (84.0,)),
+        "two, one slot": (replace(A_LONG_BATCH, slots=1), (84.0, 6.0)),
+    },
+)
+def test_batches_of_requests_canceled_while_queued_hold_headers(
+    build: Build, waited_s: tuple[float, ...]
+) -> None:
+    """Behind the batch of another canceled request."""
+    bench = quiet_bench(build, slots=3)
+    scheduler, worker = bench.scheduler, bench.worker
+    bench.machine.reply_to = lambda request_id, turn: LONG
+    with bench.ready():
+        is_cancelled(bench)
+        scheduler.run_for(0.1)
+        for request_id, each_s in enumerate(waited_s, 2):
+            worker.submit("job", "", "cancelled in the queue")
+            scheduler.run_for(each_s)
+            worker.cancel(request_id)
+            scheduler.run_for(0.1)
+        assert bench.answer(worker.ask("behind them"), 3600.0)["state"] is RequestState.COMPLETED
+
+
 def test_request_without_batch_holds_no_headers_when_still() -> None:
     bench = quiet_bench(replace(FAST, shows_slots=False))
     scheduler, worker = bench.scheduler, bench.worker

@@ -365,12 +365,12 @@ class RequestWatch:
 
 class _LeftoverWork:
     """Work that a server may still do for broken-off requests. It finishes what is in progress, and
-    then begins on a request that waited in its queue: it notices only between two batches that a
-    client is gone (b11434)."""
+    then begins on those that waited in its queue: it notices only between two batches that a client
+    is gone (b11434)."""
 
     def __init__(self) -> None:
-        self._began_at: float | None = None  # None: nothing is left to do
-        self._queued: tuple[int, float] | None = None  # the request's id, and when it left
+        self._began_at: float | None = None  # None: nothing is in progress
+        self._queued: dict[int, float] = {}  # by the request's id: when it left
 
     def begin(self, now: float) -> None:
         """The work may be in progress."""
@@ -378,19 +378,22 @@ class _LeftoverWork:
 
     def queue(self, request_id: int, now: float) -> None:
         """The work may begin as soon as what is in progress is done."""
-        self._queued = request_id, now
+        self._queued[request_id] = now
 
     def served(self, request_id: int) -> None:
-        """The request has received data: a queued one admitted before it has had its turn."""
-        if self._queued is not None and request_id > self._queued[0]:
-            self._queued = None
+        """The request has received data: queued ones admitted before it have had their turn."""
+        for queued_id in [each for each in self._queued if each < request_id]:
+            del self._queued[queued_id]
 
     def since(self, *signs: float | None) -> float | None:
-        """When the work may have begun; None if nothing is left to do. A newer sign of work ends
-        what was in progress, and begins what was queued."""
+        """When the work in progress may have begun; None: there is none. A newer sign of work ends
+        it, and begins the first that is queued, also one that left after the sign."""
         done_at = newest(-math.inf, *signs)
-        if self._began_at is not None and done_at > self._began_at:
+        is_done = self._began_at is not None and done_at > self._began_at
+        if is_done:
             self._began_at = None
-        if self._queued is not None and done_at > self._queued[1]:
-            self._began_at, self._queued = done_at, None
+        if self._began_at is None and self._queued:
+            first_id = min(self._queued)
+            if is_done or done_at > self._queued[first_id]:
+                self._began_at = max(done_at, self._queued.pop(first_id))
         return self._began_at
