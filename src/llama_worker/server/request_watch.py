@@ -323,16 +323,16 @@ class RequestWatch:
         return None
 
     def _is_looked_at(self, progress: Progress, now: float) -> bool:
-        """Whether the slots are looked at because of the request: it is suspected, or half of a
+        """Whether the slots are looked at because of the request: it is suspected, or a part of a
         limit is over that a slot lifts if it is seen to move."""
         profile = self._profile
         if profile.suspect_after_s is None:
             return False
-        limits = [profile.idle_stream_timeout_s, profile.prefill_liveness_timeout_s]
-        if progress.phase is RequestPhase.WAITING:
-            limits.append(profile.headers_timeout_s)
-        halves = [limit_s / 2 for limit_s in limits if limit_s is not None]
-        return self._is_silent(progress, min([profile.suspect_after_s, *halves]), now)
+        limits = (profile.idle_stream_timeout_s, profile.prefill_liveness_timeout_s)
+        parts = [limit_s / 2 for limit_s in limits if limit_s is not None]
+        if progress.phase is RequestPhase.WAITING:  # a batch of another's may take most of it
+            parts.append(profile.headers_timeout_s / 6)
+        return self._is_silent(progress, min([profile.suspect_after_s, *parts]), now)
 
     def _is_silent(self, progress: Progress, for_s: float | None, now: float) -> bool:
         heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at

@@ -175,9 +175,14 @@ def test_moving_slot_is_seen_before_short_limit() -> None:
     assert watch.run((fast.silent_work_timeout_s or 0.0) - 1.0, Stalled) is None
 
 
-def test_moving_slot_is_seen_before_header_limit() -> None:
-    """Where no work of the processes is seen: those of a GPU."""
-    watch = VirtualWatch.ready(PROFILE, slots=lambda now: (slot(prompt=64 * int(now)),))
+@pytest.mark.parametrize(("batch_s", "began_s"), [(1, 0), (20, 9), (24, 15)])
+def test_moving_slot_is_seen_before_header_limit(batch_s: int, began_s: int) -> None:
+    """Where no work of the processes is seen: those of a GPU. A batch began so long before."""
+
+    def slots(now: float) -> tuple[Slot, ...]:
+        return (slot(prompt=512 * int((now + began_s) / batch_s)),)
+
+    watch = VirtualWatch.ready(PROFILE, slots=slots)
     watch.begin(waits)
     assert watch.run(1000.0, Stalled) is None
 
