@@ -583,7 +583,8 @@ class LlamaServer:
             if exchange.closed_by_client:
                 self._drop(exchange)
             elif exchange not in of_batch:
-                continue
+                if exchange.is_begun and not exchange.has_read and exchange.wants_progress:
+                    self.send_progress(exchange)
             elif exchange.has_read:
                 self._write_answer(exchange, self._next_tokens(exchange))
             elif exchange.is_begun and self._read_prompt(exchange):

@@ -98,3 +98,22 @@ def test_request_queued_behind_exclusive_task_is_spared() -> None:
         for answer in (first, second):
             assert bench.answer(answer, 600.0)["state"] is RequestState.COMPLETED
         assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
+
+
+def test_half_read_prompt_repeats_report_beside_exclusive_task() -> None:
+    """Its slot is part of no batch, and sends a report after each (b11434)."""
+    bench = quiet_bench(FAST)
+    chat = Reply(key="r", prompt_tokens=2000, reasoning_tokens=0, text_tokens=9, step_tokens=1)
+    infill = replace(chat, prompt_tokens=9, text_tokens=20_000, is_infill=True)
+    bench.machine.reply_to = lambda request_id, turn: infill if request_id == FOREIGN else chat
+    with bench.ready():
+        answer = bench.worker.ask("in the higher slot")
+        bench.scheduler.run_for(1.5)
+        stranger: Any = Unheard()
+        bench.server.accept(stranger, (FOREIGN, 1), {})
+        bench.scheduler.run_for(390.0)
+        waits = bench.server.slots[1]
+        assert waits is not None
+        assert 0 < waits.processed < 2000
+        assert bench.scheduler.now - waits.sent_at < 1.0
+        assert bench.answer(answer, 600.0)["state"] is RequestState.COMPLETED
