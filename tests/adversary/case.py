@@ -38,6 +38,7 @@ _MEDIA = 0x94D049BB133111EB
 _LINKS = 0x85EBCA6B27D4EB2F
 _KINDS = 0xC2B2AE3D27D4EB4F
 _QUEUES = 0x9E3779B97F4A7C15
+_MODELS = 0xD6E8FEB86659FD93
 _LONGEST_INFILL_S = 100.0  # chats wait for it, whatever they wait for
 
 
@@ -72,7 +73,8 @@ class Case(Bench):
         self.for_links = Dice(seed ^ _LINKS)
         self.for_kinds = Dice(seed ^ _KINDS)
         self.for_queues = Dice(seed ^ _QUEUES)
-        build = replace(build, drafts=self.for_media.chance(0.05))
+        takes_media = Dice(seed ^ _MODELS).chance(0.5)
+        build = replace(build, drafts=self.for_media.chance(0.05), takes_media=takes_media)
         # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
         # anybody works.
         self.has_strangers = build.cpu_shows and dice.chance(0.5)
@@ -218,7 +220,7 @@ class Case(Bench):
 
     def _submit(self) -> None:
         self.to_come -= 1
-        has_image = self._draws_images and self.for_media.chance(0.5)
+        has_image = self._draws_images and self.for_media.chance(0.5) and self.build.takes_media
         self.has_images |= has_image
         prompt = IMAGE if has_image else "hello"
         if has_image and self.wedge is None:  # of a wedge beside one that is fetched nothing shows

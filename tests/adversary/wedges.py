@@ -77,7 +77,7 @@ def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     server.freeze(spins=spins)
     if any(not each.decoded for each in server.busy):  # as a long batch looks, too
         case.promised_s = LAST_RESORT_S + SLACK_S
-        has_media = case.has_images or not _all_are_heard_of(server)
+        has_media = case.build.takes_media and (case.has_images or not _all_are_heard_of(server))
         case.by_pace = case.slots_are_clear and not case.was_halted and not has_media
     else:
         case.promised_s = _promise_by_steps(case)

@@ -82,6 +82,7 @@ class Build:
     deep_tokens: float = math.inf  # so deep in the context a token takes twice as long
     leak_mib: int = 0  # with each request
     drafts: bool = False  # by another model
+    takes_media: bool = True
     idle: Use = IDLE_USE  # under memory pressure the health probe brings back some code
     reading: Use = FROM_DISK  # of a model that comes from disk
     busy: Use = BUSY_USE
@@ -435,7 +436,7 @@ class LlamaServer:
             "default_generation_settings": {"n_ctx": 4096},
             "model_alias": "small",
             "model_path": "/models/another.gguf",
-            "modalities": {"vision": True, "audio": False},
+            "modalities": {"vision": self.build.takes_media, "audio": False},
             "chat_template_caps": {"supports_tools": True, "supports_tool_calls": True},
             "build_info": "" if number is None else f"b{number}-8f2c1d0",
         }
