@@ -329,7 +329,7 @@ class Case(Bench):
 
     def _lose_memory(self, server: LlamaServer) -> None:
         """The model was pushed out of the memory and is read from disk anew, in one batch."""
-        if any(each.in_batch for each in server.busy) and self.build.cpu_shows:
+        if any(each.in_batch for each in server.busy):
             seconds = self.dice.log_between(1.0, 400.0)
             self.paused_s += seconds
             server.page_in(seconds)
@@ -338,7 +338,8 @@ class Case(Bench):
         dice, build = self.dice, self.build
         longest = _longest_prompt(build, self.deepest)
         if request_id >= FOREIGN:  # what it gets, nobody sees
-            longest = min(longest, build.prefill_tokens_per_s / self.deepest * 50.0)
+            longest_s = 1000.0 if build.shows_reading else 50.0
+            longest = min(longest, build.prefill_tokens_per_s / self.deepest * longest_s)
         if not dice.chance(0.03):  # thousands of batches take long to simulate and tell little more
             longest = min(longest, 100.0 * build.batch_tokens)
         longest = max(2, int(longest))
@@ -370,7 +371,7 @@ class Case(Bench):
     def _longest_look_s(self) -> float:
         """At an image, or at a prompt by a draft model. Who waits knows that somebody works by CPU
         time only."""
-        longest_s = 400.0 if self.build.cpu_shows and not self.has_strangers else 15.0
+        longest_s = 400.0 if self.build.cpu_shows else 15.0
         return longest_s / self.build.slots
 
     def _hold_back(self, server: LlamaServer, exchange: Exchange) -> None:
@@ -429,10 +430,10 @@ def _build(dice: Dice) -> tuple[Build, float, float, float]:
     longest_s = (250.0 if cpu_shows else 90.0) / slots
     batch_s = dice.log_between(0.05, longest_s)
     deepest = dice.log_between(1.0, DEEPEST)
-    number = dice.choice((*[11434] * 17, 9093, 10019, None))
+    number = dice.choice((*[11434] * 15, 9544, 10453, 9093, 10019, None))
     build = Build(
         number=number,
-        answers_during_batches=number == 11434 or (number is None and dice.chance(0.5)),
+        answers_during_batches=dice.chance(0.5) if number is None else number >= 10453,
         slots=slots,
         prefill_tokens_per_s=deepest * batch_tokens / batch_s,
         decode_tokens_per_s=dice.log_between(0.5 * slots, 100.0),
@@ -449,5 +450,6 @@ def _build(dice: Dice) -> tuple[Build, float, float, float]:
 
 def _longest_prompt(build: Build, deepest: float) -> float:
     """In tokens: each within the limits of who hears nothing until it is read."""
-    silent_s = (2000.0 if build.reports_progress else 500.0) / build.slots
+    is_seen = build.reports_progress or build.shows_reading
+    silent_s = (2000.0 if is_seen else 500.0) / build.slots
     return build.prefill_tokens_per_s / deepest * silent_s

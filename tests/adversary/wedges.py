@@ -63,6 +63,11 @@ def _promise_by_steps(case: Case, *, clear: bool = True) -> float:
     return promised_s
 
 
+def _may_encode(case: Case) -> bool:
+    """Whether a slot may encode media, as far as the watch can know."""
+    return case.build.takes_media and (case.has_images or not _all_are_heard_of(case.server))
+
+
 def _all_are_heard_of(server: LlamaServer) -> bool:
     """Else a slot may work for another client, who may have sent an image."""
     return all(
@@ -77,8 +82,7 @@ def freeze(case: Case, targets: list[Exchange], *, spins: bool) -> None:
     server.freeze(spins=spins)
     if any(not each.decoded for each in server.busy):  # as a long batch looks, too
         case.promised_s = LAST_RESORT_S + SLACK_S
-        has_media = case.build.takes_media and (case.has_images or not _all_are_heard_of(server))
-        case.by_pace = case.slots_are_clear and not case.was_halted and not has_media
+        case.by_pace = case.slots_are_clear and not case.was_halted and not _may_encode(case)
     else:
         case.promised_s = _promise_by_steps(case)
 
@@ -97,8 +101,7 @@ def stuck_queue(case: Case, targets: list[Exchange]) -> None:
     case.later(silent_after_s, partial(setattr, server, "slots_silent", True))
     case.promised_s = LAST_RESORT_S + SLACK_S
     case.by_pace = case.by_steps = False
-    has_media = case.has_images or not _all_are_heard_of(server)
-    if case.slots_are_clear and case.build.number == 11434 and not has_media:
+    if case.slots_are_clear and (case.build.number or 0) >= 10453 and not _may_encode(case):
         case.promised_s = max(SUSPECT_S, silent_after_s) + SILENT_S + SLACK_S
 
 
@@ -129,7 +132,7 @@ def dead_stream(case: Case, targets: list[Exchange]) -> None:
     """One slot stands still, the others go on."""
     target = case.dice.choice(targets)
     target.dead = True
-    if not case.build.shows_slots:
+    if target.decoded and not case.build.shows_slots:
         case.later(ALONE_S, partial(_promise_alone, case, target, case.scheduler.now))
     others = case.server.busy
     step_s = sum(each.reply.step_tokens for each in others) / case.build.decode_tokens_per_s
@@ -181,8 +184,8 @@ WEDGES: dict[str, Callable[[Case], bool]] = {
     "dead altogether": lambda case: _strike(
         case, partial(dead_altogether, spins=case.dice.chance(0.5))
     ),
-    "request lost": lambda case: _strike(case, lost, lambda each: case.build.slots > 1),
-    "dead stream": lambda case: _strike(case, dead_stream, lambda each: each.decoded > 0),
+    "request lost": lambda case: _strike(case, lost),
+    "dead stream": lambda case: _strike(case, dead_stream),
     "frozen progress": lambda case: _strike(case, frozen_progress, _reports_progress),
     "empty frames": lambda case: _strike(case, empty_frames, lambda each: each.decoded > 0),
 }

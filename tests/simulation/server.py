@@ -93,6 +93,11 @@ class Build:
         return self.number is None or self.number >= 9544
 
     @property
+    def shows_reading(self) -> bool:
+        """Whether how far a prompt is read can be seen in `/slots`."""
+        return self.shows_slots and self.shows_prompt_progress
+
+    @property
     def keeps_counts(self) -> bool:
         """Whether `/slots` tells in prefill what the task before has generated."""
         return self.number is not None and self.number < 10453

@@ -41,7 +41,7 @@ class Strangers:
 
     def may_come(self, server: LlamaServer) -> None:
         """One of the worker's own requests is about to arrive."""
-        if self.is_over or not self._dice.chance(_CHANCE) or server.exchanges:
+        if self.is_over or not self._dice.chance(_CHANCE):
             return
         for _ in range(1 + self._dice.below(self._world.build.slots)):
             self.count += 1
@@ -54,9 +54,11 @@ class Strangers:
         step_s = dice.log_between(0.5, self._slowest_step_s) / build.slots
         steps = 1 + dice.below(max(1, int(self._longest_s / (step_s * build.slots))))
         step_tokens = max(1, int(step_s * build.decode_tokens_per_s))
+        longest_s = self._longest_s if build.shows_reading else 0.0
+        longest = max(20, int(longest_s * build.prefill_tokens_per_s))
         return Reply(
             key="stranger",
-            prompt_tokens=1 + dice.below(20),
+            prompt_tokens=1 + int(dice.log_between(1, longest)),
             reasoning_tokens=0,
             text_tokens=min(steps, 200) * step_tokens,
             step_tokens=step_tokens,

@@ -173,14 +173,11 @@ class World(Bench):
             return self.strangers.reply()
         self.strangers.may_come(self.server)
         dice = self._dice
-        longest = min(
-            8000,
-            int(
-                0.1
-                * self.build.prefill_tokens_per_s
-                * (self.profile.silent_work_timeout_s or 3600.0)
-            ),
-        )
+        reports = self.build.reports_progress and not self.is_in_one_piece(request_id)
+        is_seen = reports or self.build.shows_reading
+        share, most = (0.1, 8000) if self.setting.is_early or not is_seen else (1.5, math.inf)
+        longest_s = share * (self.profile.silent_work_timeout_s or 3600.0)
+        longest = min(most, int(longest_s * self.build.prefill_tokens_per_s))
         tokens = 1 + int(dice.log_between(1, 300))
         # A batch is as long, with that of other slots. On a real server each token is one: a slot
         # that writes does not stand still for as long as it takes to be suspected.
