@@ -305,10 +305,11 @@ class Case(Bench):
             server.thaw()
 
     def _cancel_one(self) -> None:
-        """What was computed for it goes on to the end of its batch."""
-        served = [each for each in self.server.busy if each.request_id < FOREIGN]
-        if served:
-            self.worker.cancel(self.dice.choice(served).request_id)
+        """What was computed for it goes on to the end of its batch; one that is queued has a batch
+        yet to come."""
+        own = [each for each in self.server.exchanges if each.request_id < FOREIGN]
+        if own:
+            self.worker.cancel(self.dice.choice(own).request_id)
 
     def _be_late(self, times: int) -> None:
         """The host never gets to what is due, for a while."""
@@ -362,7 +363,8 @@ class Case(Bench):
         )
         if request_id >= FOREIGN and self.wedge is None and self.for_kinds.chance(0.5):
             reply.is_infill = True
-            longest_tokens = int(_LONGEST_INFILL_S * build.decode_tokens_per_s)
+            longest_s = 1000.0 if build.shows_slots else _LONGEST_INFILL_S
+            longest_tokens = int(longest_s * build.decode_tokens_per_s)
             reply.text_tokens = min(reply.text_tokens, max(1, longest_tokens))
         if holds_back:
             reply.twist, reply.twist_at = "held back", 1 + dice.below(reply.text_tokens)
