@@ -73,11 +73,17 @@ class Case(Bench):
         self.for_links = Dice(seed ^ _LINKS)
         self.for_kinds = Dice(seed ^ _KINDS)
         self.for_queues = Dice(seed ^ _QUEUES)
-        takes_media = Dice(seed ^ _MODELS).chance(0.5)
+        models = Dice(seed ^ _MODELS)
+        takes_media = models.chance(0.5)
         build = replace(build, drafts=self.for_media.chance(0.05), takes_media=takes_media)
-        # Who waits behind a stranger on a machine whose CPU time shows nothing cannot know that
-        # anybody works.
-        self.has_strangers = build.cpu_shows and dice.chance(0.5)
+        if build.cpu_shows:
+            self.has_strangers = dice.chance(0.5)
+        else:  # who waits behind a stranger knows only by the slots that anybody works
+            self.has_strangers = (
+                build.shows_reading and build.answers_during_batches and models.chance(0.5)
+            )
+            if self.has_strangers:
+                build = self._with_short_batches(build)
         super().__init__(
             Choices(dice.fork().random, preempts=0.02, sleeps=0.005, late=0.02),
             trace or Silence(),
@@ -108,6 +114,17 @@ class Case(Bench):
         self._gave_up: tuple[float, str] | None = None
         self._held_since: dict[int, int] = {}  # tokens, by request
         self._delays_tokenizing()
+
+    def _with_short_batches(self, build: Build) -> Build:
+        """Such that each is over well before who waits for headers is given up."""
+        self.longest_batch_s = 0.3 * PROFILE.headers_timeout_s
+        factor = max(1.0, self.batch_s / self.longest_batch_s)
+        self.batch_s /= factor
+        return replace(
+            build,
+            prefill_tokens_per_s=build.prefill_tokens_per_s * factor,
+            deep_tokens=build.deep_tokens * factor,
+        )
 
     def run(self) -> Outcome:
         with self.in_use():

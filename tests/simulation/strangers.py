@@ -27,17 +27,21 @@ class Unheard:
 
 class Strangers:
     """They take slots of the server, and their answers come in slow steps. Who waits behind them
-    sees only by the server's CPU time that it works."""
+    sees only by the server's CPU time, or by its slots, that it works."""
 
     def __init__(self, world: World, dice: Dice) -> None:
-        self.is_over = not world.build.cpu_shows
+        build = world.build
+        self.is_over = not (build.cpu_shows or build.shows_reading)
         self.count = 0
         self._world, self._dice = world, dice
         # All of them together: who waits for headers has that limit, unless it sees slots move.
-        share = 1.5 if world.build.shows_slots else 0.15
+        share = 1.5 if build.shows_slots else 0.15
         self._longest_s = share * (world.profile.silent_work_timeout_s or 3600.0)
         suspect_after_s = world.profile.suspect_after_s or 60.0
         self._slowest_step_s = min(_SLOWEST_STEP_S, 0.4 * suspect_after_s, 0.5 * self._longest_s)
+        if not build.cpu_shows:
+            headers_s = world.profile.headers_timeout_s
+            self._slowest_step_s = min(self._slowest_step_s, 0.3 * headers_s)
 
     def may_come(self, server: LlamaServer) -> None:
         """One of the worker's own requests is about to arrive."""
