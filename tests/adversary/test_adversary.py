@@ -55,7 +55,7 @@ def test_without_the_slots_wedges_are_found_too_late(monkeypatch: pytest.MonkeyP
 
 def test_dead_stream_has_a_bound_without_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "STALLED_ALONE_MULTIPLE", 40)
-    outcome = Case(41000214, WEDGES["dead stream"]).run()
+    outcome = Case(41000024, WEDGES["dead stream"]).run()
     assert outcome.given_up_after_s is not None
     assert outcome.promised_s is not None
     assert outcome.given_up_after_s > outcome.promised_s
