@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     host = pidfd_open(host_pid)
     if os.getppid() != host_pid:  # the host died before it could be watched
         return
-    null = os.open(os.devnull, os.O_RDWR)  # now: a shortage must not end a server that runs
+    null = os.open(os.devnull, os.O_WRONLY)  # now: a shortage must not end a server that runs
     server_pid = start_server(argv[4:], report_fd, (host, control_fd, report_fd), prctl)
     if server_pid is None:
         return
@@ -134,7 +134,7 @@ def _system_call(*words: "int | None") -> int:
 
 def detach_from_output(null: int) -> None:
     """Close the guard's copies of the log pipe, so that only the server has it open."""
-    for fd in (0, 1, 2):
+    for fd in (1, 2):
         os.dup2(null, fd)
     os.close(null)
 
