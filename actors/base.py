@@ -41,13 +41,11 @@ class Ref(Generic[M]):
     def tell(self, message: M) -> bool:
         """Put the message into the actor's mailbox. Returns False if the actor is dead or was never
         started. Never blocks."""
-        if self._actor_ref is None:
-            return False
-        try:
-            self._actor_ref.tell(message)
-        except pykka.ActorDeadError:
-            return False
-        return True
+        if self._actor_ref is not None:
+            with contextlib.suppress(pykka.ActorDeadError):
+                self._actor_ref.tell(message)
+                return True
+        return False
 
     def stop(self) -> None:
         """Tell the actor to end after the messages that are in its mailbox. Never blocks."""
