@@ -121,6 +121,7 @@ def listener() -> Iterator[int]:
 
 def test_a_port_is_owned_if_the_tree_listens(listener: int) -> None:
     assert owns_port(os.getpid(), listener, "127.0.0.1")
+    assert not owns_port(os.getpid(), 1, "127.0.0.1")
     sleeper = subprocess.Popen(["sleep", "1000"])
     try:
         assert not owns_port(sleeper.pid, listener, "127.0.0.1")

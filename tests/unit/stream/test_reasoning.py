@@ -154,6 +154,12 @@ CONVERSATIONS = {
         ("r", " \n</b", (" \n</b", "")),
         ("c", "/b</think>Ans", ("", "Ans")),
     ],
+    "content that came before the reasoning and does not repeat it is let go with its tag": [
+        ("c", "<think>", ("", "")),
+        ("c", "\n", ("", "")),
+        ("r", "abc", ("abc", "")),
+        ("c", "X", ("", "<think>\nX")),
+    ],
     "content that stops repeating the reasoning is let go at once": [
         ("r", "abc", ("abc", "")),
         ("c", "<think>ab", ("", "")),
