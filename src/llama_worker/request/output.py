@@ -130,7 +130,7 @@ class WaitingReads:
         return len(self._reads)
 
     def add(self, question: ReadOutput) -> None:
-        """Keep the read; now and then, forget those that nobody waits for any more."""
+        """Keep the read; now and then, forget those that the host has dropped."""
         self._reads.append(
             (
                 weakref.ref(question.reply),
@@ -140,7 +140,7 @@ class WaitingReads:
             )
         )
         if len(self._reads) >= self._sweep_at:
-            self._reads = [read for read in self._reads if _is_awaited(read[0]())]
+            self._reads = [read for read in self._reads if read[0]() is not None]
             self._sweep_at = max(_SWEEP_MIN, 2 * len(self._reads))
 
     def take(self, text_chars: int | None = None, reasoning_chars: int = 0) -> list[ReadOutput]:
@@ -165,7 +165,3 @@ class WaitingReads:
                 left.append(read)
         self._reads = left
         return taken
-
-
-def _is_awaited(reply: Reply[OutputChunk | NotFound] | None) -> bool:
-    return reply is not None and not reply.done()
