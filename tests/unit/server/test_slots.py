@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -360,19 +361,28 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
         assert stalled([]) is None
 
 
-@pytest.mark.parametrize(
-    ("has_media", "ended_in"), [(True, PREFILL), (True, GENERATING), (False, PREFILL)]
+@cases(
+    "has_media, ended_in, next_text_at, may_encode",
+    {
+        "it may have been in progress": (True, PREFILL, math.inf, True),
+        "another request has got text since": (True, PREFILL, 41.0, False),
+        "it waited for the batch before that text": (True, WAITING, 41.0, True),
+        "it was encoded": (True, GENERATING, math.inf, False),
+        "there was none": (False, PREFILL, math.inf, False),
+    },
 )
 def test_a_gone_requests_image_may_be_encoded_still(
-    has_media: bool, ended_in: RequestPhase
+    has_media: bool, ended_in: RequestPhase, next_text_at: float, may_encode: bool
 ) -> None:
     batches = (Batch(10.0, 11.0, 512, 512),)
 
     def writes(now: float) -> Progress:
-        return replace(generating(min(now, 20.0)), batches=batches)
+        data_at = next_text_at if now >= next_text_at else min(now, 20.0)
+        return replace(generating(data_at), batches=batches)
 
     def shows(now: float) -> Progress:
-        return replace(silent(PREFILL), request_id=2, last_data_at=None, has_media=has_media)
+        phase = WAITING if ended_in is WAITING else PREFILL
+        return replace(silent(phase), request_id=2, last_data_at=None, has_media=has_media)
 
     seen = (
         slot(decoded=9),
@@ -381,7 +391,6 @@ def test_a_gone_requests_image_may_be_encoded_still(
     watch = watched(lambda now: seen, writes, shows)
     assert watch.run(40.0, Stalled) is None
     watch.tell(unwatch(2, is_broken_off=True, has_media=has_media, ended_in=ended_in))
-    may_encode = has_media and ended_in is PREFILL
     assert (watch.run(1000.0, Stalled) is None) is may_encode
 
 
