@@ -388,6 +388,23 @@ def test_renewed_ca_file_counts_from_the_next_connection(
     assert trusts_now()
 
 
+def test_the_rest_of_a_tls_record_is_readable(make_server: MakeServer, certificate: Path) -> None:
+    """It has left the socket already."""
+    server, abort = make_server(sends(b"xy"), certificate), Abort()
+
+    def read() -> None:
+        plain = abortable_socket.connect(abort, "localhost", server.port, WAIT_S)
+        with abortable_socket.secure(abort, plain, "localhost", str(certificate)) as secured:
+            secured.sendall(b"GET")
+            assert secured.read_reply(1) == b"x"
+            assert abort.wait_readable(0.0)
+            assert secured.read_reply(1) == b"y"
+            assert not abort.wait_readable(0.0)
+
+    with ThreadPoolExecutor(1) as pool:  # `secure` blocks a signal in its thread
+        pool.submit(read).result(WAIT_S)
+
+
 def test_a_broken_tls_connection_kills_no_host(make_server: MakeServer, certificate: Path) -> None:
     came: list[int] = []
 
