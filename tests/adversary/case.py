@@ -79,9 +79,7 @@ class Case(Bench):
         if build.cpu_shows:
             self.has_strangers = dice.chance(0.5)
         else:  # who waits behind a stranger knows only by the slots that anybody works
-            self.has_strangers = (
-                build.shows_reading and build.answers_during_batches and models.chance(0.5)
-            )
+            self.has_strangers = build.shows_reading and models.chance(0.5)
             if self.has_strangers:
                 build = self._with_short_batches(build)
         super().__init__(

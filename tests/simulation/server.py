@@ -94,8 +94,11 @@ class Build:
 
     @property
     def shows_reading(self) -> bool:
-        """Whether how far a prompt is read can be seen in `/slots`."""
-        return self.shows_slots and self.shows_prompt_progress
+        """Whether how far a prompt is read can be seen in `/slots`, also if the first look at it
+        comes in a long batch: then a launch that answers between two only is not asked again soon.
+        """
+        is_shown = self.shows_slots and self.shows_prompt_progress
+        return is_shown and self.answers_during_batches
 
     @property
     def keeps_counts(self) -> bool:
