@@ -73,22 +73,31 @@ def test_look_at_slots_is_answered_during_any_shortage(
     assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
 
 
+def test_an_aborted_look_at_slots_ends_at_once(listener: int) -> None:
+    told: queue.SimpleQueue[SlotsSeen] = queue.SimpleQueue()
+    order = LookAtSlots(epoch=3, timeout_s=2 * WAIT_S)
+    endpoint = Endpoint.of(replace(CONFIG, port=listener))
+    SlotsQuestion(endpoint, order, Mock(tell=told.put)).abort()
+    assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
+
+
 @pytest.mark.parametrize(
-    ("failure", "outcome"),
+    ("fails", "failure", "outcome"),
     [
-        (OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NOT_ASKED),
-        (TimeoutError("no complete reply within 10 s"), ProbeOutcome.READY),
-        (ConnectionResetError("it has ended"), ProbeOutcome.FAILED),
+        ("/v1/models", ConnectionRefusedError("nobody listens"), ProbeOutcome.FAILED),
+        ("/props", OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NOT_ASKED),
+        ("/props", TimeoutError("no complete reply within 10 s"), ProbeOutcome.READY),
+        ("/props", ConnectionResetError("it has ended"), ProbeOutcome.FAILED),
     ],
 )
 def test_questions_that_could_not_be_asked_are_repeated(
-    monkeypatch: pytest.MonkeyPatch, failure: Exception, outcome: ProbeOutcome
+    monkeypatch: pytest.MonkeyPatch, fails: str, failure: Exception, outcome: ProbeOutcome
 ) -> None:
     """Once only is it asked for its traits: what is unknown then is unknown for its whole life."""
     told: list[Probed] = []
 
     def ask(endpoint: Endpoint, method: str, path: str, **given: Any) -> tuple[int, bytes]:
-        if path != "/props":
+        if path != fails:
             return 200, b"{}"
         raise failure
 

@@ -391,6 +391,19 @@ def test_process_evidence_shows_threaded_tree_and_fits_json(start: Start) -> Non
     assert child["pid"] in {process.pid for process in psutil.Process(parent).children()}
 
 
+def test_process_evidence_shows_where_the_kernel_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / str(NOBODY)
+    folder.mkdir()
+    (folder / "stat").write_text(Path("/proc/self/stat").read_text())
+    (folder / "wchan").write_text("nfs_wait")
+    (folder / "stack").write_text("[<0>] nfs_wait+0x1/0x2\n[<0>] vfs_read+0x3/0x4\n")
+    monkeypatch.setattr(probes, "PROC", str(tmp_path))
+    (process,) = process_evidence(NOBODY)["processes"]
+    assert (process["wchan"], process["stack"]) == ("nfs_wait", "[<0>] nfs_wait+0x1/0x2")
+
+
 def test_thread_states_are_bounded_and_empty_without_process(start: Start) -> None:
     assert len(probes.thread_states(start(THREADS))) == 64
     assert probes.thread_states(NOBODY) == []

@@ -339,13 +339,11 @@ def _tls_context(ca_file: str) -> ssl.SSLContext:
 
 def shut_down(connection: socket.socket) -> None:
     """Shut it down both ways: wakes a thread that waits for it, and tells the server at once."""
-    try:
+    with contextlib.suppress(OSError):  # it was not connected, or is no longer
         # A server that is blocked in a send, since our window was full, does not notice a FIN: make
         # the close a reset.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it was not connected, or is no longer
 
 
 def _timeval(timeout_s: float | None) -> bytes:

@@ -124,9 +124,9 @@ class ReadinessProbe(_Question):
         for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
             try:
                 status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
+                value = json_of(answer) if status == 200 else None
             except (TimeoutError, ValueError):
-                status, answer = 0, b""
-            value = json_of(answer) if status == 200 else None
+                value = None
             answers.append(value if isinstance(value, dict) else {})
         return server_traits(*answers)
 
