@@ -4,6 +4,7 @@ left."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import shlex
@@ -27,7 +28,7 @@ from llama_worker.runtime.process import guard, guard_program, server_process
 from llama_worker.runtime.process.guard import pidfd_open
 from llama_worker.runtime.real import RealRuntime
 from llama_worker.server import termination
-from llama_worker.server.messages import Died, Exited, Launched, LaunchReport
+from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, LaunchReport
 from llama_worker.server.termination import Signal
 from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus
@@ -347,19 +348,41 @@ def test_guard_stopped_after_the_kill_is_resumed(
     rig.wait_gone()
 
 
-def test_ended_server_is_gone_whoever_has_its_descriptor(free_port: Callable[[], int]) -> None:
+@pytest.mark.parametrize("order", [Signal.KILL, Signal.FORCE])
+def test_ended_server_is_gone_whoever_has_its_descriptor(
+    free_port: Callable[[], int], order: Signal
+) -> None:
     reports: queue.SimpleQueue[LaunchReport] = queue.SimpleQueue()
     config = WorkerConfig(name="w", host=HOST, port=free_port(), server_cmd=("sleep", "600"))
     server = RealRuntime(config).start_server(1, Mock(tell=reports.put))
     assert isinstance(reports.get(timeout=WAIT_S), Launched)
     assert not server.is_gone()
-    server.send(Signal.KILL)
+    server.send(order)
     assert isinstance(reports.get(timeout=WAIT_S), Died)
     assert isinstance(reports.get(timeout=WAIT_S), Exited)
     with contextlib.ExitStack() as cleanup:
         for _ in range(64):  # one of them has the number of the server's
             cleanup.callback(os.close, pidfd_open(os.getpid()))
         assert server.is_gone()
+
+
+def test_failed_launch_is_reported_once_its_guard_ended(
+    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = shell_program(tmp_path / "python", "exec sleep 0.5")
+    monkeypatch.setattr(server_process, "interpreter", lambda: slow)
+    lack = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(server_process, "pidfd_open", Mock(side_effect=lack))
+    reports: queue.SimpleQueue[tuple[LaunchReport, set[psutil.Process]]] = queue.SimpleQueue()
+    children = psutil.Process().children
+    before = set(children())
+    config = WorkerConfig(name="w", host=HOST, port=free_port(), server_cmd=("sleep", "600"))
+    RealRuntime(config).start_server(
+        1, Mock(tell=lambda report: reports.put((report, {*children()} - before)))
+    )
+    report, left = reports.get(timeout=WAIT_S)
+    assert isinstance(report, LaunchFailed)
+    assert left == set()
 
 
 def test_host_that_changed_its_user_stops_in_order(
