@@ -97,9 +97,13 @@ def test_a_crashed_worker_actor_answers_every_future(
             assert happened.wait(WAIT_S)
         futures.append(rig.worker.stop())
     assert happened.wait(WAIT_S)
+    notes: list[str] = []
     for future in futures:
-        with contextlib.suppress(LlamaWorkerError):
+        try:
             future.get(timeout=WAIT_S)
+        except LlamaWorkerError as failure:
+            notes += getattr(failure, "__notes__", [])
+    assert any(f"accident at {kind.__name__}" in note for note in notes)
     with pytest.raises(WorkerClosed):
         rig.worker.get_worker_status()
     rig.worker.close()

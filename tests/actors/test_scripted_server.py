@@ -132,6 +132,7 @@ def test_a_prompt_has_its_replies_through_tool_turns(
     config = scripted_server.config(normal_tools=[add], tool_runner=runner, tool_call_mode=mode)
     with LlamaWorker(config) as worker:
         assert said(worker, "The sum?") == "3"
+    assert ["tools" in body for body in scripted_server.requests] == [mode == "native"] * 2
 
 
 def test_a_server_waits_until_the_test_lets_go(

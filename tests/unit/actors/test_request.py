@@ -7,12 +7,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pykka
+import pytest
 
 from llama_worker.actors.base import LiveSet
 from llama_worker.actors.request import RequestActor
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.prompt import write_bios
+from llama_worker.request.request import Request
 from llama_worker.request.submission import Submission
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.roll_call import Member
@@ -110,3 +112,13 @@ def test_an_ended_request_reports_no_progress() -> None:
     closed = messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0)
     bench.actor.handle(closed)
     assert watchdog == bench.report() == []
+
+
+def test_request_ends_although_its_step_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.begin(1)
+    monkeypatch.setattr(Request, "step", Mock(side_effect=RuntimeError))
+    bench.actor.release("it crashed")
+    ended = bench.worker[-1]
+    assert isinstance(ended, messages.RequestEnded)
+    assert ended.record.result["fail_detail"] == "it crashed"
