@@ -190,12 +190,14 @@ def never_ends(connection: socket.socket) -> None:
 
 
 BUSY, FULL = b"HTTP/1.1 503 Busy\r\nContent-Length: ", b'\r\n\r\n{"error":{"message":"full"}}'
+CHUNKED = b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\n1c" + FULL[2:] + b"\r\nno size"
 
 
 @cases(
     "serve, waits_s, says",
     {
         "whole": (sends(BUSY + b"28" + FULL), WAIT_S, "full"),
+        "malformed": (sends(CHUNKED), WAIT_S, "full"),
         "cut off": (sends(BUSY + b"99" + FULL, close=True), WAIT_S, "full"),
         "without an end": (never_ends, WAIT_S, "xxx"),
         "late": (sends(BUSY + b"99\r\n\r\npart"), 0.05, "part"),

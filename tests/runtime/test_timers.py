@@ -72,16 +72,19 @@ def test_failing_call_is_logged_and_the_next_made(caplog: pytest.LogCaptureFixtu
 
 
 def test_timers_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, lacked, called = TimerThread(), threading.Event(), threading.Event()
+    own, called = TimerThread(), threading.Event()
+    pauses: SimpleQueue[float] = SimpleQueue()
+    lacks, wait = [MemoryError()], own._changed.wait
 
     def lacking(timeout_s: float | None) -> bool:
-        monkeypatch.undo()
-        lacked.set()
-        raise MemoryError
+        if lacks:
+            raise lacks.pop()
+        return wait(timeout_s)
 
     monkeypatch.setattr(own._changed, "wait", lacking)
+    monkeypatch.setattr(timers, "time", Mock(sleep=pauses.put))
     own.start()
-    assert lacked.wait(WAIT_S)
+    assert pauses.get(timeout=WAIT_S) > 0
     own.call_at(timers.now() + 0.01, called.set)
     assert called.wait(WAIT_S)
 
