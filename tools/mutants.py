@@ -162,7 +162,11 @@ class Executed:
             lines = range(first, source.count(b"\n", 0, mutation.end) + 2)
             executed = max((line for line in by_line if line <= first), default=first)
             contexts = {each for line in (executed, *lines) for each in by_line.get(line, ())}
+            its_own = (
+                f"/test_{Path(mutation.path).name}::"  # they may run it in a process of its own
+            )
             found = {each.rpartition("|")[0] for each in contexts} - {""}
+            found |= {each for each in self._tests if its_own in each}
         return sorted(found, key=lambda test: (-_words_in_common(test, mutation.path), test))
 
 
