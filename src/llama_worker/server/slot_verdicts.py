@@ -14,7 +14,7 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from llama_worker.request.progress import Progress
+from llama_worker.request.progress import Progress, newest
 from llama_worker.server.blame import Verdict
 from llama_worker.server.pace import Pace
 from llama_worker.server.slots import Slot, SlotsLook, moved, moved_every_time
@@ -242,14 +242,14 @@ class SlotsRound:
         return self._one_is_idle and others_are_served and one_is_left and not may_wait
 
     def _has_been_served(self, other: Progress) -> bool:
-        """Whether the request had a slot at every look: it received data between them, or a token
-        before and data afterwards."""
+        """Whether the request had a slot at every look: it had its headers before, and received
+        data between them, or a token before and data afterwards."""
         data_at, token_at = other.data_at, other.first_token_at
         if data_at is None or data_at < self._began_at:
             return False
         had_slot = token_at is not None and token_at < self._began_at
         heard_between = data_at <= self.looks[-1].asked_at
-        is_old = other.turn_started_at < self._began_at
+        is_old = newest(other.turn_started_at, other.headers_at) < self._began_at
         return other.is_served and is_old and (had_slot or heard_between)
 
     def _stalled(self, what: str, *, alone: bool = False) -> Verdict:

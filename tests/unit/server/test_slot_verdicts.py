@@ -156,6 +156,7 @@ def test_slot_with_possible_unseen_progress_not_given_up(
 
 SERVED_PROMPT = replace(SERVED, phase=PREFILL, first_token_at=None)
 LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
+LATE_HEADERS = replace(SERVED, headers_at=103.0)
 
 
 @cases(
@@ -276,6 +277,12 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
         ),
         "one task after the other": ([IDLE, CHANGES_TASKS], IN_PREFILL, [], False),
         "a neighbour that came in between": ([IDLE, MOVES], IN_PREFILL, [LATE_NEIGHBOUR], True),
+        "a neighbour that got its slot in between": (
+            [IDLE, MOVES],
+            IN_PREFILL,
+            [LATE_HEADERS],
+            True,
+        ),
         "a neighbour's slow step": ([STUCK], WAITS, [replace(SERVED, last_data_at=99.0)], False),
     },
 )
