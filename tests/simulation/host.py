@@ -66,6 +66,8 @@ class Host:
         self.start_bound_s = (
             one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
         )
+        # in a drain it waits for requests, and they for other clients' prompts
+        self.start_bound_s += 4 * (profile.silent_work_timeout_s or 3600.0)
 
     def run(self, plan: Plan) -> None:
         """Begin the plan, on a thread of its own."""
