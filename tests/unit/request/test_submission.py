@@ -27,6 +27,7 @@ BAD_PARTS = [
     ("u", TypeError, "[0] must be a mapping", "'u'"),
     ({"text": "u"}, ConfigError, "[0] needs a 'type', such as 'text', 'image_url', 'in", "None"),
     ({"type": ""}, ConfigError, "[0] needs a 'type'", "''"),
+    ({"type": 7}, ConfigError, "[0] needs a 'type'", "7"),
     ({"type": "text"}, ConfigError, "[0] of type 'text' needs 'text', a str", "None"),
     ({"type": "image_url", "image_url": "u.png"}, ConfigError, "{'url': a str}", "'u.png'"),
     ({"type": "input_audio", "input_audio": {"data": "AA=="}}, ConfigError, "{'format': a str}"),
