@@ -162,18 +162,21 @@ class Executed:
             lines = range(first, source.count(b"\n", 0, mutation.end) + 2)
             executed = max((line for line in by_line if line <= first), default=first)
             contexts = {each for line in (executed, *lines) for each in by_line.get(line, ())}
-            its_own = (
-                f"/test_{Path(mutation.path).name}::"  # they may run it in a process of its own
-            )
             found = {each.rpartition("|")[0] for each in contexts} - {""}
-            found |= {each for each in self._tests if its_own in each}
-        return sorted(found, key=lambda test: (-_words_in_common(test, mutation.path), test))
+            # they may run it in a process of its own
+            found |= {each for each in self._tests if _is_of(each, mutation.path)}
+        return sorted(found, key=lambda test: (*_distance(test, mutation.path), test))
 
 
-def _words_in_common(test: str, path: str) -> int:
+def _is_of(test: str, path: str) -> bool:
+    """Whether the test's file bears the module's name."""
+    return f"/test_{Path(path).name}::" in test
+
+
+def _distance(test: str, path: str) -> tuple[bool, int]:
     file = Path(test.partition("::")[0])
     words = {*file.parent.parts, *file.stem.removeprefix("test_").split("_")}
-    return len(words & set(re.split(r"[/_.]", path))) + 9 * (file.name == f"test_{Path(path).name}")
+    return not _is_of(test, path), -len(words & set(re.split(r"[/_.]", path)))
 
 
 class Hunter:
@@ -205,21 +208,16 @@ class Hunter:
             return
         assert self._executed is not None, "measure() comes first"
         tests = self._executed.tests(mutation, self._tree.read(mutation.path))
-        named = {name: [*filter(re.compile(where).match, tests)] for name, where in TESTS.items()}
-        if named[UNIT] and not self._simulator_only:
-            yield Stage(UNIT, _pytest(UNIT), tuple(named[UNIT]))
+        of = {name: [*filter(re.compile(where).match, tests)] for name, where in TESTS.items()}
+        if of[UNIT] and not self._simulator_only:
+            yield _of_tests(UNIT, of[UNIT])
         if mutation.path.startswith(SIMULATED):
             yield self._campaign
-            if named[FIXED]:
-                yield Stage(FIXED, _pytest(FIXED), tuple(named[FIXED]))
+            if of[FIXED]:
+                yield _of_tests(FIXED, of[FIXED])
             yield self._adversary
-        if named[IN_REAL_TIME] and not self._simulator_only:
-            yield Stage(
-                IN_REAL_TIME,
-                _pytest(IN_REAL_TIME),
-                tuple(named[IN_REAL_TIME]),
-                in_real_time=True,
-            )
+        if of[IN_REAL_TIME] and not self._simulator_only:
+            yield _of_tests(IN_REAL_TIME, of[IN_REAL_TIME])
 
     def measure(self, copy: Path, jobs: int = 1) -> bool:
         """How long everything takes without a mutant, and which tests execute which lines; False:
@@ -230,10 +228,8 @@ class Hunter:
             for name, where in TESTS.items():
                 paths = sorted(filter(re.compile(where).match, self._tree.paths))
                 in_parallel = ("--numprocesses", str(jobs)) if name == UNIT and jobs > 1 else ()
-                if files := tuple(each for each in paths if "/test_" in each):
-                    in_real_time = name == IN_REAL_TIME
-                    command = (*_pytest(name), *COVERED, *in_parallel)
-                    everything.append(Stage(name, command, files, in_real_time))
+                if files := [each for each in paths if "/test_" in each]:
+                    everything.append(_of_tests(name, files, *COVERED, *in_parallel))
         holds = True
         for stage in everything:
             ended = stage.run(copy, 3600.0)
@@ -266,9 +262,12 @@ class Hunter:
             copies.put(copy)
 
 
-def _pytest(name: str) -> tuple[str, ...]:
-    flags = ("-q", "-x", "-p", "no:randomly", "--timeout", str(TEST_LIMIT_S))
-    return (sys.executable, "-m", "pytest", *flags, *(NOT_FIXED if name == FIXED else ()))
+def _of_tests(name: str, tests: Sequence[str], *further: str) -> Stage:
+    flags = ["-q", "-x", "-p", "no:randomly", "--timeout", str(TEST_LIMIT_S)]
+    if name == FIXED:
+        flags += NOT_FIXED
+    command = (sys.executable, "-m", "pytest", *flags, *further)
+    return Stage(name, command, tuple(tests), in_real_time=name == IN_REAL_TIME)
 
 
 def _passes_now(stage: Stage, copy: Path) -> bool:

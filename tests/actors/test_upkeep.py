@@ -84,9 +84,10 @@ def test_oom_kill_after_a_move_is_named(
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group of 192 MiB; needs root, and a hierarchy that may be written."""
-    if os.readlink("/proc/self/ns/pid") != "pid:[4026531836]":
-        pytest.skip("the kernel's log has other pids than this namespace")
     counter = oom_watch._counter_file(os.getpid())
+    sees_all_pids = os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"
+    if counter is not None and counter.name != "memory.events" and not sees_all_pids:
+        pytest.skip("version 1 counts for each group alone, and the kernel's log has other pids")
     try:
         assert counter is not None
         group = Path(tempfile.mkdtemp(prefix="llama-worker-test-", dir=counter.parent))

@@ -66,8 +66,9 @@ class Host:
         self.start_bound_s = (
             one_start_s * (policy.max_restarts_per_window + 2) + policy.backoff_max_s * 8
         )
-        # in a drain it waits for requests, and they for other clients' prompts
-        self.start_bound_s += 4 * (profile.silent_work_timeout_s or 3600.0)
+        # one request, perhaps behind other clients' prompts
+        self._drain_bound_s = 4 * (profile.silent_work_timeout_s or 3600.0)
+        self._drains: list[WorkerFuture[Any]] = []  # `drain()`, not over yet
 
     def run(self, plan: Plan) -> None:
         """Begin the plan, on a thread of its own."""
@@ -93,8 +94,10 @@ class Host:
 
     def start(self) -> WorkerFuture[Any]:
         self._invariants.called_at = self._scheduler.host_time
+        self._drains = [each for each in self._drains if not each.done()]
+        bound_s = self.start_bound_s + (self._drain_bound_s if self._drains else 0.0)
         future = self._world.worker.start()
-        self._invariants.expect_answer(future, self.start_bound_s, "start()")
+        self._invariants.expect_answer(future, bound_s, "start()")
         return self._told_of_launch(future)
 
     def _told_of_launch(self, future: WorkerFuture[Any]) -> WorkerFuture[Any]:
@@ -133,9 +136,10 @@ class Host:
         invariants = self._invariants
         invariants.drain_called_at = invariants.called_at = self._scheduler.host_time
         launched = tuple(self._world.machine.launched)
+        future = self._world.worker.drain()
+        self._drains.append(future)
         return self._checked(
-            self._world.worker.drain(),
-            lambda answer: invariants.check_gone(launched, "drain() resolved"),
+            future, lambda answer: invariants.check_gone(launched, "drain() resolved")
         )
 
     def restart(self) -> WorkerFuture[Any]:

@@ -386,8 +386,8 @@ class _LeftoverWork:
             del self._queued[queued_id]
 
     def since(self, *signs: float | None) -> float | None:
-        """When the work in progress may have begun; None: there is none. A newer sign of work ends
-        it, and begins the first that is queued, also one that left after the sign."""
+        """When the work in progress may have begun; None: the server has none left. A newer sign of
+        work ends it, and begins the first that is queued, also one that left after the sign."""
         done_at = newest(-math.inf, *signs)
         is_done = self._began_at is not None and done_at > self._began_at
         if is_done:

@@ -23,8 +23,8 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
     ready_for_s: float = -math.inf  # the longest READY since the last restart; -inf: there was none
 
     def next(self, now: float, policy: RestartPolicy) -> tuple[RestartBudget, float | str]:
-        """The server is down or must be ended: the seconds to wait before the restart, or the text
-        of why there is none (the lockout). Implies `left_ready`."""
+        """The server is down or must be ended: the seconds to wait before the restart or, as a
+        text, why there is no other (the lockout). Implies `left_ready`."""
         left = self.left_ready(now)
         recent = tuple(at for at in left.recent if now - at < policy.restart_window_s)
         row_count = 0 if left.ready_for_s >= policy.stable_after_s else left.row_count
