@@ -9,32 +9,16 @@ from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.progress import TurnProgress
 from llama_worker.stream.calls import MalformedCall, RawCall, ToolCallAssembler
 from llama_worker.stream.events import (
-    EmptyRecord,
-    PromptReport,
     ReasoningDelta,
+    StreamEvent,
     TextDelta,
-    TimingsReport,
     ToolCallDelta,
-    UnknownContent,
-    UsageReport,
     encodable,
 )
 from llama_worker.stream.loops import TextLoopFound, TextLoopWatch
 from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.tagged_calls import TaggedCallFilter
 from llama_worker.stream.turn_end import TurnEnd
-
-TurnEvent = (
-    TextDelta
-    | ReasoningDelta
-    | ToolCallDelta
-    | PromptReport
-    | UsageReport
-    | TimingsReport
-    | EmptyRecord
-    | UnknownContent
-)
-"""The events that a turn takes; the others (`TurnEndEvent`) are handled by the request."""
 
 
 class Turn(TurnProgress):
@@ -87,7 +71,7 @@ class Turn(TurnProgress):
         """The turn's text without tool calls."""
         return "".join(self._parts[1])
 
-    def take(self, event: TurnEvent, at: float) -> tuple[str, str]:
+    def take(self, event: StreamEvent, at: float) -> tuple[str, str]:
         """The (reasoning, text) that may be shown after this event."""
         self.record(event, at)
         match event:

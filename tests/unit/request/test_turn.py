@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from llama_worker.config.profiles import LoopDetector
-from llama_worker.request.turn import Turn, TurnEvent
+from llama_worker.request.turn import Turn
 from llama_worker.stream.calls import RawCall
-from llama_worker.stream.events import ReasoningDelta, TextDelta, ToolCallDelta
+from llama_worker.stream.events import ReasoningDelta, StreamEvent, TextDelta, ToolCallDelta
 
 TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = RawCall(None, "add", '{"a": 1}', TAGGED)
@@ -26,7 +26,7 @@ def turn(*, prompted: bool = False) -> Turn:
     )
 
 
-def take(it: Turn, *said: TurnEvent, at: float = 1.0) -> tuple[str, str]:
+def take(it: Turn, *said: StreamEvent, at: float = 1.0) -> tuple[str, str]:
     """(reasoning, text) that may be shown now."""
     shown = [it.take(event, at) for event in said]
     return "".join(reasoning for reasoning, _ in shown), "".join(text for _, text in shown)
@@ -46,7 +46,7 @@ def take(it: Turn, *said: TurnEvent, at: float = 1.0) -> tuple[str, str]:
 @pytest.mark.parametrize("prompted", [True, False])
 @pytest.mark.parametrize("cut_off", [True, False])
 def test_reasoning_text_and_calls_are_told_apart(
-    said: list[TurnEvent],
+    said: list[StreamEvent],
     reasoning: str,
     text: str,
     calls: list[RawCall],
