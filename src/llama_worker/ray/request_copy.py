@@ -69,8 +69,8 @@ class RequestCopy:
                 "job_name": self._status["job_name"],
                 "state": RequestState.FAILED,
                 "finish_reason": RequestFinishReason.FAILED,
-                "text": self._output.text,
-                "reasoning": self._output.reasoning,
+                "text": self._output.text.read(),
+                "reasoning": self._output.reasoning.read(),
                 "signals": self._status["signals"],
                 "tool_trace": [],
                 "fail_reason": RequestFailReason.SERVER_DIED,
@@ -101,5 +101,5 @@ class RequestCopy:
         return copy.deepcopy(self._result)
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
-        text, reasoning = self._output.text, self._output.reasoning
+        text, reasoning = self._output.text.read(), self._output.reasoning.read()
         return read_output(text, reasoning, text_offset, reasoning_offset, done=self.is_over)

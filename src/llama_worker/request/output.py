@@ -57,46 +57,29 @@ class Output:
 
     def __init__(self, detector: LoopDetector | None) -> None:
         self.loop: LoopFound | TextLoopFound | None = None
-        self._text = _Text(detector)
-        self._reasoning = _Text(detector)
-
-    @property
-    def text(self) -> str:
-        return self._text.read()
-
-    @property
-    def reasoning(self) -> str:
-        return self._reasoning.read()
-
-    @property
-    def text_chars(self) -> int:
-        return self._text.chars
-
-    @property
-    def reasoning_chars(self) -> int:
-        return self._reasoning.chars
+        self.text = _Text(detector)
+        self.reasoning = _Text(detector)
 
     def cut_as_shown(self, reasoning: str, text: str) -> tuple[str, str]:
         """What the current turn said, up to where the output ends: a loop is cut there."""
-        return reasoning[: self._reasoning.turn_chars], text[: self._text.turn_chars]
+        return reasoning[: self.reasoning.turn_chars], text[: self.text.turn_chars]
 
     def begin_turn(self) -> None:
-        """A new turn begins."""
-        self._text.begin_turn()
-        self._reasoning.begin_turn()
+        self.text.begin_turn()
+        self.reasoning.begin_turn()
 
     def add_held_back(self, reasoning: str, text: str) -> None:
         """Append what was held back when the request ends; it is not searched for loops."""
         if self.loop is None:
-            self._reasoning.append(reasoning)
-            self._text.append(text)
+            self.reasoning.append(reasoning)
+            self.text.append(text)
 
     def add(self, reasoning: str, text: str) -> None:
         """Append reasoning, then text; without effect once a loop was found."""
         if self.loop is None and reasoning:
-            self.loop = self._reasoning.add(reasoning)
+            self.loop = self.reasoning.add(reasoning)
         if self.loop is None and text:
-            self.loop = self._text.add(text)
+            self.loop = self.text.add(text)
 
 
 def read_output(

@@ -123,8 +123,8 @@ def build_status(
         "phase": progress.phase,
         "created_at": totals.unix(totals.created_at),
         "dispatched_at": totals.unix(totals.created_at),
-        "output_chars": totals.output.text_chars,
-        "reasoning_chars": totals.output.reasoning_chars,
+        "output_chars": totals.output.text.chars,
+        "reasoning_chars": totals.output.reasoning.chars,
         "tool_iters_remaining": totals.iterations_left,
         "tool_calls_count": totals.calls_count,
         "signals": copy.deepcopy(totals.signals),
@@ -154,8 +154,8 @@ def build_status(
         status["tokens_per_second"] = speed
     if running_tool is not None:
         status["running_tool"] = running_tool
-    if totals.output.text_chars:
-        status["tail"] = totals.output.text[-_TAIL_CHARS:]
+    if totals.output.text.chars:
+        status["tail"] = totals.output.text.read()[-_TAIL_CHARS:]
     return status
 
 
@@ -180,8 +180,8 @@ def build_record(
         "job_name": totals.job_name,
         "state": outcome.state,
         "finish_reason": outcome.finish_reason,
-        "text": totals.output.text,
-        "reasoning": totals.output.reasoning,
+        "text": totals.output.text.read(),
+        "reasoning": totals.output.reasoning.read(),
         "signals": status["signals"],
         "tool_trace": totals.trace,
         "fail_reason": outcome.fail_reason,

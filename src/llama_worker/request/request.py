@@ -191,12 +191,13 @@ class Request:
     @property
     def output_chars(self) -> tuple[int, int]:
         """Characters of text and of reasoning so far."""
-        return self._totals.output.text_chars, self._totals.output.reasoning_chars
+        return self._totals.output.text.chars, self._totals.output.reasoning.chars
 
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
         """The output after the offsets."""
         output, done = self._totals.output, isinstance(self.state, states.Ended)
-        return read_output(output.text, output.reasoning, text_offset, reasoning_offset, done=done)
+        text, reasoning = output.text.read(), output.reasoning.read()
+        return read_output(text, reasoning, text_offset, reasoning_offset, done=done)
 
     # ------------------------------------------------------------ a turn begins
 

@@ -21,10 +21,10 @@ def test_output_ends_with_the_line_that_decided() -> None:
     assert it.loop is None
     it.add("", LINE * 5 + "b")
     assert it.loop is not None
-    assert it.text == "a\n" + LINE * 12
+    assert it.text.read() == "a\n" + LINE * 12
     it.add("c", "d")
     it.add_held_back("e", "f")
-    assert (it.reasoning, it.text) == ("", "a\n" + LINE * 12)
+    assert (it.reasoning.read(), it.text.read()) == ("", "a\n" + LINE * 12)
 
 
 def test_rest_is_added_whole_and_is_no_loop() -> None:
@@ -32,7 +32,7 @@ def test_rest_is_added_whole_and_is_no_loop() -> None:
     it.add("hm", "a\n")
     it.add_held_back("\n" + LINE * 20, LINE * 20 + "b")
     assert it.loop is None
-    assert (it.reasoning, it.text) == ("hm\n" + LINE * 20, "a\n" + LINE * 20 + "b")
+    assert (it.reasoning.read(), it.text.read()) == ("hm\n" + LINE * 20, "a\n" + LINE * 20 + "b")
 
 
 # ---------------------------------------------------------------- who waits
