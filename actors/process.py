@@ -20,18 +20,7 @@ from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.ports import Host, ServerProcess
 from llama_worker.request.messages import CheckServer, ServerChecked
-from llama_worker.server import messages
-from llama_worker.server.termination import (
-    Absent,
-    Present,
-    ProcessState,
-    Signal,
-    Stuck,
-    Terminating,
-    deadline,
-    describe_stuck,
-    step,
-)
+from llama_worker.server import messages, termination
 
 _EVIDENCE_LINES = 50  # lines of the server's output that are kept with the evidence of a kill
 
@@ -45,7 +34,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kill_timeout_s = self._config.timeouts.kill_timeout_s
-        self._state: ProcessState = Absent()
+        self._state: termination.ProcessState = termination.Absent()
         self._server: ServerProcess | None = None
         self._reports: _LaunchReports | None = None
         self._pid: int | None = None
@@ -76,17 +65,21 @@ class ProcessActor(Child[messages.ProcessMessage]):
             case _:
                 pass
         before = self._state
-        self._state, signal = step(
+        self._state, signal = termination.step(
             before, message, self._runtime.now(), kill_timeout_s=self._kill_timeout_s
         )
-        if isinstance(self._state, Stuck) and self._state != before:
-            detail = describe_stuck(self._pid, self._evidence())
+        if isinstance(self._state, termination.Stuck) and self._state != before:
+            detail = termination.describe_stuck(self._pid, self._evidence())
             self.tell_worker(messages.Unkillable(epoch=self._epoch, detail=detail))
-        if isinstance(before, Terminating) and isinstance(message, Tick) and signal is Signal.KILL:
+        if (
+            isinstance(before, termination.Terminating)
+            and isinstance(message, Tick)
+            and signal is termination.Signal.KILL
+        ):
             self._keep_evidence(after_grace=True)
         if signal is not None and self._server is not None:
             self._server.send(signal)
-        self._alarm.set(deadline(self._state))
+        self._alarm.set(termination.deadline(self._state))
 
     def release(self, failure: str | None) -> None:
         """Kill what is left of the server; the launch reports its end. If there was no launch,
@@ -121,7 +114,7 @@ class ProcessActor(Child[messages.ProcessMessage]):
             worker=self._worker,
             clock=self._runtime,
             kill_timeout_s=self._kill_timeout_s,
-            state=Present(),
+            state=termination.Present(),
         )
         reports.orphan_kill.handle(messages.Terminate(grace_s=0.0))
 
@@ -181,7 +174,7 @@ class _OrphanKill:
     worker: Mailbox[WorkerMessage]
     clock: Host
     kill_timeout_s: float
-    state: ProcessState
+    state: termination.ProcessState
     timer: ClockTimer | None = None
 
     def cancel(self) -> None:
@@ -191,13 +184,15 @@ class _OrphanKill:
 
     def handle(self, message: messages.Terminate | Tick) -> None:
         now = self.clock.now()
-        self.state, signal = step(self.state, message, now, kill_timeout_s=self.kill_timeout_s)
+        self.state, signal = termination.step(
+            self.state, message, now, kill_timeout_s=self.kill_timeout_s
+        )
         if signal is not None:
             self.server.send(signal)
-        if isinstance(self.state, Stuck):
-            detail = describe_stuck(self.pid, {})
+        if isinstance(self.state, termination.Stuck):
+            detail = termination.describe_stuck(self.pid, {})
             self.worker.tell(messages.Unkillable(epoch=self.epoch, detail=detail))
-        at = deadline(self.state)
+        at = termination.deadline(self.state)
         if at is not None:
             self.timer = self.clock.call_at(at, lambda: self.handle(Tick()))
         if self.server.ended:

@@ -12,20 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from llama_worker.config.validation import as_count
-from llama_worker.stream.events import (
-    Done,
-    EmptyRecord,
-    Finish,
-    PromptReport,
-    ReasoningDelta,
-    ServerError,
-    StreamEvent,
-    TextDelta,
-    TimingsReport,
-    ToolCallDelta,
-    UnknownContent,
-    UsageReport,
-)
+from llama_worker.stream import events
 from llama_worker.stream.failure import context_use
 from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
 
@@ -34,7 +21,13 @@ _READ_IN_CHUNK = ("choices", "prompt_progress", "usage", "timings", "error", "me
 _IN_CHUNK = frozenset((*_READ_IN_CHUNK, "id", "object", "created", "model", "system_fingerprint"))
 _IN_CHOICE = frozenset(["index", "delta", "message", "finish_reason"])
 _IN_DELTA = frozenset(["role", "content", "reasoning_content", "tool_calls"])
-_CONTENT = (TextDelta, ReasoningDelta, ToolCallDelta, Finish, ServerError)
+_CONTENT = (
+    events.TextDelta,
+    events.ReasoningDelta,
+    events.ToolCallDelta,
+    events.Finish,
+    events.ServerError,
+)
 _SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
 
 
@@ -49,12 +42,12 @@ class StreamDecoder:
         self.error: str | None = None  # why the stream cannot be read; nothing is decoded any more
         self.lacks_memory = False  # the cause of `error`: no fault of the stream
         self._sse = SseDecoder()
-        self._events: list[StreamEvent] = []  # of the bytes fed just now
-        self._run_kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
+        self._events: list[events.StreamEvent] = []  # of the bytes fed just now
+        self._run_kind: type[events.TextDelta] | type[events.ReasoningDelta] = events.TextDelta
         self._run: list[str] = []  # consecutive deltas of that kind, to become one event
-        self._delta_kinds: set[type[StreamEvent]] = set()
+        self._delta_kinds: set[type[events.StreamEvent]] = set()
 
-    def feed(self, data: bytes) -> list[StreamEvent]:
+    def feed(self, data: bytes) -> list[events.StreamEvent]:
         """The events that these bytes complete, in order; consecutive text is one event.
 
         Bytes that are not SSE, or a record that is not a JSON object, end the stream: `error` says
@@ -68,7 +61,7 @@ class StreamDecoder:
             for record in records:
                 delta = _plain_delta(record)
                 if delta is not None:
-                    kind = TextDelta if delta.content else ReasoningDelta
+                    kind = events.TextDelta if delta.content else events.ReasoningDelta
                     if kind is not self._run_kind:
                         self._end_run()
                         self._run_kind = kind
@@ -86,8 +79,8 @@ class StreamDecoder:
             self.error, self.lacks_memory = "out of memory while reading the stream", True
         self._end_run()
         self.error = self.error or self._sse.error
-        events, self._events = self._events, []
-        return events
+        complete, self._events = self._events, []
+        return complete
 
     def _end_run(self) -> None:
         if self._run:
@@ -148,7 +141,7 @@ def _plain_delta(record: SseRecord) -> _Delta | None:
 
 def decode_record(
     record: SseRecord, delta_kinds: Container[type] = (), every_choice: bool = False
-) -> tuple[StreamEvent, ...]:
+) -> tuple[events.StreamEvent, ...]:
     """The events of one record: progress, reasoning, text, tool calls, finish, usage, timings,
     error, in this order.
 
@@ -159,27 +152,27 @@ def decode_record(
     if isinstance(record, ErrorField):
         return (_error_of_field(record.text),)
     if record.strip() == "[DONE]":
-        return (Done(),)
+        return (events.Done(),)
     try:
         chunk = json.loads(record)
     except (ValueError, RecursionError):
         raise ProtocolError(f"a record of the stream is not JSON: {_shown(record)}") from None
     if not isinstance(chunk, dict):
         raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record)}")
-    events = tuple(_events(chunk, delta_kinds, every_choice=every_choice))
-    if not any(isinstance(event, _CONTENT) for event in events):
-        events += tuple(_unknown_content(chunk))
-    return events or (EmptyRecord(),)
+    decoded = tuple(_events(chunk, delta_kinds, every_choice=every_choice))
+    if not any(isinstance(event, _CONTENT) for event in decoded):
+        decoded += tuple(_unknown_content(chunk))
+    return decoded or (events.EmptyRecord(),)
 
 
 def _events(
     chunk: dict[str, Any], delta_kinds: Container[type], *, every_choice: bool
-) -> Iterator[StreamEvent]:
+) -> Iterator[events.StreamEvent]:
     progress = chunk.get("prompt_progress")
     if isinstance(progress, dict):
         processed, total = as_count(progress.get("processed")), as_count(progress.get("total"))
         if processed is not None and total is not None:
-            yield PromptReport(processed, total, as_count(progress.get("cache")) or 0)
+            yield events.PromptReport(processed, total, as_count(progress.get("cache")) or 0)
     for choice in _choices(chunk, every_choice=every_choice):
         yield from _choice_events(choice, delta_kinds)
     usage, timings = chunk.get("usage"), _timings(chunk.get("timings"))
@@ -194,7 +187,7 @@ def _events(
         yield _error(chunk)  # an error object that is not wrapped
 
 
-def _unknown_content(chunk: dict[str, Any]) -> Iterator[UnknownContent]:
+def _unknown_content(chunk: dict[str, Any]) -> Iterator[events.UnknownContent]:
     """An event for fields that are neither read here nor the same, or a clock, in every record."""
     choice = next(iter(_choices(chunk)), {})
     delta = choice.get("delta")
@@ -204,7 +197,7 @@ def _unknown_content(chunk: dict[str, Any]) -> Iterator[UnknownContent]:
         if isinstance(part, dict)
     ]
     if any(unknown):
-        yield UnknownContent(hash(json.dumps(unknown, sort_keys=True)))
+        yield events.UnknownContent(hash(json.dumps(unknown, sort_keys=True)))
 
 
 def _choices(chunk: dict[str, Any], *, every_choice: bool = False) -> list[dict[str, Any]]:
@@ -216,7 +209,9 @@ def _choices(chunk: dict[str, Any], *, every_choice: bool = False) -> list[dict[
     return found if every_choice else [c for c in found if c.get("index") in (0, None)][:1]
 
 
-def _choice_events(choice: dict[str, Any], delta_kinds: Container[type]) -> Iterator[StreamEvent]:
+def _choice_events(
+    choice: dict[str, Any], delta_kinds: Container[type]
+) -> Iterator[events.StreamEvent]:
     delta, message = choice.get("delta"), choice.get("message")
     if isinstance(delta, dict) and delta:
         yield from _delta_events(delta)
@@ -224,23 +219,23 @@ def _choice_events(choice: dict[str, Any], delta_kinds: Container[type]) -> Iter
         yield from (event for event in _delta_events(message) if type(event) not in delta_kinds)
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason:
-        yield Finish(reason)
+        yield events.Finish(reason)
 
 
-def _delta_events(delta: dict[str, Any]) -> Iterator[StreamEvent]:
+def _delta_events(delta: dict[str, Any]) -> Iterator[events.StreamEvent]:
     reasoning = _text(delta.get("reasoning_content"))
     if reasoning:
-        yield ReasoningDelta(reasoning)
+        yield events.ReasoningDelta(reasoning)
     text = _text(delta.get("content"))
     if text:  # if it has both, they are of the same token (the legacy form)
-        yield TextDelta(text, 0 if reasoning else 1)
+        yield events.TextDelta(text, 0 if reasoning else 1)
     calls = delta.get("tool_calls")
     for position, call in enumerate(calls if isinstance(calls, list) else ()):
         if isinstance(call, dict):
             yield _tool_call(call, position)
 
 
-def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
+def _tool_call(call: dict[str, Any], position: int) -> events.ToolCallDelta:
     function = call.get("function")
     if not isinstance(function, dict):
         function = {}
@@ -249,7 +244,7 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
     if arguments is not None and not isinstance(arguments, str):
         # old builds give a final call's arguments as an object
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCallDelta(
+    return events.ToolCallDelta(
         index=position if index is None else index,
         call_id=_text(call.get("id")) or _text(function.get("id")),  # in `function`: old builds
         name=_text(function.get("name")),
@@ -257,22 +252,22 @@ def _tool_call(call: dict[str, Any], position: int) -> ToolCallDelta:
     )
 
 
-def _usage(usage: dict[str, Any], timings: TimingsReport | None) -> UsageReport:
+def _usage(usage: dict[str, Any], timings: events.TimingsReport | None) -> events.UsageReport:
     details = usage.get("prompt_tokens_details")
     cached = as_count(details.get("cached_tokens")) if isinstance(details, dict) else None
     if cached is None and timings is not None:  # builds before February 2026 report it only there
         cached = timings.cache_n
-    return UsageReport(
+    return events.UsageReport(
         prompt_tokens=as_count(usage.get("prompt_tokens")) or 0,
         completion_tokens=as_count(usage.get("completion_tokens")) or 0,
         cached_tokens=cached,
     )
 
 
-def _timings(timings: object) -> TimingsReport | None:
+def _timings(timings: object) -> events.TimingsReport | None:
     if not isinstance(timings, dict):
         return None
-    return TimingsReport(
+    return events.TimingsReport(
         cache_n=as_count(timings.get("cache_n")),
         prompt_n=as_count(timings.get("prompt_n")),
         predicted_n=as_count(timings.get("predicted_n")),
@@ -281,7 +276,7 @@ def _timings(timings: object) -> TimingsReport | None:
     )
 
 
-def _error_of_field(data: str) -> ServerError:
+def _error_of_field(data: str) -> events.ServerError:
     """The error in an `error:` field: an error object, wrapped or not, or just a text."""
     try:
         value = json.loads(data)
@@ -292,15 +287,15 @@ def _error_of_field(data: str) -> ServerError:
     return _error(value)
 
 
-def _error(error: Any) -> ServerError:
+def _error(error: Any) -> events.ServerError:
     if not isinstance(error, dict):
-        return ServerError(
+        return events.ServerError(
             error if isinstance(error, str) else json.dumps(error), code=None, type=None
         )
     code = error.get("code")
     if isinstance(code, str) and code.isdecimal() and len(code) < 10:
         code = int(code)
-    return ServerError(
+    return events.ServerError(
         message=_text(error.get("message")) or json.dumps(error, ensure_ascii=False),
         code=as_count(code),
         type=_text(error.get("type")),
