@@ -14,7 +14,7 @@ from llama_worker import RequestFailReason, RequestPhase, StartFailReason, Timeo
 from llama_worker.actors import server_life
 from llama_worker.actors import worker as worker_actor
 from llama_worker.request.progress import Progress
-from llama_worker.server import blame, lifecycle, lifecycle_endings, liveness, pace, slot_verdicts
+from llama_worker.server import blame, lifecycle, lifecycle_states, liveness, pace, slot_verdicts
 from llama_worker.server.blame import Verdict
 from llama_worker.server.timeouts import (
     NO_SLOT_SIGNS,
@@ -173,12 +173,14 @@ def test_row_says_default_keepalive_cause_and_restart_cost(
 def test_exactly_the_causes_of_restarts_are_explained() -> None:
     page = (DOCS / "failure-reasons.md").read_text()
     causes = [name for row in table(page, "cause") for name in names_in(row[0])]
-    calls = r"_?(?:restart|replace_server)\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason="
+    calls = (
+        r"\.restart\(\s*now,|_replace_server\(\s*life,\s*now,|RestartCause\(|RecordRestart\(reason="
+    )
     named = rf"{calls}|_cause\(\w+,|oom_evidence is None else"
     said = rf'(?:{named})\s*"(\w+)"'
     sources = [
         Path(str(module.__file__)).read_text()
-        for module in (lifecycle, lifecycle_endings, server_life, worker_actor, blame)
+        for module in (lifecycle, lifecycle_states, server_life, worker_actor, blame)
     ]
     in_code = {cause for source in sources for cause in re.findall(said, source)}
     launches = set(StartFailReason) - {StartFailReason.STOPPED, StartFailReason.UNKILLABLE}

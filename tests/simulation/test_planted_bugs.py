@@ -144,7 +144,7 @@ def _server_seems_alive(request: Any, message: Any, now: float) -> tuple[Any, ..
 
 _WATCH, _LIFE = "server.watch:ServerWatch", "server.lifecycle:"
 _TOOLS = "request.tools:ToolUse"
-_ENDINGS = "server.lifecycle_endings:"
+_LIFECYCLE = "server.lifecycle_states:Lifecycle"
 _TABLE, _REQUEST = "request.table:RequestTable", "request.request:Request"
 _WORKER, _DISPATCHER = "actors.worker:WorkerActor", "actors.request_dispatcher:RequestDispatcher"
 BUGS: tuple[Bug, ...] = (
@@ -228,7 +228,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("stop() resolves too soon", _LIFE + "step", then(_stops_too_soon)),
     Bug(
         "a restart does not wait for the old process",
-        _ENDINGS + "restart",
+        _LIFECYCLE + ".restart",
         then(_restarts_beside_the_old),
         "livelock",
     ),
@@ -240,7 +240,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "nothing wakes after the backoff",
-        "server.lifecycle_states:Lifecycle.deadline",
+        _LIFECYCLE + ".deadline",
         without_deadline(lambda life: isinstance(life.state, BackingOff)),
         "crash",
     ),
@@ -264,7 +264,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "the last request does not end a drain",
-        _ENDINGS + "drained",
+        _LIFECYCLE + ".drained",
         lambda right: lambda life, *rest: (life, ()),
         NOTHING,
     ),

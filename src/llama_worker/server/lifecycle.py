@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, AllStreamsClosed, CloseAllStreams
-from llama_worker.server import lifecycle_endings as endings
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.lifecycle_states import (
+    KILL,
     BackingOff,
     Draining,
     Effects,
@@ -81,9 +81,9 @@ def step(  # noqa: C901  one line per case
         case _, Drain():  # no request is in flight
             return _stop(life, now, life.stop_grace_s, draining=True)
         case Draining() as draining, Drained():
-            return endings.drained(life, draining, now)
+            return life.drained(draining, now)
         case Ending(gone=True) as ending, Drained():
-            return endings.launch_over(life, ending, now)
+            return life.launch_over(ending, now)
         case _, Restart(reason=reason):
             return _manual_restart(life, now, reason)
         case Launching() as launching, Died():
@@ -100,7 +100,7 @@ def step(  # noqa: C901  one line per case
         case _, Exited():
             return _exited(life, now, message)
         case Ending(gone=False) as ending, Unkillable(detail=detail):
-            return endings.unkillable(life, ending, detail)
+            return life.unkillable(ending, detail)
         case ((Ready() | Draining() | Launching()), HealthLost(detail=detail)):
             return _replace_server(life, now, "health_lost", detail)
         case ((Ready() | Draining() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
@@ -108,13 +108,13 @@ def step(  # noqa: C901  one line per case
         case ((Ready() | Draining() | Launching()), RestartCause(reason=reason, detail=detail)):
             return _replace_server(life, now, reason, detail)
         case Ready(), RecycleDue(detail=detail):
-            return endings.recycle(life, now, detail)
+            return life.recycle(now, detail)
         case Ending(closing_until=float()) as ending, AllStreamsClosed():
-            return endings.terminate(life, ending)
+            return life.terminate(ending)
         case Ending(closing_until=float(at)) as ending, Tick() if now >= at:
-            return endings.terminate(life, ending)
+            return life.terminate(ending)
         case BackingOff(resume_at=at), Tick() if now >= at:
-            return endings.launch(life, first=False)
+            return life.launch(first=False)
         case _:
             return life, ()
 
@@ -131,7 +131,7 @@ def _start(life: Lifecycle) -> tuple[Lifecycle, Effects]:
             return life, (Resolve(Start),)
         case Stopped() | Failed():
             cleared = replace(life, budget=life.budget.cleared(), last_error=None)
-            return endings.launch(cleared, first=True)
+            return cleared.launch(first=True)
         case Ending(stuck=str(stuck)):
             return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Draining() as draining:
@@ -156,7 +156,7 @@ def _stop(
         case BackingOff():
             return replace(life, state=Stopped()), (Resolve(Start, stopped), Resolve(Stop))
         case Launching() | Ready() | Draining():
-            return endings.close(life, now, goal, grace_s), (
+            return life.close(now, goal, grace_s), (
                 Abandon(reason=RequestFailReason.WORKER_STOPPED, detail="the worker was stopped"),
                 Resolve(Start, stopped),
                 CloseAllStreams(),
@@ -191,9 +191,9 @@ def _manual_restart(life: Lifecycle, now: float, reason: str) -> tuple[Lifecycle
             ending = Ending(goal=ToRestart(now))
             planned = replace(life, state=ending, budget=life.budget.planned(now))
             note = RecordRestart(reason="requested", detail=detail, delay_s=0.0)
-            return planned, (note, abandon, *endings.kill())
+            return planned, (note, abandon, *KILL)
         case BackingOff():
-            return endings.launch(life, first=False)
+            return life.launch(first=False)
         case Ending(stuck=str(stuck)):
             return life, (Resolve(Start, WorkerStartError(StartFailReason.UNKILLABLE, stuck)),)
         case Ending(goal=ToRestart()) as ending:
@@ -217,9 +217,9 @@ def _launch_failed(
             return _start_failed(life, error)
         case Launching():
             reason = str(error.reason)
-            return endings.restart(life, now, reason, error.detail, gone=True, failure=error)
+            return life.restart(now, reason, error.detail, gone=True, failure=error)
         case Ending() as ending:
-            return endings.tree_gone(life, ending), ()
+            return life.tree_gone(ending), ()
         case _:
             return life, ()
 
@@ -228,12 +228,11 @@ def _startup_failed(
     life: Lifecycle, now: float, error: WorkerStartError, *, first: bool
 ) -> tuple[Lifecycle, Effects]:
     """The launch will not become ready: end its process; a first launch fails with `error`."""
-    killed = endings.kill()
     if not first:
-        return endings.restart(life, now, str(error.reason), error.detail, killed, failure=error)
+        return life.restart(now, str(error.reason), error.detail, KILL, failure=error)
     goal = ToStopped() if error.reason is StartFailReason.PORT_IN_USE else ToFailed()
     ending = Ending(goal=goal, start_error=error)
-    return replace(life, state=ending, last_error=str(error)), killed
+    return replace(life, state=ending, last_error=str(error)), KILL
 
 
 def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Effects]:
@@ -249,16 +248,16 @@ def _exited(life: Lifecycle, now: float, exited: Exited) -> tuple[Lifecycle, Eff
             error = _exit_error(exited, detail)
             cause = _cause(exited, str(error.reason))
             early = _described(exited, " before it was ready")
-            return endings.restart(life, now, cause, early, gone=True, failure=error)
+            return life.restart(now, cause, early, gone=True, failure=error)
         case Ready() | Draining():
             return _server_died(life, now, exited, gone=True)
         case Ending(start_error=WorkerStartError() as error) as ending:
             with_log = WorkerStartError(
                 error.reason, error.detail, returncode=error.returncode, log_tail=exited.log_tail
             )
-            return endings.tree_gone(life, replace(ending, start_error=with_log)), ()
+            return life.tree_gone(replace(ending, start_error=with_log)), ()
         case Ending() as ending:
-            return endings.tree_gone(life, ending), ()
+            return life.tree_gone(ending), ()
         case _:
             return life, ()
 
@@ -275,13 +274,13 @@ def _replace_server(
     if isinstance(life.state, Draining):
         lost = f"{reason}: {detail}; the worker was draining"
         abandon = Abandon(reason=RequestFailReason.WORKER_STOPPED, detail=lost)
-        left = endings.lost_while_draining(life, life.state, now, lost)
-        return left, (abandon, *endings.kill())
+        left = life.lost_while_draining(life.state, now, lost)
+        return left, (abandon, *KILL)
     effects: Effects = (
         Abandon(reason=RequestFailReason.WORKER_RESTARTED, detail=f"{reason}: {detail}"),
-        *endings.kill(),
+        *KILL,
     )
-    return endings.restart(life, now, reason, detail, effects)
+    return life.restart(now, reason, detail, effects)
 
 
 def _start_failed(life: Lifecycle, error: WorkerStartError) -> tuple[Lifecycle, Effects]:
@@ -301,8 +300,8 @@ def _server_died(
     if not gone:  # its guard kills the rest of its tree; Exited follows
         effects = (*effects, Terminate(grace_s=0.0))
     if isinstance(life.state, Draining):
-        return endings.lost_while_draining(life, life.state, now, detail, gone=gone), effects
-    return endings.restart(life, now, _cause(death, "server_died"), detail, effects, gone=gone)
+        return life.lost_while_draining(life.state, now, detail, gone=gone), effects
+    return life.restart(now, _cause(death, "server_died"), detail, effects, gone=gone)
 
 
 def _cause(death: Died | Exited, otherwise: str) -> str:
