@@ -151,19 +151,13 @@ WorkerMessage = (
 )
 
 RequestMessage = (
-    request.Begin
+    request.RequestInput
+    | request.Question
+    | request.Begin
     | BeginLease
     | EndLease
-    | request.CancelRequest
-    | request.Abandon
-    | request.Question
     | request.StreamFlushed
-    | request.ServerChecked
-    | request.StreamReport
-    | request.BiosWritten
-    | request.CallEnded
     | request.ReportProgress
-    | Tick
 )
 
 UpstreamMessage = Lease | EndLease | server.Probed | server.SlotsSeen | Tick
