@@ -143,8 +143,7 @@ WorkerMessage = (
     | request.RequestEnded
     | request.SignalEmitted
     | request.ToolsRefused
-    | request.ToolThreadStuck
-    | request.ToolThreadReturned
+    | request.StuckToolThreads
     | ActorDied
     | ReportedIn
     | Tick

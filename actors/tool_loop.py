@@ -3,7 +3,7 @@
 Receives RunTool and DropTool. The threads send CallEnded to the RequestActor that gave the order,
 which orders one call after the other and keeps the deadline of each (`Request`, in
 `request.request`). A thread whose call does not return is left running: it is a daemon, and sends
-the WorkerActor ToolThreadStuck and, if it ends later, ToolThreadReturned.
+the WorkerActor StuckToolThreads, and another if it ends later.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ from llama_worker.request.messages import (
     CountTokens,
     RequestEnded,
     SignalEmitted,
+    StuckToolThreads,
     ToolsRefused,
-    ToolThreadReturned,
-    ToolThreadStuck,
 )
 from llama_worker.request.prompt import params_warnings
 from llama_worker.request.report import lost_record
@@ -109,10 +108,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
                 self._signal_emitted(message, now)
             case ToolsRefused():
                 self._note_tools_refused(message, now)
-            case ToolThreadStuck():
-                self._journal.stuck_tool_threads_count += 1
-            case ToolThreadReturned():
-                self._journal.stuck_tool_threads_count -= 1
+            case StuckToolThreads(change=change):
+                self._journal.stuck_tool_threads_count += change
             case Observed():
                 self._journal.observed = message
             case messages.ActorDied():

@@ -96,10 +96,10 @@ class ToolThread(Protocol):
     def is_alive(self) -> bool:
         """Whether it still runs."""
 
-    def give_up(self, reply_to: Mailbox[request.ToolThreadReport]) -> None:
+    def give_up(self, reply_to: Mailbox[request.StuckToolThreads]) -> None:
         """Tell the call, unless it has returned, that its result is no longer awaited. Quick.
 
-        `reply_to` gets ToolThreadStuck and, once the call returns, ToolThreadReturned.
+        `reply_to` gets StuckToolThreads, and another once the call returns.
         """
 
 

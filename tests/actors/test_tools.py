@@ -18,7 +18,7 @@ import pytest
 from llama_worker import RestartPolicy, RunningCall
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
 from llama_worker.request import messages
-from llama_worker.request.messages import ToolThreadStuck
+from llama_worker.request.messages import StuckToolThreads
 from llama_worker.testing import scripts as fs
 from llama_worker.types.chat import ToolDef
 from llama_worker.types.request import ExitSignal
@@ -156,8 +156,8 @@ def test_tool_that_never_returns_fails_only_its_request(
 def test_batch_ending_in_time_leaves_no_stuck_thread(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = Mock(wraps=ToolThreadStuck)
-    monkeypatch.setattr(messages, "ToolThreadStuck", told)
+    told = Mock(wraps=StuckToolThreads)
+    monkeypatch.setattr(messages, "StuckToolThreads", told)
     rig = make_rig(tool_timeout_s=60.0)
     for last in (call("add", 1, a=1, b=2), call("add", 1)):  # well, and with a failure
         rig.run(fs.Turns([calling(call("echo"), last), fs.plain_reply(fs.Text("done"))]))

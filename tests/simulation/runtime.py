@@ -24,9 +24,7 @@ from llama_worker.request.messages import (
     StreamClosed,
     StreamEvents,
     StreamOpened,
-    ToolThreadReport,
-    ToolThreadReturned,
-    ToolThreadStuck,
+    StuckToolThreads,
     WriteBios,
 )
 from llama_worker.runtime.http.token_count import COUNT_S
@@ -285,7 +283,7 @@ class SimRuntime:
                 )
             )
             if thread.given_up_to is not None:
-                thread.given_up_to.tell(ToolThreadReturned())
+                thread.given_up_to.tell(StuckToolThreads(change=-1))
 
         if seconds is not None:  # else it never returns
             self.scheduler.after(seconds, returned, "a tool returns")
@@ -693,7 +691,7 @@ class SimToolThread:
 
     def __init__(self) -> None:
         self.has_returned = False
-        self.given_up_to: Mailbox[ToolThreadReport] | None = None
+        self.given_up_to: Mailbox[StuckToolThreads] | None = None
 
     def is_alive(self) -> bool:
         return not self.has_returned
@@ -703,7 +701,7 @@ class SimToolThread:
         """It runs, and nobody waits for it."""
         return self.given_up_to is not None and not self.has_returned
 
-    def give_up(self, reply_to: Mailbox[ToolThreadReport]) -> None:
+    def give_up(self, reply_to: Mailbox[StuckToolThreads]) -> None:
         if not self.has_returned:
             self.given_up_to = reply_to
-            reply_to.tell(ToolThreadStuck())
+            reply_to.tell(StuckToolThreads(change=1))

@@ -94,12 +94,10 @@ class ToolsRefused(Struct, frozen=True, kw_only=True):
     detail: str
 
 
-class ToolThreadStuck(Struct, frozen=True, kw_only=True):
-    """A tool thread still runs although nobody waits for it any more."""
+class StuckToolThreads(Struct, frozen=True, kw_only=True):
+    """One more tool thread runs although nobody waits for it (1), or one less (-1)."""
 
-
-class ToolThreadReturned(Struct, frozen=True, kw_only=True):
-    """A stuck tool thread has ended after all."""
+    change: int
 
 
 class WriteBios(Struct, frozen=True, kw_only=True):
@@ -272,8 +270,6 @@ Question = GetStatus | ReadOutput
 it has ended."""
 
 StreamReport = StreamOpened | StreamEvents | StreamClosed
-
-ToolThreadReport = ToolThreadStuck | ToolThreadReturned
 
 TransportMessage = (
     OpenStream | CloseStream | CloseAllStreams | FlushStream | HurryStream | StreamClosed

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker import WorkerConfig
-from llama_worker.request.messages import RunTool, ToolThreadReturned, ToolThreadStuck
+from llama_worker.request.messages import RunTool, StuckToolThreads
 from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread, look
 from llama_worker.server.messages import Look
@@ -189,7 +189,7 @@ def test_a_tool_that_obeys_cancellation_has_not_failed() -> None:
     asker, parent = Told(), Awaited()
     run_tool(Obedient(), asker).give_up(parent)
     told = [parent.get(timeout=60.0) for _ in range(2)]
-    assert told == [ToolThreadStuck(), ToolThreadReturned()]
+    assert told == [StuckToolThreads(change=1), StuckToolThreads(change=-1)]
     assert asker == []
 
 
@@ -209,5 +209,5 @@ def test_call_given_up_early_cancels_its_coroutine() -> None:
     run_tool(Late(), Told()).give_up(parent)
     given_up.set()
     told = [parent.get(timeout=60.0) for _ in range(2)]
-    assert told == [ToolThreadStuck(), ToolThreadReturned()]
+    assert told == [StuckToolThreads(change=1), StuckToolThreads(change=-1)]
     assert went_on == []

@@ -41,19 +41,19 @@ class ToolCallThread:
         self._call = RunningCall(deadline=deadline, cancelled=threading.Event())
         self._cancel_task: Callable[[], object] | None = None  # of an async runner
         self._lock = threading.Lock()  # guards what follows
-        self._given_up_to: Mailbox[messages.ToolThreadReport] | None = None
+        self._given_up_to: Mailbox[messages.StuckToolThreads] | None = None
         self._has_returned = False
         self._thread = start_thread(name, self._run)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def give_up(self, reply_to: Mailbox[messages.ToolThreadReport]) -> None:
+    def give_up(self, reply_to: Mailbox[messages.StuckToolThreads]) -> None:
         with self._lock:
             if self._has_returned:
                 return
             self._given_up_to = reply_to
-            reply_to.tell(messages.ToolThreadStuck())
+            reply_to.tell(messages.StuckToolThreads(change=1))
         self._call.cancelled.set()
         if self._cancel_task is not None:
             self._cancel_task()
@@ -66,7 +66,7 @@ class ToolCallThread:
         except BaseException:
             log_exception(_logger, "closing the event loop of a tool failed")
         if self._given_up_to is not None:
-            self._given_up_to.tell(messages.ToolThreadReturned())
+            self._given_up_to.tell(messages.StuckToolThreads(change=-1))
 
     def _run_tool(self, loops: contextlib.ExitStack) -> None:
         call = self._order.call
