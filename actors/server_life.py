@@ -181,7 +181,7 @@ class ServerLife:
             now=now,
         )
         if due is not None:
-            self.handle(due, now)
+            self.handle(RestartCause("recycled", due), now)
 
     @property
     def recycle_at(self) -> float | None:

@@ -48,7 +48,6 @@ from llama_worker.server.messages import (
     Terminate,
     Unkillable,
 )
-from llama_worker.server.restart_budget import RecycleDue
 from llama_worker.start_advice import described
 from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import StartFailReason
@@ -58,7 +57,7 @@ class Drained(Struct, frozen=True):
     """No request is in flight."""
 
 
-LifecycleMessage = ServerMessage | Drained | RestartCause | RecycleDue | Tick
+LifecycleMessage = ServerMessage | Drained | RestartCause | Tick
 
 
 def step(  # noqa: C901  one line per case
@@ -105,10 +104,10 @@ def step(  # noqa: C901  one line per case
             return _replace_server(life, now, "health_lost", detail)
         case ((Ready() | Draining() | Launching()), GpuFaulted(fault=fault)) if fault.fatal:
             return _replace_server(life, now, "gpu_failed", fault.detail)
+        case Ready(), RestartCause(reason="recycled", detail=detail):
+            return life.recycle(now, detail)
         case ((Ready() | Draining() | Launching()), RestartCause(reason=reason, detail=detail)):
             return _replace_server(life, now, reason, detail)
-        case Ready(), RecycleDue(detail=detail):
-            return life.recycle(now, detail)
         case Ending(closing_until=float()) as ending, AllStreamsClosed():
             return life.terminate(ending)
         case Ending(closing_until=float(at)) as ending, Tick() if now >= at:

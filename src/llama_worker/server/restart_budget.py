@@ -83,15 +83,9 @@ def backoff_s(number: int, policy: RestartPolicy) -> float:
     return float(min(raw, policy.backoff_max_s))
 
 
-class RecycleDue(Struct, frozen=True):
-    """A limit of `Recycle` is reached, and the server is idle: replace it."""
-
-    detail: str
-
-
 def recycle_due(
     policy: Recycle, *, ready_at: float, requests_count: int, anon_bytes: int | None, now: float
-) -> RecycleDue | None:
+) -> str | None:
     """Why to replace a server that has been READY since `ready_at` and has ended `requests_count`
     requests; None: not yet.
 
@@ -100,17 +94,17 @@ def recycle_due(
     """
     if policy.max_requests is not None and requests_count >= policy.max_requests:
         ended = f"{requests_count} requests ended"
-        return RecycleDue(f"{ended} (limit: max_requests {policy.max_requests})")
+        return f"{ended} (limit: max_requests {policy.max_requests})"
     if policy.max_age_s is not None and now >= ready_at + policy.max_age_s:
         ready = f"ready for {now - ready_at:.0f} s"
-        return RecycleDue(f"{ready} (limit: max_age_s {policy.max_age_s:g})")
+        return f"{ready} (limit: max_age_s {policy.max_age_s:g})"
     if (
         policy.max_anon_mib is not None
         and requests_count  # else it is no leak, and the next server would have no less
         and anon_bytes is not None
         and anon_bytes >> 20 >= policy.max_anon_mib
     ):
-        return RecycleDue(
+        return (
             f"{anon_bytes >> 20} MiB of anonymous memory (limit: max_anon_mib "
             f"{policy.max_anon_mib})"
         )

@@ -47,7 +47,7 @@ from llama_worker.server.messages import (
     Terminate,
     Unkillable,
 )
-from llama_worker.server.restart_budget import RecycleDue, RestartBudget
+from llama_worker.server.restart_budget import RestartBudget
 from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import StartFailReason, WorkerState
 from tests.tables import cases
@@ -346,10 +346,9 @@ def test_dead_server_does_not_become_ready() -> None:
 
 
 def test_a_recycled_server_is_followed_at_once() -> None:
-    assert step(launching(), RecycleDue("old"), 1.0) == (launching(), ())
     life = ready(ONE_RESTART)
     for epoch in range(1, 20):
-        life, effects = step(life, RecycleDue("old"), 10.0)
+        life, effects = step(life, RestartCause("recycled", "old"), 10.0)
         planned = RecordRestart(reason="recycled", detail="old", delay_s=0.0)
         assert effects == (planned, CloseAllStreams())
         assert life.public_state is WorkerState.RUNNING

@@ -129,8 +129,8 @@ def test_the_window_counts_what_is_younger_than_it() -> None:
 def test_an_idle_server_is_due_for_replacement(
     policy: Recycle, ready_s: float, requests: int, anon: int | None, says: str | None
 ) -> None:
-    found = recycle_due(policy, ready_at=0.0, requests_count=requests, anon_bytes=anon, now=ready_s)
-    assert (found.detail if found else None) == says
+    why = recycle_due(policy, ready_at=0.0, requests_count=requests, anon_bytes=anon, now=ready_s)
+    assert why == says
 
 
 def test_recycle_by_age_is_due_at_own_deadline() -> None:
