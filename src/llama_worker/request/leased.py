@@ -271,11 +271,6 @@ class LeasedRequest:
     def status(self) -> RequestStatus:
         return self._with_own_counts(build_status(self._totals, self._turn, self.progress()))
 
-    @property
-    def output_chars(self) -> tuple[int, int]:
-        """Always zero: the output is not kept."""
-        return 0, 0
-
     def read_output(self, text_offset: int, reasoning_offset: int) -> OutputChunk:
         """Always empty: the output goes to the client."""
         return read_output("", "", text_offset, reasoning_offset, done=self.has_ended)

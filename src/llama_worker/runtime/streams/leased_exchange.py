@@ -169,6 +169,7 @@ class LeasedExchange:
     progress = _locked(LeasedRequest.progress)
     status = _locked(LeasedRequest.status)
     read_output = _locked(LeasedRequest.read_output)
+    output_chars = (0, 0)  # the output is not kept
 
     @property
     def has_ended(self) -> bool:
@@ -177,10 +178,6 @@ class LeasedExchange:
     @property
     def deadline(self) -> float | None:
         return self._request.deadline
-
-    @property
-    def output_chars(self) -> tuple[int, int]:
-        return self._request.output_chars
 
     def _abort_if_ended(self) -> None:
         self._over.notify_all()
