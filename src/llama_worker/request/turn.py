@@ -86,7 +86,7 @@ class Turn(TurnProgress):
                 return "", self._put_back_tagged_calls()
             case _:  # the model has not said anything that can be shown
                 return "", ""
-        visible = self._show(piece.reasoning, piece.text)
+        visible = self._show(*piece)
         self._watch_held("" if any(visible) else event.text)
         return visible
 
@@ -95,8 +95,7 @@ class Turn(TurnProgress):
         if self._finished:
             return "", ""
         self._finished = True
-        piece = self._splitter.finish()
-        reasoning, text = self._show(piece.reasoning, piece.text)
+        reasoning, text = self._show(*self._splitter.finish())
         if self._splitter.only_assumed and not cut_off:
             # The server parses reasoning itself and the model did not think: this is the answer.
             answer = self.reasoning

@@ -8,23 +8,11 @@ import io
 from collections.abc import Collection
 from enum import Enum, auto
 
-from msgspec import Struct
-
 CLOSING_TAGS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
 }  # by opening tag
-
-
-class SplitText(Struct, frozen=True):
-    """What may be shown now; the reasoning comes before the text. Either may be empty."""
-
-    reasoning: str
-    text: str
-
-
-_NOTHING = SplitText("", "")
 
 
 class _Position(Enum):
@@ -37,7 +25,8 @@ class _Position(Enum):
 
 
 class ReasoningSplitter:
-    """Separates one turn's deltas, split anywhere, into reasoning and text. One thread at a time.
+    """Separates one turn's deltas, split anywhere, into reasoning and text. Returns the
+    (reasoning, text) that may be shown, reasoning first. One thread at a time.
 
     `opened_by_template`: the prompt ended in an opening tag and the server does not parse what
     follows, so content that comes without `reasoning_content` is reasoning up to the closing tag.
@@ -64,39 +53,39 @@ class ReasoningSplitter:
         # `reasoning_content` that came first: a tag may repeat it
         self._original: _Original | None = None
 
-    def feed_reasoning(self, reasoning: str) -> SplitText:
+    def feed_reasoning(self, reasoning: str) -> tuple[str, str]:
         """A `reasoning_content` delta."""
         if self._original is None and reasoning and self._may_be_repeated():
             self._original = _Original()
         reasoning = self._reasoning.feed(reasoning)
         if self._original is not None:
             self._original.append(reasoning)
-        return SplitText(reasoning, "")
+        return reasoning, ""
 
-    def feed_text(self, text: str) -> SplitText:
+    def feed_text(self, text: str) -> tuple[str, str]:
         """A `content` delta."""
         if self._at is _Position.TEXT:
-            return SplitText("", text)
+            return "", text
         if self._at is _Position.GAP:
-            return self._gap(text)
+            return "", self._gap(text)
         self._undelivered.append(text)
         text = self._tag_start + text
         self._tag_start = ""
         return self._head(text) if self._at is _Position.HEAD else self._thought(text)
 
-    def finish(self) -> SplitText:
+    def finish(self) -> tuple[str, str]:
         """End the turn; returns what was held back. Nothing may be fed after it."""
         at, self._at = self._at, _Position.TEXT
         if at is _Position.HEAD and self._opened_by_template and self._original is None:
             self.only_assumed = bool(self._tag_start)
-            return SplitText(self._tag_start, "")
+            return self._tag_start, ""
         if at is _Position.HEAD:
             return self._all_is_text()
         if at is not _Position.THOUGHT:
-            return _NOTHING
+            return "", ""
         if self._original is not None:  # the repetition was cut off; a bare tag repeats nothing
-            return _NOTHING if self._original.repetition_has_begun else self._all_is_text()
-        return SplitText(self._reasoning.feed(self._tag_start), "")
+            return ("", "") if self._original.repetition_has_begun else self._all_is_text()
+        return self._reasoning.feed(self._tag_start), ""
 
     def _may_be_repeated(self) -> bool:
         """Whether content may still repeat `reasoning_content`: it has no other text so far."""
@@ -104,7 +93,7 @@ class ReasoningSplitter:
             self._at is _Position.THOUGHT and not self._reasoning.has_begun
         )
 
-    def _head(self, text: str) -> SplitText:
+    def _head(self, text: str) -> tuple[str, str]:
         text = text.lstrip()
         for opening, closing in CLOSING_TAGS.items():
             if text.startswith(opening):
@@ -115,7 +104,7 @@ class ReasoningSplitter:
         possible_tags = (*CLOSING_TAGS, *CLOSING_TAGS.values()) if opened else CLOSING_TAGS.keys()
         if not text or _start_of_tag(text, possible_tags) == 0:
             self._tag_start = text
-            return _NOTHING
+            return "", ""
         if not opened:
             return self._all_is_text()
         self._at = _Position.THOUGHT
@@ -123,7 +112,7 @@ class ReasoningSplitter:
         self._closing_tags = CLOSING_TAGS.values()
         return self._thought(text)
 
-    def _thought(self, text: str) -> SplitText:
+    def _thought(self, text: str) -> tuple[str, str]:
         tag_at, tag = _first_tag(text, self._closing_tags)
         if not tag:
             tag_at = _start_of_tag(text, self._closing_tags)
@@ -139,27 +128,27 @@ class ReasoningSplitter:
             if reasoning:
                 self._undelivered.clear()
         if not tag:
-            return SplitText(reasoning, "")
+            return reasoning, ""
         self._at = _Position.GAP
         self.only_assumed = False
         self._undelivered.clear()
         self._original = None
-        return SplitText(reasoning, self._gap(text[tag_at + len(tag) :]).text)
+        return reasoning, self._gap(text[tag_at + len(tag) :])
 
-    def _gap(self, text: str) -> SplitText:
+    def _gap(self, text: str) -> str:
         text = text.lstrip()
         if text:
             self._at = _Position.TEXT
-        return SplitText("", text)
+        return text
 
-    def _all_is_text(self) -> SplitText:
+    def _all_is_text(self) -> tuple[str, str]:
         self._at = _Position.TEXT
         text = "".join(self._undelivered)
         self._undelivered.clear()
         if self._original is not None:
             self._original = None
             text = text.lstrip()
-        return SplitText("", text)
+        return "", text
 
 
 class _Trimmer:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.stream.reasoning import ReasoningSplitter, SplitText
+from llama_worker.stream.reasoning import ReasoningSplitter
 from tests.timing import is_linear
 
 TAGS = [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")]
@@ -26,10 +26,10 @@ def split(deltas: Sequence[Delta], *, opened: bool = False) -> tuple[str, str]:
         for field, said in deltas
     ]
     pieces.append(splitter.finish())
-    assert splitter.finish() == SplitText("", "")
-    after_text = itertools.dropwhile(lambda piece: not piece.text, pieces)
-    assert not any(piece.reasoning for piece in itertools.islice(after_text, 1, None))
-    return "".join(piece.reasoning for piece in pieces), "".join(piece.text for piece in pieces)
+    assert splitter.finish() == ("", "")
+    after_text = itertools.dropwhile(lambda piece: not piece[1], pieces)
+    assert not any(reasoning for reasoning, _ in itertools.islice(after_text, 1, None))
+    return "".join(reasoning for reasoning, _ in pieces), "".join(text for _, text in pieces)
 
 
 CONTENT_ONLY = [
@@ -177,8 +177,8 @@ def test_each_delta_lets_out_what_is_decided(
     for field, said, let_out in deltas:
         assert (
             splitter.feed_reasoning(said) if field == "r" else splitter.feed_text(said)
-        ) == SplitText(*let_out)
-    assert splitter.finish() == SplitText("", "")
+        ) == let_out
+    assert splitter.finish() == ("", "")
 
 
 FRAGMENTS = [*ALL_TAGS, "<", "</", "[", " ", "\n", "a", "think>", "<thinking>", "bc"]
@@ -255,7 +255,7 @@ def test_little_is_held_back(content: str, opened: bool) -> None:
     splitter = ReasoningSplitter(opened_by_template=opened)
     splitter.feed_text(content)
     held = splitter.finish()
-    rest = (held.reasoning + held.text).strip()
+    rest = "".join(held).strip()
     assert any(tag.startswith(rest) and tag != rest for tag in ALL_TAGS)
 
 

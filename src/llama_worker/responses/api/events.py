@@ -22,7 +22,7 @@ from llama_worker.responses.errors import CONTEXT_EXCEEDED, error_code
 from llama_worker.stream import events as chat
 from llama_worker.stream.calls import ToolCallAssembler
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.stream.reasoning import ReasoningSplitter, SplitText
+from llama_worker.stream.reasoning import ReasoningSplitter
 from llama_worker.stream.turn_end import NO_FINISH_REASON, Finished, TurnEnd, TurnOutcome
 
 Event = dict[str, Any]
@@ -128,10 +128,10 @@ class ResponseEvents:
             match event:
                 case chat.TextDelta(text=text):
                     splitter = self._splitter
-                    self._piece(splitter.feed_text(text) if splitter else SplitText("", text))
+                    self._piece(splitter.feed_text(text) if splitter else ("", text))
                 case chat.ReasoningDelta(text=text):
                     splitter = self._splitter
-                    self._piece(splitter.feed_reasoning(text) if splitter else SplitText(text, ""))
+                    self._piece(splitter.feed_reasoning(text) if splitter else (text, ""))
                 case chat.ToolCallDelta():
                     self._finish_splitter()  # text that was held back must not follow the call
                     for delta in self._call_start.feed(event):
@@ -206,13 +206,14 @@ class ResponseEvents:
 
     # ------------------------------------------------------------ items
 
-    def _piece(self, piece: SplitText) -> None:
+    def _piece(self, piece: tuple[str, str]) -> None:
+        reasoning, text = piece
         if self._call_start.held is not None:
             self._release_call()
-        if piece.reasoning:
-            self._take_delta(chat.ReasoningDelta(piece.reasoning))
-        if piece.text:
-            self._take_delta(chat.TextDelta(piece.text))
+        if reasoning:
+            self._take_delta(chat.ReasoningDelta(reasoning))
+        if text:
+            self._take_delta(chat.TextDelta(text))
 
     def _finish_splitter(self) -> None:
         splitter, self._splitter = self._splitter, None
