@@ -143,7 +143,7 @@ def _server_seems_alive(request: Any, message: Any, now: float) -> tuple[Any, ..
 
 
 _WATCH, _LIFE = "server.watch:ServerWatch", "server.lifecycle:"
-_TOOLS = "request.tools:ToolUse"
+_TOOLS = "request.turn:ToolUse"
 _LIFECYCLE = "server.lifecycle_states:Lifecycle"
 _TABLE, _REQUEST = "request.table:RequestTable", "request.request:Request"
 _WORKER, _DISPATCHER = "actors.worker:WorkerActor", "actors.request_dispatcher:RequestDispatcher"

@@ -20,8 +20,7 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import as_count
 from llama_worker.request.messages import BiosWritten, WriteBios
 from llama_worker.request.submission import Submission
-from llama_worker.request.tools import ToolBatch
-from llama_worker.request.turn import Turn
+from llama_worker.request.turn import ToolBatch, Turn
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.lazy_reading import MAX_HOLD_S, WAKE_INTERVAL_S
 from llama_worker.types.chat import ChatMessage

@@ -28,8 +28,7 @@ from llama_worker.request.output import Output, read_output
 from llama_worker.request.progress import Progress
 from llama_worker.request.prompt import Prompts, needs_specific_slots, runaway_tokens
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
-from llama_worker.request.tools import ToolBatch, ToolUse
-from llama_worker.request.turn import Turn
+from llama_worker.request.turn import ToolBatch, ToolUse, Turn
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.stream.events import encodable
 from llama_worker.stream.failure import StreamFailure, refuses_tools

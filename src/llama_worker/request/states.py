@@ -36,7 +36,7 @@ from msgspec import Struct
 
 from llama_worker.request.ending import Outcome
 from llama_worker.request.table import RequestRecord
-from llama_worker.request.tools import ToolBatch
+from llama_worker.request.turn import ToolBatch
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.turn_end import SETTLE_S
 from llama_worker.types.request import RequestPhase

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_worker.request.tools import call_result, encode_result
+from llama_worker.request.turn import call_result, encode_result
 
 
 class Colour(str, Enum):  # noqa: UP042 - this kind's str() is not its value

@@ -18,7 +18,7 @@ from llama_worker.config.validation import takes
 from llama_worker.errors import is_shortage
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
-from llama_worker.request.tools import call_result
+from llama_worker.request.turn import call_result
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.callbacks import log_exception
 from llama_worker.runtime.host.futures import may_block_this_thread
