@@ -13,10 +13,9 @@ from llama_worker.request.messages import Abandon, CloseAllStreams
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server import lifecycle, messages
 from llama_worker.server import lifecycle_states as states
-from llama_worker.server.blame import FailureCounts, ProbeNow, RestartCause, succeeded
+from llama_worker.server.blame import FailureCounts, ProbeNow, RestartCause, recycle_due, succeeded
 from llama_worker.server.journal import Journal
 from llama_worker.server.lifecycle import Drained, LifecycleMessage
-from llama_worker.server.restart_budget import recycle_due
 from llama_worker.server.traits import ServerTraits, shortcomings
 from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import WorkerState, WorkerStatus

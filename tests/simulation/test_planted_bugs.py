@@ -234,7 +234,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "restarts have no budget",
-        "server.restart_budget:RestartBudget.next",
+        "server.blame:RestartBudget.next",
         then(_budget_without_end),
         "crash loop",
     ),

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from llama_worker.config.profiles import RestartPolicy
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.request.messages import Abandon, CloseAllStreams
+from llama_worker.server.blame import RestartBudget
 from llama_worker.server.messages import Launch, Start, Stop, Terminate
-from llama_worker.server.restart_budget import RestartBudget
 from llama_worker.types.request import SubmitErrorCode
 from llama_worker.types.worker import StartFailReason, WorkerState
 

@@ -13,7 +13,7 @@ from llama_worker.config.profiles import RestartPolicy
 from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, AllStreamsClosed, CloseAllStreams
-from llama_worker.server.blame import GpuFault, RestartCause
+from llama_worker.server.blame import GpuFault, RestartBudget, RestartCause
 from llama_worker.server.lifecycle import Drained, step
 from llama_worker.server.lifecycle_states import (
     BackingOff,
@@ -47,7 +47,6 @@ from llama_worker.server.messages import (
     Terminate,
     Unkillable,
 )
-from llama_worker.server.restart_budget import RestartBudget
 from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import StartFailReason, WorkerState
 from tests.tables import cases
