@@ -260,7 +260,6 @@ class Child(SupervisedActor[M]):
         self.tell_worker(ActorDied(member=self.member, detail=detail))
 
     def on_receive(self, message: Any) -> None:
-        """Called by Pykka for each message."""
         if self.is_given_up:
             self.stop()
         elif isinstance(message, ReportIn):

@@ -57,7 +57,6 @@ class RequestTotals(Struct, kw_only=True):
     stream_byte_at: float | None = None
 
     def add_turn(self, turn: TurnProgress) -> None:
-        """Add a turn that is over to the totals."""
         turn.is_over = True
         if self.first_token_at is None:
             self.first_token_at = turn.first_token_at

@@ -78,7 +78,6 @@ class TextLoopWatch:
         self._pieces: list[str] = []  # the end of what was fed, a window and a step at most
 
     def feed(self, text: str) -> TextLoopFound | None:
-        """The loop that this text completes, if any."""
         if self._chars + len(text) < self._next:
             self._pieces.append(text)
             self._chars += len(text)
@@ -147,7 +146,6 @@ class LineLoopWatch:
         self._same = [0] * (config.max_period + 1)  # [p]: lines in a row equal to the p-th before
 
     def feed(self, text: str) -> LoopFound | None:
-        """The loop that this text completes, if any; only completed lines count."""
         start = 0
         while (newline := text.find("\n", start)) >= 0:
             self._unfinished.append(text[start:newline])
