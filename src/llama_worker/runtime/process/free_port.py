@@ -1,4 +1,5 @@
-"""Finds free TCP ports for servers."""
+"""Finds free TCP ports for servers, and puts off forks while a descriptor is open that no child may
+keep."""
 
 from __future__ import annotations
 
@@ -7,17 +8,25 @@ import itertools
 import os
 import random
 import socket
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 from llama_worker.config.command import without_brackets
 from llama_worker.config.validation import checked_str
-from llama_worker.runtime.process.forks import no_fork
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # as `getaddrinfo` returns them
 
 _PORTS = range(20000, 32000)  # below the kernel's ephemeral ports
 _turns = itertools.count(random.randrange(len(_PORTS)))
+
+# Who holds it keeps the host's other threads from a fork. Reentrant: the thread that holds it may
+# run a signal handler of the host's that forks.
+no_fork = threading.RLock()
+# the child's copy belongs to the one thread that it has, which has forked
+os.register_at_fork(
+    before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release
+)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
