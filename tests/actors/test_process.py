@@ -24,7 +24,7 @@ import pytest
 from llama_worker import RestartPolicy, WorkerConfig, WorkerStartError
 from llama_worker.config import server_program
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.process import guard, guard_program, server_process
+from llama_worker.runtime.process import guard, launch_mark, server_process
 from llama_worker.runtime.process.guard import pidfd_open
 from llama_worker.runtime.real import RealRuntime
 from llama_worker.server import termination
@@ -190,7 +190,7 @@ def test_replaced_or_removed_package_changes_no_running_host(
     guard = tmp_path / "guard.py"
     if on_disk is not None:
         guard.write_text(on_disk)
-    monkeypatch.setattr(guard_program, "_FILE", guard)
+    monkeypatch.setattr(launch_mark, "_FILE", guard)
     rig = make_worker()
     assert rig.status()["state"] is WorkerState.READY
     rig.stop()

@@ -1,5 +1,5 @@
-"""Finds the processes of a launch by an environment variable that they inherit: if the guard was
-killed, nobody else knows them."""
+"""What Python runs as the guard of a launch, and the mark by which the launch's processes are found
+if the guard was killed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from llama_worker.runtime.process import guard
+
+_FILE = Path(guard.__file__)
 _VARIABLE = "LLAMA_WORKER_LAUNCH"
 _KILL_INTERVAL_S = 1.0  # between looks for processes that are left
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class LaunchMark:
-    """Made before the launch. `variable`: what to add to its environment."""
+    """An environment variable that the processes of a launch inherit: if the guard was killed,
+    nobody else knows them. Made before the launch. `variable`: what to add to its environment."""
 
     def __init__(self, epoch: int) -> None:
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
@@ -45,3 +50,32 @@ class LaunchMark:
 def _started_at_ticks(pid: int) -> int:
     """When the process was forked, in clock ticks since the boot. Raises OSError."""
     return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+
+
+def guard_program() -> tuple[str, ...]:
+    """The words of Python's command: the guard's file, or its source if the file was replaced or
+    removed since the import, or is part of an archive. So the guard is of this program's own
+    version, even after an upgrade. Lists of processes show the file's name."""
+    if _SOURCE is None or _in_file() == _SOURCE:
+        return (str(_FILE),)
+    return ("-c", _SOURCE)
+
+
+def _imported() -> str | None:
+    """The source; None if this program has none."""
+    loader: Any = guard.__loader__
+    try:
+        source: str | None = loader.get_source(guard.__name__)
+    except (AttributeError, ImportError):  # a loader of another program's
+        return _in_file()
+    return source
+
+
+def _in_file() -> str | None:
+    try:
+        return _FILE.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+_SOURCE = _imported()

@@ -30,8 +30,7 @@ from llama_worker.runtime.host.futures import never_block_this_thread
 from llama_worker.runtime.host.threads import start_thread
 from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen, no_fork
 from llama_worker.runtime.process.guard import SERVER_PREFIX, pidfd_open, pidfd_send_signal
-from llama_worker.runtime.process.guard_program import guard_program
-from llama_worker.runtime.process.launch_mark import LaunchMark
+from llama_worker.runtime.process.launch_mark import LaunchMark, guard_program
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
 from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, LaunchReport
