@@ -23,8 +23,7 @@ from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import make_ready
 from llama_worker.config.command_flags import KnownFlags, read_help
-from llama_worker.config.machine import CGROUP, memory_bytes, read_number
-from llama_worker.config.server_program import FoundServer
+from llama_worker.config.server_program import CGROUP, FoundServer, memory_bytes, read_number
 from llama_worker.config.settings import Endpoint
 from llama_worker.config.validation import json_of
 from llama_worker.runtime.http.session import ask

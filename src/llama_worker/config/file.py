@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from llama_worker.config.command import canonical, llama_server_cmd
 from llama_worker.config.command_flags import cache_ram_mib, memory_warning
-from llama_worker.config.machine import memory_bytes
 from llama_worker.config.profiles import (
     TIMEOUT_PRESETS,
     LoopDetector,
@@ -24,6 +23,7 @@ from llama_worker.config.profiles import (
     RestartPolicy,
     TimeoutProfile,
 )
+from llama_worker.config.server_program import memory_bytes
 from llama_worker.config.settings import CALLABLES, WorkerConfig
 from llama_worker.config.validation import did_you_mean
 from llama_worker.errors import ConfigError

