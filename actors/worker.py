@@ -36,7 +36,7 @@ from llama_worker.request.prompt import params_warnings
 from llama_worker.request.report import lost_record
 from llama_worker.request.states import READ_REST_S
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable
-from llama_worker.runtime.host.open_futures import OpenFutures, WeakList
+from llama_worker.runtime.host.futures import OpenFutures, WeakList
 from llama_worker.server.blame import RestartCause
 from llama_worker.server.journal import EventFeed, Journal
 from llama_worker.server.messages import Observed

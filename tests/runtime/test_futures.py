@@ -17,8 +17,7 @@ import pykka
 import pytest
 
 from llama_worker.runtime.host import callbacks
-from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
-from llama_worker.runtime.host.open_futures import OpenFutures, WeakList
+from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture
 from llama_worker.runtime.host.timers import start_timers
 from tests.actors.conftest import WAIT_S, no_threads, run_async
 

@@ -32,8 +32,7 @@ from llama_worker.ray.types import (
 from llama_worker.ray.worker import RayWorker
 from llama_worker.request.submission import Submission, validate_submit
 from llama_worker.request.table import NOT_FOUND, NOT_READY
-from llama_worker.runtime.host.futures import ResultFuture, WorkerFuture
-from llama_worker.runtime.host.open_futures import OpenFutures
+from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WorkerFuture
 from llama_worker.startable import Startable
 from llama_worker.types.chat import ChatMessage, ContentPart
 from llama_worker.types.request import (

@@ -7,8 +7,7 @@ import copy
 
 from llama_worker.ray.types import RequestUpdate
 from llama_worker.request.output import Output, read_output
-from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.host.open_futures import WeakList
+from llama_worker.runtime.host.futures import WeakList, WorkerFuture
 from llama_worker.types.request import (
     NotFound,
     OutputChunk,
