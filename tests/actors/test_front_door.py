@@ -20,7 +20,7 @@ from llama_worker import (
     RequestRefused,
     ToolDef,
 )
-from llama_worker.runtime.http import token_count
+from llama_worker.runtime import real
 from llama_worker.runtime.probes import readiness
 from llama_worker.server.traits import ServerTraits
 from llama_worker.testing import scripts as fs
@@ -198,7 +198,7 @@ def test_a_prompt_far_too_large_is_counted(rig: Rig) -> None:
 def test_a_token_count_that_fails_is_an_error(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, script: fs.Script, says: str
 ) -> None:
-    monkeypatch.setattr(token_count, "COUNT_S", 0.2 if "within" in says else WAIT_S)
+    monkeypatch.setattr(real, "COUNT_S", 0.2 if "within" in says else WAIT_S)
     with pytest.raises(LlamaWorkerError, match=says):
         make_worker(script).worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 
@@ -213,7 +213,7 @@ def test_a_token_count_that_fails_is_an_error(
 def test_a_token_count_that_cannot_ask_says_why(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
 ) -> None:
-    monkeypatch.setattr(token_count, "ask", Mock(side_effect=error))
+    monkeypatch.setattr(real, "ask", Mock(side_effect=error))
     with pytest.raises(LlamaWorkerError, match=says):
         rig.worker.count_tokens("", "Hello?").get(timeout=WAIT_S)
 

@@ -21,7 +21,7 @@ from llama_worker.errors import (
     WorkerStopError,
 )
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.http.token_count import COUNT_S
+from llama_worker.runtime.real import COUNT_S
 from llama_worker.types.request import RequestState
 from llama_worker.types.worker import StartFailReason, WorkerState
 from tests.simulation.bench import IMAGE

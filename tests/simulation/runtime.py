@@ -27,9 +27,9 @@ from llama_worker.request.messages import (
     StuckToolThreads,
     WriteBios,
 )
-from llama_worker.runtime.http.token_count import COUNT_S
 from llama_worker.runtime.probes.readiness import unanswered
 from llama_worker.runtime.process.log_ring import LogRing
+from llama_worker.runtime.real import COUNT_S
 from llama_worker.server.health import models_outcome, probe_timeout_s
 from llama_worker.server.liveness import Counters, ProcessActivity, ProcessSample
 from llama_worker.server.messages import (

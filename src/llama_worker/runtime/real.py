@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from llama_worker.bios import PromptError
 from llama_worker.config.server_program import (
     host_environment,
     options_file_warnings,
@@ -15,15 +16,19 @@ from llama_worker.config.server_program import (
     working_folder,
 )
 from llama_worker.config.settings import Endpoint, WorkerConfig
+from llama_worker.config.validation import json_of
+from llama_worker.errors import LlamaWorkerError, described_error, masked
 from llama_worker.mailbox import Mailbox
 from llama_worker.ports import Waitable
 from llama_worker.request import messages as request
-from llama_worker.request.prompt import write_bios
+from llama_worker.request.prompt import Prompts, bios_text, write_bios
 from llama_worker.runtime.host.callbacks import call_host, write_log
+from llama_worker.runtime.host.futures import may_block_this_thread
 from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread
-from llama_worker.runtime.host.threads import start_thread
+from llama_worker.runtime.host.threads import run_on_thread, start_thread
 from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
-from llama_worker.runtime.http.token_count import count_tokens
+from llama_worker.runtime.http.abortable_socket import Abort
+from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.probes.gpu_watch import watch_gpus
 from llama_worker.runtime.probes.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.probes.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
@@ -31,7 +36,11 @@ from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_process import GuardedServer
 from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.server import messages as server
+from llama_worker.stream.failure import StreamFailure, describe_http_error, refuses_tools
+from llama_worker.types.request import TokenCount
 
+COUNT_S = 10.0  # to count a prompt's tokens
+_MAX_COUNTED_BYTES = 128 * 1024 * 1024  # the prompt as JSON, or its tokens, some 7 bytes each
 _logger = logging.getLogger("llama_worker")
 _SUSPENDED_S = 1.0  # a smaller difference is the time between the reads of two clocks
 
@@ -138,7 +147,7 @@ class RealRuntime(UpstreamQuestions):
 
     def count_tokens(self, order: request.CountTokens, *, prompted: bool, n_ctx: int) -> None:
         unix_now = self.unix_now()
-        count_tokens(order, self._config, prompted=prompted, n_ctx=n_ctx, unix_now=unix_now)
+        _count_tokens(order, self._config, prompted=prompted, n_ctx=n_ctx, unix_now=unix_now)
 
     def run_tool(self, order: request.RunTool) -> ToolCallThread:
         request_id, turn = order.turn_id
@@ -148,3 +157,77 @@ class RealRuntime(UpstreamQuestions):
 def _suspended_s() -> float:
     """How long this machine was suspended since its boot; the monotonic clock stood still then."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+
+
+def _count_tokens(
+    order: request.CountTokens, config: WorkerConfig, *, prompted: bool, n_ctx: int, unix_now: float
+) -> None:
+    """Count with the server's template and tokenizer, without using a slot, on another thread; the
+    order's reply is answered within COUNT_S.
+
+    Raises RuntimeError if the system has no thread left.
+    """
+    abort = Abort()
+    post = partial(ask, Endpoint.of(config), "POST", abort=abort, max_bytes=_MAX_COUNTED_BYTES)
+
+    def give_up() -> None:
+        """Fail without waiting for the thread: the BIOS provider may be what takes so long."""
+        fail(f"no answer within {COUNT_S:g} s")
+        abort.abort()
+
+    def fail(why: str) -> None:
+        shown = masked(f"the tokens could not be counted: {why}", config.api_key)
+        order.reply.fail(LlamaWorkerError(shown))
+
+    def server_answer(path: str, body: Mapping[str, Any], key: str) -> Any:
+        """The value of `key` in the server's answer."""
+        status, reply = post(path, timeout_s=COUNT_S, body=body)
+        answer = json_of(reply)
+        value = answer.get(key) if isinstance(answer, dict) else None
+        if status != 200 or not isinstance(value, list | str):
+            raise _BadAnswerError(path, describe_http_error(status, reply))
+        return value
+
+    def templated_prompt(*, prompted: bool) -> Any:
+        """The prompt as the server's template writes it."""
+        left = config.max_tool_iterations
+        with may_block_this_thread():
+            bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
+        body = Prompts(config, order.submission, prompted=prompted).next_body(bios)
+        return server_answer("/apply-template", body, "prompt")
+
+    def count() -> TokenCount:
+        try:
+            prompt = templated_prompt(prompted=prompted)
+        except _BadAnswerError as error:  # a request would fall back to prompted mode, too
+            if config.tool_call_mode != "auto" or not refuses_tools(error.failure):
+                raise
+            prompt = templated_prompt(prompted=True)
+        text = {"content": prompt, "add_special": True, "parse_special": True}
+        n_tokens = len(server_answer("/tokenize", text, "tokens"))
+        return {"ok": True, "n_prompt_tokens": n_tokens, "n_ctx": n_ctx, "n_left": n_ctx - n_tokens}
+
+    def run() -> None:
+        try:
+            order.reply.answer(count())
+        except (PromptError, LlamaWorkerError) as error:
+            fail(str(error))
+        except Exception as error:  # the server does not answer, or this machine lacks something
+            fail(described_error(error))
+        finally:
+            timer.cancel()
+
+    timer = call_at(now() + COUNT_S, give_up)
+    try:
+        run_on_thread(f"llama_worker-{config.name}-count", run)
+    except RuntimeError:
+        timer.cancel()
+        raise
+
+
+class _BadAnswerError(LlamaWorkerError):
+    """The server refused, or its answer lacks the value that was asked for."""
+
+    def __init__(self, path: str, failure: StreamFailure) -> None:
+        self.failure = failure
+        super().__init__(f"POST {path}: {failure.detail}")
