@@ -8,7 +8,7 @@ from msgspec import Struct
 from llama_worker.mailbox import Reply, Tick
 from llama_worker.request import messages as request
 from llama_worker.request.submission import Submission
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.server import messages as server
 from llama_worker.server.roll_call import Member
 from llama_worker.types.request import NotFound, NotReady, RequestResult, SubmitResult

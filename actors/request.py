@@ -24,7 +24,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.output import WaitingReads, can_answer
 from llama_worker.request.request import Request
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.lazy_reading import HURRY_S
 from llama_worker.types.request import RequestFailReason
 

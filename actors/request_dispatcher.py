@@ -28,7 +28,7 @@ from llama_worker.request.table import (
     RequestTable,
 )
 from llama_worker.runtime.host.futures import WeakList
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.server.messages import Unwatch, Watch
 from llama_worker.types.request import (
     NotFound,

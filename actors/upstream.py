@@ -20,7 +20,7 @@ from llama_worker.ports import Abortable, UpstreamRuntime
 from llama_worker.request.leased import LeaseEffects
 from llama_worker.request.messages import Abandon, ProgressReported, RequestEnded, ServerChecked
 from llama_worker.request.table import RequestRecord
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.server import messages
 from llama_worker.server.watch import ServerWatch
 from llama_worker.types.request import RequestFailReason

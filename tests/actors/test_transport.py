@@ -17,7 +17,7 @@ import sseclient
 
 from llama_worker import Canary, LlamaWorkerError, RestartPolicy, WorkerStartError
 from llama_worker.config.settings import Endpoint
-from llama_worker.runtime.streams.stream_reader import StreamReader
+from llama_worker.runtime.http.stream_reader import StreamReader
 from llama_worker.stream.sse import SseDecoder
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, WAIT_S, MakeWorker, Rig, eventually, fast_timeouts

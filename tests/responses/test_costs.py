@@ -27,9 +27,9 @@ from llama_worker.responses.messages import (
     ResponseEnded,
     StopListening,
 )
+from llama_worker.runtime.http import leased_exchange
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.streams import leased_exchange
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from tests.actors.conftest import WAIT_S
 from tests.responses.conftest import Client as ProxiedClient
 from tests.runtime.conftest import MakeServer, make_server

@@ -35,7 +35,7 @@ from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.timers import TimerThread
 from llama_worker.runtime.http import abortable_socket, session
 from llama_worker.runtime.http.abortable_socket import Abort, AbortableSocket, Aborted
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent, TextDelta
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.request import RequestFailReason

@@ -20,7 +20,7 @@ import pytest
 from llama_worker.config.settings import Endpoint
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.http import session
-from llama_worker.runtime.streams.stream_reader import StreamReader
+from llama_worker.runtime.http.stream_reader import StreamReader
 from llama_worker.stream import decoder, lazy_reading
 from llama_worker.stream.events import Finish, TextDelta, ToolCallDelta
 from llama_worker.types.request import RequestFailReason

@@ -11,7 +11,7 @@ from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.abortable_socket import Aborted
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.events import Finish
 from llama_worker.types.request import SubmitResult
 from tests.simulation.bench import IMAGE

@@ -11,7 +11,7 @@ from llama_worker.actors.messages import EndLease, Lease, WorkerMessage
 from llama_worker.request import leased
 from llama_worker.request.states import EXIT_REPORT_WAIT_S
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.events import TextDelta
 from llama_worker.stream.failure import disconnected
 from llama_worker.types.request import SubmitResult

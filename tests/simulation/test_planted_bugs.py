@@ -288,19 +288,19 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "who holds a lease never waits for the server",
-        "runtime.streams.leased_exchange:LeasedExchange.started_waiting",
+        "runtime.http.leased_exchange:LeasedExchange.started_waiting",
         returns(None),
         "request lost",
     ),
     Bug(
         "a lease that is given up keeps its connection",
-        "runtime.streams.leased_exchange:LeasedExchange.__init__",
+        "runtime.http.leased_exchange:LeasedExchange.__init__",
         given(_closes_nothing),
         "request lost",
     ),
     Bug(
         "nobody says why a leased connection broke",
-        "runtime.streams.leased_exchange:LeasedExchange.step",
+        "runtime.http.leased_exchange:LeasedExchange.step",
         given(_server_seems_alive),
         "crash",
     ),

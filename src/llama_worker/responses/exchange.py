@@ -24,7 +24,7 @@ from llama_worker.responses.messages import ProxyMessage, ResponseBegun, Respons
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.host.futures import WorkerFuture, may_block_this_thread
 from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.chat import ContentPart
 from llama_worker.types.request import RequestFailReason, SubmitErrorCode, SubmitResult

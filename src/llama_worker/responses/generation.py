@@ -27,8 +27,8 @@ from llama_worker.responses.upstream_facts import UpstreamFacts
 from llama_worker.runtime.host import timers
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.abortable_socket import Abort
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.runtime.http.session import HttpReply
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.stream.response import ChatBody

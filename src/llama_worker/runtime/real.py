@@ -29,12 +29,12 @@ from llama_worker.runtime.host.threads import run_on_thread, start_thread
 from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import ask
+from llama_worker.runtime.http.stream_reader import StreamReader
 from llama_worker.runtime.probes.gpu_watch import watch_gpus
 from llama_worker.runtime.probes.liveness_probes import anon_bytes, default_probes, process_evidence
 from llama_worker.runtime.probes.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_process import GuardedServer
-from llama_worker.runtime.streams.stream_reader import StreamReader
 from llama_worker.server import messages as server
 from llama_worker.stream.failure import StreamFailure, describe_http_error, refuses_tools
 from llama_worker.types.request import TokenCount

@@ -19,7 +19,7 @@ from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.server.messages import LookAtSlots, Probed, ProbeOutcome, SlotsSeen
 from llama_worker.server.slots import Slot, SlotsLook, SlotsTimeout
 from llama_worker.server.traits import ServerTraits

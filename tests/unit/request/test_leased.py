@@ -19,7 +19,7 @@ from llama_worker.request.messages import (
 from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S, READ_REST_S
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.streams.leased_exchange import LeasedExchange
+from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.server.blame import is_degenerate
 from llama_worker.stream.events import (
     Done,
