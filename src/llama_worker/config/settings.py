@@ -36,7 +36,6 @@ from llama_worker.config.command import (
 )
 from llama_worker.config.command_flags import command_warnings
 from llama_worker.config.profiles import (
-    TIMEOUT_PRESETS,
     Canary,
     LoopDetector,
     Recycle,
@@ -55,7 +54,6 @@ from llama_worker.config.validation import (
     checked_int,
     checked_json_object,
     checked_str,
-    checked_type,
     names_near_fields,
     plain_str,
     shown,
@@ -97,7 +95,7 @@ class WorkerConfig:
     _: KW_ONLY
     env: Annotated[Mapping[str, str], _checked_env] = field(default_factory=dict, repr=False)
     slots: Annotated[int, checked_slots] = 1
-    timeouts: Annotated[TimeoutProfile, _check_timeouts] = field(default_factory=TimeoutProfile)
+    timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     normal_tools: Annotated[Sequence[ToolDef], checked_tools] = ()
     tool_runner: Annotated[ToolRunner | CancellableToolRunner, _check_tool_runner] | None = None
@@ -250,14 +248,6 @@ def _check_on_signal(field: str, handler: object) -> None:
 
 def _check_on_event(field: str, handler: object) -> None:
     check_callback(field, handler, "event", instead=_IN_AN_EVENT_LOOP)
-
-
-def _check_timeouts(field: str, value: object) -> None:
-    if isinstance(value, str) and value in TIMEOUT_PRESETS:
-        raise TypeError(
-            f"{field} must be a TimeoutProfile: TimeoutProfile.{value}(), not {value!r}"
-        )
-    checked_type(field, value, TimeoutProfile)
 
 
 def _checked_env(field: str, value: object) -> dict[str, str]:
