@@ -24,9 +24,9 @@ from llama_worker.config.settings import Endpoint
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
-    ReadinessProbe,
-    SlotsQuestion,
+    look_at_slots,
     owns_port,
+    probe_readiness,
     unanswered,
 )
 from llama_worker.server.messages import LookAtSlots, Probed, ProbeOutcome, SlotsSeen
@@ -69,7 +69,7 @@ def test_look_at_slots_is_answered_during_any_shortage(
     monkeypatch.setattr(readiness, "ask", Mock(side_effect=lack))
     told: queue.SimpleQueue[SlotsSeen] = queue.SimpleQueue()
     order = LookAtSlots(epoch=3, timeout_s=WAIT_S)
-    SlotsQuestion(Endpoint.of(CONFIG), order, Mock(tell=told.put))
+    look_at_slots(Endpoint.of(CONFIG), order, Mock(tell=told.put))
     assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
 
 
@@ -77,7 +77,7 @@ def test_an_aborted_look_at_slots_ends_at_once(listener: int) -> None:
     told: queue.SimpleQueue[SlotsSeen] = queue.SimpleQueue()
     order = LookAtSlots(epoch=3, timeout_s=2 * WAIT_S)
     endpoint = Endpoint.of(replace(CONFIG, port=listener))
-    SlotsQuestion(endpoint, order, Mock(tell=told.put)).abort()
+    look_at_slots(endpoint, order, Mock(tell=told.put)).abort()
     assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
 
 
@@ -105,7 +105,7 @@ def test_questions_that_could_not_be_asked_are_repeated(
     monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
     monkeypatch.setattr(readiness, "run_probe", lambda probe: probe())
     host: Any = SimpleNamespace(tell=told.append)
-    ReadinessProbe(CONFIG, epoch=3, root_pid=1, first=True, reply_to=host)
+    probe_readiness(CONFIG, epoch=3, root_pid=1, first=True, reply_to=host)
     assert [probed.outcome for probed in told] == [outcome]
 
 
@@ -194,7 +194,7 @@ def test_an_answer_from_another_address_is_a_strangers(monkeypatch: pytest.Monke
         found = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in both]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
         config = replace(CONFIG, host="localhost", port=port)
-        ReadinessProbe(
+        probe_readiness(
             config, epoch=3, root_pid=server.pid, first=True, reply_to=Mock(tell=told.put)
         )
         probed = told.get(timeout=WAIT_S)
@@ -217,7 +217,7 @@ def test_server_ending_after_its_answer_is_no_stranger() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = replace(CONFIG, host="127.0.0.1", port=server.getsockname()[1])
         threading.Thread(target=answer_and_end, daemon=True).start()
-        ReadinessProbe(
+        probe_readiness(
             config, epoch=3, root_pid=ended.pid, first=True, reply_to=Mock(tell=told.put)
         )
         assert told.get(timeout=WAIT_S).outcome is ProbeOutcome.FAILED
@@ -294,7 +294,7 @@ def test_a_canary_check_may_wait_for_another_worker(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(readiness, "ask", Mock(return_value=(200, b"{}")))
     monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
     config = replace(CONFIG, canary=Canary(prompt="x", check=check))
-    ReadinessProbe(config, epoch=3, root_pid=1, first=True, reply_to=Mock(tell=told.put))
+    probe_readiness(config, epoch=3, root_pid=1, first=True, reply_to=Mock(tell=told.put))
     assert has_begun.wait(WAIT_S)
     judged.answer(True)
     probed = told.get(timeout=WAIT_S)

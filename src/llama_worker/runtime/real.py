@@ -30,9 +30,9 @@ from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.http.stream_reader import StreamReader
+from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.gpu_watch import watch_gpus
 from llama_worker.runtime.probes.liveness_probes import anon_bytes, default_probes, process_evidence
-from llama_worker.runtime.probes.readiness import AnswerProbe, ReadinessProbe, SlotsQuestion
 from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.server_process import GuardedServer
 from llama_worker.server import messages as server
@@ -80,13 +80,13 @@ class UpstreamQuestions(RealHost):
         super().__init__()
         self._endpoint = endpoint
 
-    def probe(self, epoch: int, reply_to: Mailbox[server.Probed]) -> AnswerProbe:
-        return AnswerProbe(self._endpoint, epoch=epoch, reply_to=reply_to)
+    def probe(self, epoch: int, reply_to: Mailbox[server.Probed]) -> Abort:
+        return readiness.probe_answer(self._endpoint, epoch=epoch, reply_to=reply_to)
 
     def look_at_slots(
         self, order: server.LookAtSlots, reply_to: Mailbox[server.SlotsSeen]
-    ) -> SlotsQuestion:
-        return SlotsQuestion(self._endpoint, order, reply_to)
+    ) -> Abort:
+        return readiness.look_at_slots(self._endpoint, order, reply_to)
 
 
 class RealRuntime(UpstreamQuestions):
@@ -123,8 +123,8 @@ class RealRuntime(UpstreamQuestions):
 
     def probe_readiness(
         self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[server.Probed]
-    ) -> ReadinessProbe:
-        return ReadinessProbe(
+    ) -> Abort:
+        return readiness.probe_readiness(
             self._config, epoch=epoch, root_pid=root_pid, first=first, reply_to=reply_to
         )
 

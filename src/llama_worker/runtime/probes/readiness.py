@@ -1,5 +1,9 @@
 """Questions to the server, outside its streams and each on a thread: whether it is ready and ours,
-and what its slots do."""
+and what its slots do.
+
+A function that asks returns what closes the connection at once; the question then counts as
+unanswered. It raises RuntimeError if the system has no thread left.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import psutil
 
+from llama_worker.config.profiles import Canary
 from llama_worker.config.settings import Endpoint, WorkerConfig
 from llama_worker.config.validation import json_of
 from llama_worker.errors import described_error, is_shortage, masked
@@ -34,144 +40,83 @@ from llama_worker.server.messages import LookAtSlots, Probed, ProbeOutcome, Slot
 from llama_worker.server.slots import LOOK_TIMEOUT_S, SlotsLook, SlotsTimeout, parse_slots
 from llama_worker.server.traits import ServerTraits, server_traits
 
+_Ask = Callable[..., tuple[int, bytes]]  # `ask`, of one server
+
 _LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
 _TRAITS_TIMEOUT_S = 2.0
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
 
 
-class _Question:
-    """A question to the server. The constructor asks it on another thread, which sends the answer
-    to `reply_to`; any thread may call `abort`.
-
-    Raises RuntimeError if the system has no thread left.
-    """
-
-    def __init__(self, endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Any]) -> None:
-        self._endpoint = endpoint
-        self._epoch = epoch
-        self._reply_to = reply_to
-        self._abort = Abort()
-        run_probe(self._run)
-
-    def abort(self) -> None:
-        """Close the connection now; the question then counts as unanswered."""
-        self._abort.abort()
-
-    def _run(self) -> None:
-        raise NotImplementedError
-
-    def _ask(
-        self, method: str, path: str, timeout_s: float, body: object = None
-    ) -> tuple[int, bytes]:
-        return ask(self._endpoint, method, path, timeout_s=timeout_s, body=body, abort=self._abort)
-
-    def _report(self, outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
-        shown = masked(detail, self._endpoint.api_key)  # it may quote the server
-        self._reply_to.tell(Probed(epoch=self._epoch, outcome=outcome, detail=shown, traits=traits))
-
-
-class ReadinessProbe(_Question):
-    """One probe of the worker's server, which sends one Probed.
+def probe_readiness(
+    config: WorkerConfig, *, epoch: int, root_pid: int, first: bool, reply_to: Mailbox[Probed]
+) -> Abort:
+    """Probe the worker's server. Sends one Probed.
 
     The `first` READY of a launch also requires that the listener belongs to `root_pid`'s tree, and
     has the traits.
     """
+    endpoint, abort = Endpoint.of(config), Abort()
+    ask_server = partial(ask, endpoint, abort=abort)
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        epoch: int,
-        root_pid: int,
-        first: bool,
-        reply_to: Mailbox[Probed],
-    ) -> None:
-        self._config = config
-        self._root_pid = root_pid
-        self._first = first
-        super().__init__(Endpoint.of(config), epoch=epoch, reply_to=reply_to)
+    def report(outcome: ProbeOutcome, detail: str, traits: ServerTraits) -> None:
+        shown = masked(detail, endpoint.api_key)  # it may quote the server
+        reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail=shown, traits=traits))
 
-    def _run(self) -> None:
-        timeout_s = probe_timeout_s(self._config.timeouts)
+    def run() -> None:
+        timeout_s = probe_timeout_s(config.timeouts)
         traits = ServerTraits()
         try:
-            status, body = self._ask("GET", "/v1/models", timeout_s)
+            status, body = ask_server("GET", "/v1/models", timeout_s=timeout_s)
         except Exception as error:
-            self._report(*unanswered(error), traits)
+            report(*unanswered(error), traits)
             return
         outcome, detail = models_outcome(status, json_of(body))
         try:
-            if outcome is ProbeOutcome.READY and self._first:
-                ip, port = self._abort.peer_ip, self._config.port
-                if owns_port(self._root_pid, port, ip):
-                    traits = self._ask_traits()
-                    outcome, detail = self._try_canary(outcome, detail)
+            if outcome is ProbeOutcome.READY and first:
+                ip, port = abort.peer_ip, config.port
+                if owns_port(root_pid, port, ip):
+                    traits = _ask_traits(ask_server)
+                    if config.canary is not None:
+                        outcome, detail = _try_canary(ask_server, config.canary, detail)
                 else:
                     # one that has just ended has no port either: does anybody answer still?
-                    self._ask("GET", "/v1/models", timeout_s)
+                    ask_server("GET", "/v1/models", timeout_s=timeout_s)
                     outcome = ProbeOutcome.OTHER_PROCESS
                     shown = f"[{ip}]" if ":" in ip else ip
                     detail = f"another process answers on {shown}:{port}"
         except Exception as error:
             outcome, detail = unanswered(error)[0], described_error(error)
-        self._report(outcome, detail, traits)
+        report(outcome, detail, traits)
 
-    def _ask_traits(self) -> ServerTraits:
-        """The traits that the server reports, none if it takes too long. Raises OSError if it ended
-        or this machine is short of something: the probe must be repeated."""
-        chat = {"messages": [{"role": "user", "content": "-"}]}
-        answers: list[dict[str, Any]] = []
-        for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
-            try:
-                status, answer = self._ask(method, path, _TRAITS_TIMEOUT_S, body)
-                value = json_of(answer) if status == 200 else None
-            except (TimeoutError, ValueError):
-                value = None
-            answers.append(value if isinstance(value, dict) else {})
-        return server_traits(*answers)
+    run_probe(run)
+    return abort
 
-    def _try_canary(self, outcome: ProbeOutcome, detail: str) -> tuple[ProbeOutcome, str]:
-        """Send the canary and wait as long as it takes: the startup's limits end the wait."""
-        canary = self._config.canary
-        if canary is None:
-            return outcome, detail
+
+def probe_answer(endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -> Abort:
+    """Ask whether a server that this program did not start answers at all. Sends one Probed."""
+    abort = Abort()
+
+    def run() -> None:
         try:
-            status, answer = self._ask(
-                "POST", "/v1/chat/completions", _CANARY_TIMEOUT_S, canary_body(canary)
-            )
-        except (OSError, ValueError) as error:
-            return unanswered(error)[0], f"the canary request failed: {described_error(error)}"
-        with may_block_this_thread():
-            problem = canary_problem(canary.check, status, json_of(answer))
-        return (outcome, detail) if problem is None else (ProbeOutcome.CANARY_FAILED, problem)
-
-
-class AnswerProbe(_Question):
-    """Asks whether a server that this program did not start answers at all. Sends one Probed."""
-
-    def _run(self) -> None:
-        try:
-            status, _ = self._ask("GET", "/v1/models", PROBE_TIMEOUT_S)
+            status, _ = ask(endpoint, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S, abort=abort)
             outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
         except Exception as error:
             outcome, detail = unanswered(error)
-        self._report(outcome, detail, ServerTraits())
+        reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail=detail))
+
+    run_probe(run)
+    return abort
 
 
-class SlotsQuestion(_Question):
-    """One look at `/slots`, which sends one SlotsSeen."""
+def look_at_slots(endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[SlotsSeen]) -> Abort:
+    """Look at `/slots`. Sends one SlotsSeen."""
+    abort = Abort()
 
-    def __init__(
-        self, endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[SlotsSeen]
-    ) -> None:
-        self._timeout_s = order.timeout_s
-        super().__init__(endpoint, epoch=order.epoch, reply_to=reply_to)
-
-    def _run(self) -> None:
+    def run() -> None:
         asked_at = timers.now()
         look: SlotsLook | SlotsTimeout | None = None
         try:
-            status, body = self._ask("GET", "/slots", self._timeout_s)
+            status, body = ask(endpoint, "GET", "/slots", timeout_s=order.timeout_s, abort=abort)
             slots = parse_slots(json_of(body)) if status == 200 else None
             if slots is not None:
                 # A late answer shows the slots of shortly before it came.
@@ -181,7 +126,40 @@ class SlotsQuestion(_Question):
             look = SlotsTimeout()
         except Exception:  # no answer, or this machine lacks something: nothing was seen
             pass
-        self._reply_to.tell(SlotsSeen(epoch=self._epoch, look=look))
+        reply_to.tell(SlotsSeen(epoch=order.epoch, look=look))
+
+    run_probe(run)
+    return abort
+
+
+def _ask_traits(ask_server: _Ask) -> ServerTraits:
+    """The traits that the server reports, none if it takes too long. Raises OSError if it ended
+    or this machine is short of something: the probe must be repeated."""
+    chat = {"messages": [{"role": "user", "content": "-"}]}
+    answers: list[dict[str, Any]] = []
+    for method, path, body in (("GET", "/props", None), ("POST", "/apply-template", chat)):
+        try:
+            status, answer = ask_server(method, path, timeout_s=_TRAITS_TIMEOUT_S, body=body)
+            value = json_of(answer) if status == 200 else None
+        except (TimeoutError, ValueError):
+            value = None
+        answers.append(value if isinstance(value, dict) else {})
+    return server_traits(*answers)
+
+
+def _try_canary(ask_server: _Ask, canary: Canary, ready: str) -> tuple[ProbeOutcome, str]:
+    """Send the canary and wait as long as it takes: the startup's limits end the wait. `ready`: the
+    detail if its answer is right."""
+    path, body = "/v1/chat/completions", canary_body(canary)
+    try:
+        status, answer = ask_server("POST", path, timeout_s=_CANARY_TIMEOUT_S, body=body)
+    except (OSError, ValueError) as error:
+        return unanswered(error)[0], f"the canary request failed: {described_error(error)}"
+    with may_block_this_thread():
+        problem = canary_problem(canary.check, status, json_of(answer))
+    if problem is not None:
+        return ProbeOutcome.CANARY_FAILED, problem
+    return ProbeOutcome.READY, ready
 
 
 def unanswered(error: Exception) -> tuple[ProbeOutcome, str]:
