@@ -19,7 +19,8 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox, Tick
 from llama_worker.ports import Host, Runtime
-from llama_worker.runtime.host.futures import WorkerFuture, never_block_this_thread
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.threads import never_block_this_thread
 from llama_worker.server.roll_call import Member
 
 M = TypeVar("M")

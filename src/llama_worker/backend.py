@@ -17,8 +17,8 @@ from llama_worker.actors.worker import WorkerActor
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import WorkerClosed, WorkerStopError
 from llama_worker.ports import Runtime
-from llama_worker.runtime.host.callbacks import flush_callbacks_and_log
 from llama_worker.runtime.host.futures import OpenFutures, WorkerFuture
+from llama_worker.runtime.host.threads import flush_callbacks_and_log
 from llama_worker.server.messages import Stop
 
 _logger = logging.getLogger("llama_worker")

@@ -21,8 +21,8 @@ from llama_worker.actors.base import SupervisedActor
 from llama_worker.clock import ClockTimer
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import FlushStream, HurryStream, StreamEvents
-from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.timers import TimerThread
+from llama_worker.runtime.host import threads
+from llama_worker.runtime.host.threads import TimerThread
 from llama_worker.server.messages import Probed
 from llama_worker.stream.lazy_reading import HURRY_S, WAKE_INTERVAL_S
 from llama_worker.testing import scripts as fs
@@ -83,7 +83,7 @@ def test_idle_worker_wakes_nobody_except_for_health_probe(
     monkeypatch: pytest.MonkeyPatch, make_worker: MakeWorker
 ) -> None:
     others = _tasks()  # what earlier tests have left running is no cost of this worker
-    monkeypatch.setattr(timers, "_timers", TimerThread())
+    monkeypatch.setattr(threads, "_timers", TimerThread())
     rig = make_worker(slots=4, timeouts=fast_timeouts(health_probe_interval_s=None))
     rig.run(*fs.plain_reply(fs.Sleep(0)))
 

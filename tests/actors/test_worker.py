@@ -17,7 +17,7 @@ import pytest
 
 from llama_worker import LlamaWorker, WorkerClosed, WorkerStartError
 from llama_worker.actors.messages import GetWorkerStatus
-from llama_worker.runtime.host.timers import call_at
+from llama_worker.runtime.host.threads import call_at
 from llama_worker.stream.lazy_reading import LazyReading
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_timeouts

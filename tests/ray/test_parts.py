@@ -46,8 +46,8 @@ from llama_worker.ray.calls import kill, one_line
 from llama_worker.ray.replica import Replica
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.request.submission import validate_submit
-from llama_worker.runtime.host.callbacks import run_callback
 from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.threads import run_callback
 from llama_worker.types.request import RequestPhase, RequestStatus
 from tests.actors.conftest import HOST, WAIT_S, run_async
 

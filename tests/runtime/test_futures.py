@@ -16,9 +16,9 @@ from typing import Any, cast
 import pykka
 import pytest
 
-from llama_worker.runtime.host import callbacks
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture
-from llama_worker.runtime.host.timers import start_timers
+from llama_worker.runtime.host.threads import start_timers
 from tests.actors.conftest import WAIT_S, no_threads, run_async
 
 CALLBACKS = "llama_worker-callbacks"
@@ -218,15 +218,15 @@ def test_callbacks_and_log_lines_survive_broken_host_logging(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        callbacks, "_callback_thread", callbacks._CallbackThread("llama_worker-callbacks")
+        threads, "_callback_thread", threads._CallbackThread("llama_worker-callbacks")
     )
-    monkeypatch.setattr(callbacks, "_log_thread", callbacks._CallbackThread("llama_worker-log"))
+    monkeypatch.setattr(threads, "_log_thread", threads._CallbackThread("llama_worker-log"))
     logger, broken = logging.getLogger("llama_worker.futures"), _BrokenLogging(error)
     called = threading.Event()
     logger.addFilter(broken)
     try:
         for _ in range(2):  # its own failure is logged, to the same filter
-            callbacks.write_log(logger, logging.ERROR, "a line")
+            threads.write_log(logger, logging.ERROR, "a line")
             assert broken.asked.acquire(timeout=WAIT_S)
             assert broken.asked.acquire(timeout=WAIT_S)
         future.add_done_callback(lambda _: 1 / 0)  # logged, too
@@ -241,7 +241,7 @@ def test_callbacks_and_log_lines_survive_broken_host_logging(
 def test_host_configuring_its_logging_holds_up_nobody() -> None:
     logger = logging.getLogger("llama_worker.futures")
     logger.setLevel(logger.level)  # logging forgets which levels are enabled
-    line = threading.Thread(target=callbacks.write_log, args=(logger, logging.ERROR, "a line"))
+    line = threading.Thread(target=threads.write_log, args=(logger, logging.ERROR, "a line"))
     with logging._lock:  # type: ignore[attr-defined]  # as while a handler is made
         line.start()
         line.join(5.0)
@@ -251,7 +251,7 @@ def test_host_configuring_its_logging_holds_up_nobody() -> None:
 def test_a_callback_without_a_thread_runs_later(
     future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(callbacks, "_callback_thread", callbacks._CallbackThread())
+    monkeypatch.setattr(threads, "_callback_thread", threads._CallbackThread())
     start_timers()  # as the first worker does
     called = threading.Event()
     future.add_done_callback(lambda _: called.set())

@@ -21,6 +21,7 @@ import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
 from llama_worker.config.settings import Endpoint
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
@@ -103,7 +104,7 @@ def test_questions_that_could_not_be_asked_are_repeated(
 
     monkeypatch.setattr(readiness, "ask", ask)
     monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
-    monkeypatch.setattr(readiness, "run_probe", lambda probe: probe())
+    monkeypatch.setattr(threads, "run_probe", lambda probe: probe())
     host: Any = SimpleNamespace(tell=told.append)
     probe_readiness(CONFIG, epoch=3, root_pid=1, first=True, reply_to=host)
     assert [probed.outcome for probed in told] == [outcome]

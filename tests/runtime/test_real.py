@@ -9,6 +9,7 @@ import pytest
 
 from llama_worker import WorkerConfig
 from llama_worker.runtime import real
+from llama_worker.runtime.host import threads
 
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
@@ -42,7 +43,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
         time=lambda: clocks.unix,
     )
     monkeypatch.setattr(real, "time", scripted)
-    monkeypatch.setattr(real, "lost_s", lambda: LOST_S)
+    monkeypatch.setattr(threads, "lost_s", lambda: LOST_S)
     return clocks
 
 

@@ -31,8 +31,8 @@ from llama_worker.clock import PausingClock
 from llama_worker.config.settings import Endpoint
 from llama_worker.errors import is_shortage
 from llama_worker.responses.generation import ChatExchange
-from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.timers import TimerThread
+from llama_worker.runtime.host import threads
+from llama_worker.runtime.host.threads import TimerThread
 from llama_worker.runtime.http import abortable_socket, session
 from llama_worker.runtime.http.abortable_socket import Abort, AbortableSocket, Aborted
 from llama_worker.runtime.http.leased_exchange import LeasedExchange
@@ -603,7 +603,7 @@ def test_time_lost_by_this_program_is_not_silence(
     stopped_s = [0.0]
     own = TimerThread(lambda: time.monotonic() + stopped_s[0])
     own.clock = clock = PausingClock(pause_s=100 * WAIT_S)  # however slow this machine is
-    monkeypatch.setattr(timers, "_timers", own)
+    monkeypatch.setattr(threads, "_timers", own)
 
     def serve(connection: socket.socket) -> None:
         connection.recv(1 << 16)

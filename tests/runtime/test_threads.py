@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from llama_worker.runtime.host import threads
-from llama_worker.runtime.host.futures import WorkerFuture, may_block_this_thread
-from llama_worker.runtime.host.threads import ProbeQueue, run_on_thread
+from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.threads import ProbeQueue, may_block_this_thread, run_on_thread
 from tests.actors.conftest import WAIT_S, eventually, no_threads
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from llama_worker import WorkerConfig
 from llama_worker.actors.base import Alarm
-from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.timers import TimerThread, call_at
+from llama_worker.runtime.host import threads
+from llama_worker.runtime.host.threads import TimerThread, call_at
 from llama_worker.runtime.real import RealRuntime
 from tests.actors.conftest import WAIT_S, eventually
 
@@ -29,12 +29,12 @@ def alarm_for(ring: Callable[[], object]) -> Alarm:
 
 def test_calls_come_in_the_order_of_deadlines() -> None:
     called: SimpleQueue[tuple[float, float, str]] = SimpleQueue()
-    now = timers.now()
+    now = threads.now()
 
     def call(at: float) -> None:
-        called.put((at, timers.now(), threading.current_thread().name))
+        called.put((at, threads.now(), threading.current_thread().name))
 
-    with timers._timers._changed:  # none of them is due before the last is set
+    with threads._timers._changed:  # none of them is due before the last is set
         for at in (now + 0.03, now + 0.01, now + 0.04, now + 0.02, now):
             call_at(at, partial(call, at))
     calls = [called.get(timeout=WAIT_S) for _ in range(5)]
@@ -44,10 +44,10 @@ def test_calls_come_in_the_order_of_deadlines() -> None:
 
 def test_an_alarm_fires_at_the_latest_instant_set() -> None:
     rung: SimpleQueue[float] = SimpleQueue()
-    now = timers.now()
-    alarm, off = (alarm_for(lambda: rung.put(timers.now())) for _ in range(2))
+    now = threads.now()
+    alarm, off = (alarm_for(lambda: rung.put(threads.now())) for _ in range(2))
     # however long this thread sleeps, nothing rings before the last word
-    with timers._timers._changed:
+    with threads._timers._changed:
         off.set(now + 0.02)
         off.set(None)
         alarm.set(now + 0.03)
@@ -65,8 +65,8 @@ def test_failing_call_is_logged_and_the_next_made(caplog: pytest.LogCaptureFixtu
 
     called = threading.Event()
     with caplog.at_level(logging.ERROR, logger="llama_worker.timers"):
-        call_at(timers.now(), failing)
-        call_at(timers.now() + 0.01, called.set)
+        call_at(threads.now(), failing)
+        call_at(threads.now() + 0.01, called.set)
         assert called.wait(WAIT_S)
     assert "a timer's call failed" in caplog.text
 
@@ -82,10 +82,10 @@ def test_timers_survive_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         return wait(timeout_s)
 
     monkeypatch.setattr(own._changed, "wait", lacking)
-    monkeypatch.setattr(timers, "time", Mock(sleep=pauses.put))
+    monkeypatch.setattr(threads, "time", Mock(sleep=pauses.put))
     own.start()
     assert pauses.get(timeout=WAIT_S) > 0
-    own.call_at(timers.now() + 0.01, called.set)
+    own.call_at(threads.now() + 0.01, called.set)
     assert called.wait(WAIT_S)
 
 
@@ -96,20 +96,20 @@ def test_timers_survive_the_hosts_broken_logging() -> None:
     logger, called = logging.getLogger("llama_worker.timers"), threading.Event()
     logger.addFilter(failing)
     try:
-        call_at(timers.now(), lambda: 1 / 0)
-        call_at(timers.now() + 0.01, called.set)
+        call_at(threads.now(), lambda: 1 / 0)
+        call_at(threads.now() + 0.01, called.set)
         assert called.wait(WAIT_S)
     finally:
         logger.removeFilter(failing)
 
 
 def test_deadline_beyond_platform_limit_delays_no_other() -> None:
-    never = call_at(timers.now() + 1e300, lambda: None)
+    never = call_at(threads.now() + 1e300, lambda: None)
     ticked = threading.Event()
-    call_at(timers.now(), ticked.set)
+    call_at(threads.now(), ticked.set)
     assert ticked.wait(WAIT_S)
     again = threading.Event()  # by now the thread waits for the far one
-    call_at(timers.now() + 0.05, again.set)
+    call_at(threads.now() + 0.05, again.set)
     assert again.wait(WAIT_S)
     never.cancel()
 
@@ -118,14 +118,14 @@ def test_far_deadlines_never_pile_up_or_wake_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = TimerThread()
-    monkeypatch.setattr(timers, "_timers", own)
+    monkeypatch.setattr(threads, "_timers", own)
     rung = threading.Event()
     alarm, kept = alarm_for(lambda: None), alarm_for(rung.set)
     # on top, so that none of the others comes there
-    near = call_at(timers.now() + 3599, lambda: None)
-    kept.set(timers.now() + 0.5)
+    near = call_at(threads.now() + 3599, lambda: None)
+    kept.set(threads.now() + 0.5)
     for step in range(10_000):
-        alarm.set(timers.now() + 3600 + step)
+        alarm.set(threads.now() + 3600 + step)
     assert len(own.clock._heap) < 200
     assert rung.wait(WAIT_S)
     alarm.set(None)
@@ -134,13 +134,13 @@ def test_far_deadlines_never_pile_up_or_wake_cancelled(
 
 
 def test_a_forked_child_has_timers_of_its_own() -> None:
-    call_at(timers.now(), lambda: None)  # the parent's thread exists
+    call_at(threads.now(), lambda: None)  # the parent's thread exists
     pid = os.fork()
     if pid == 0:
         faulthandler.dump_traceback_later(WAIT_S, exit=True)
         called = threading.Event()
         try:
-            call_at(timers.now(), called.set)
+            call_at(threads.now(), called.set)
             called.wait()
         finally:
             os._exit(not called.is_set())

@@ -19,7 +19,7 @@ FILES = {
     MODULE: (
         "def is_late(now, limit):\n    while now < 0:\n        now += 1\n    return now > limit\n"
     ),
-    "src/llama_worker/runtime/host/timers.py": "def due():\n    return 0\n",
+    "src/llama_worker/runtime/host/threads.py": "def due():\n    return 0\n",
     ITS_TEST: (
         "from llama_worker.runtime.host.clock import is_late\n"
         "def test_it():\n    assert is_late(2, 1) and is_late(-2, -3) and not is_late(0, 1)\n"
@@ -120,8 +120,8 @@ def test_what_fails_without_a_mutant_is_shown(
 def test_only_tests_that_execute_the_line_are_asked(tmp_path: Path) -> None:
     origin = repository(tmp_path / "origin")
     for path, text in {
-        "tests/runtime/test_timers.py": (
-            "from llama_worker.runtime.host.timers import due\ndef test_it(): assert due() == 0\n"
+        "tests/runtime/test_threads.py": (
+            "from llama_worker.runtime.host.threads import due\ndef test_it(): assert due() == 0\n"
         ),
         "tests/unit/test_first.py": (
             "import pytest\n"
@@ -156,7 +156,7 @@ def test_only_tests_that_execute_the_line_are_asked(tmp_path: Path) -> None:
     constant = dataclasses.replace(mutant(*NEVER), inside="")
     assert asked(constant) == {
         "unit tests": (nearest, *others),
-        "tests in real time": (its_own, "tests/runtime/test_timers.py::test_it"),
+        "tests in real time": (its_own, "tests/runtime/test_threads.py::test_it"),
     }
 
 

@@ -19,8 +19,8 @@ from llama_worker.config.settings import WorkerConfig
 from llama_worker.config.validation import checked_seconds
 from llama_worker.errors import ConfigError, WorkerClosed, WorkerStartError
 from llama_worker.ray.types import ConfigFor, Place, RequestUpdate
-from llama_worker.runtime.host.callbacks import run_callback
 from llama_worker.runtime.host.futures import WorkerFuture
+from llama_worker.runtime.host.threads import run_callback
 from llama_worker.runtime.process.free_port import free_port
 from llama_worker.types.request import RequestPhase, RequestStatus
 from llama_worker.types.worker import StartFailReason, WorkerState, WorkerStatus

@@ -21,8 +21,8 @@ from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.messages import ProxyMessage, ResponseBegun, ResponseEnded
-from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.futures import WorkerFuture, may_block_this_thread
+from llama_worker.runtime.host import threads
+from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
@@ -122,7 +122,7 @@ class Exchange:
         self._client.set_stall_callback(self.leased.stopped_waiting)
         self._wants_lease = True
         if not upstream.restarts:
-            admitted = Admitted(next(_lease_ids), 0, job_name, timers.now(), is_leased=True)
+            admitted = Admitted(next(_lease_ids), 0, job_name, threads.now(), is_leased=True)
             # nobody is shown its record, whose instants are Unix seconds
             self.leased.begin(admitted, api_key=upstream.endpoint.api_key, unix_offset=0.0)
             return
@@ -181,7 +181,7 @@ def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
     )
     if not actor.tell(question):
         raise unanswered
-    with may_block_this_thread():
+    with threads.may_block_this_thread():
         if not reply.wait(_ANSWER_S):
             reply.fail(unanswered)  # what was asked for must not be done later
         return reply.get()

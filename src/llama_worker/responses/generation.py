@@ -24,7 +24,7 @@ from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import NOT_FOR_CHAT, forwarded
 from llama_worker.responses.upstream_facts import UpstreamFacts
-from llama_worker.runtime.host import timers
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.leased_exchange import LeasedExchange
@@ -106,12 +106,12 @@ class ChatExchange:
             self.failure = self._leased.closed(reply.failure())
             self.close()
             return False
-        self._leased.opened(timers.now())
+        self._leased.opened(threads.now())
         self._connection, self._body = reply.take_over()
         self._connection.set_silence(self.silence_s)
         self._events = self._body.feed(b"")
         if self._events:
-            self._leased.received(self._events, timers.now())
+            self._leased.received(self._events, threads.now())
         return True
 
     def read(self, before_waiting: Callable[[], object] = lambda: None) -> list[StreamEvent] | None:
@@ -137,7 +137,7 @@ class ChatExchange:
                 else:
                     aborted = self._abort.error
                     body.end(None if aborted is None else str(aborted))
-            self._leased.received(events, timers.now())
+            self._leased.received(events, threads.now())
         if body.is_over and not events:  # events go to the client first
             self.failure = self._leased.closed(body.failure)
             self.close()
@@ -147,7 +147,7 @@ class ChatExchange:
     def _await_rest(self, until: float) -> None:
         """Wait for what may follow a finish reason. Aborts at the instant `until`, even if the
         server goes on sending."""
-        left_s = until - timers.now()
+        left_s = until - threads.now()
         if left_s <= 0.0 or not self._abort.wait_readable(left_s):
             self._abort.abort()
 

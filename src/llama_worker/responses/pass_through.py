@@ -16,7 +16,7 @@ from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import MalformedReply
 from llama_worker.responses.http.request_reader import HttpRequest, header_words
-from llama_worker.runtime.host import timers
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.session import HttpReply
 from llama_worker.stream.decoder import StreamDecoder
@@ -88,7 +88,7 @@ def pass_through(exchange: Exchange, request: HttpRequest, client: Client) -> No
         raise exchange.error_for_client(failure) from error
     with contextlib.closing(reply):
         if reply.status == HTTPStatus.OK:
-            leased.opened(timers.now())
+            leased.opened(threads.now())
         _pass_back(reply, exchange, client)
 
 
@@ -109,7 +109,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
     decoder = StreamDecoder(every_choice=True) if is_stream and leased.request_id else None
     while True:
         settled_at = leased.settled_at
-        is_late = settled_at is not None and timers.now() >= settled_at
+        is_late = settled_at is not None and threads.now() >= settled_at
         try:
             piece = _next_piece(reply, settled_at)
         except OSError as error:
@@ -124,7 +124,7 @@ def _pass_back(reply: HttpReply, exchange: Exchange, client: Client) -> None:
             refusal_body += piece
         events = decoder.feed(piece) if decoder is not None else ()
         if piece:
-            leased.received(events, timers.now())
+            leased.received(events, threads.now())
         # `is_late`: what had come by then was read just now; more is not awaited, even from a flood
         is_whole = not piece or is_late or reply.is_complete
         if is_whole:

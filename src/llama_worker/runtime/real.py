@@ -22,11 +22,8 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.ports import Waitable
 from llama_worker.request import messages as request
 from llama_worker.request.prompt import Prompts, bios_text, write_bios
-from llama_worker.runtime.host.callbacks import call_host, write_log
-from llama_worker.runtime.host.futures import may_block_this_thread
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread
-from llama_worker.runtime.host.threads import run_on_thread, start_thread
-from llama_worker.runtime.host.timers import call_at, lost_s, now, start_timers
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.http.stream_reader import StreamReader
@@ -52,24 +49,24 @@ class RealHost:
     def __init__(self) -> None:
         self._suspended_s = _suspended_s()
         self._unix_at_boot = time.time() - time.monotonic() - self._suspended_s
-        start_timers()
+        threads.start_timers()
 
-    now = staticmethod(now)
+    now = staticmethod(threads.now)
     unix_now = staticmethod(time.time)
-    call_at = staticmethod(call_at)
-    call_host = staticmethod(call_host)
+    call_at = staticmethod(threads.call_at)
+    call_host = staticmethod(threads.call_host)
 
     def unix_offset(self) -> float:
         suspended_s = _suspended_s()
         if suspended_s - self._suspended_s > _SUSPENDED_S:
             self._suspended_s = suspended_s
-        return self._unix_at_boot + self._suspended_s + lost_s()
+        return self._unix_at_boot + self._suspended_s + threads.lost_s()
 
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
         start_thread()
 
     def write_log(self, level: int, line: str) -> None:
-        write_log(_logger, level, line)
+        threads.write_log(_logger, level, line)
 
 
 class UpstreamQuestions(RealHost):
@@ -134,7 +131,7 @@ class RealRuntime(UpstreamQuestions):
         self._probes[look.probe].look(look, root_pid, reply_to)
 
     def watch_gpus(self, epoch: int, root_pid: int, reply_to: Mailbox[server.GpuFaulted]) -> None:
-        start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
+        threads.start_thread(f"{self._name}-gpus", partial(watch_gpus, root_pid, epoch, reply_to))
 
     def write_bios(self, order: request.WriteBios, reply_to: Mailbox[request.BiosWritten]) -> None:
         def tell_bios() -> None:
@@ -143,7 +140,7 @@ class RealRuntime(UpstreamQuestions):
         if self._config.has_builtin_bios:  # pure and quick: it needs no thread
             tell_bios()
         else:
-            start_thread(f"{self._name}-bios", tell_bios)
+            threads.start_thread(f"{self._name}-bios", tell_bios)
 
     def count_tokens(self, order: request.CountTokens, *, prompted: bool, n_ctx: int) -> None:
         unix_now = self.unix_now()
@@ -191,7 +188,7 @@ def _count_tokens(
     def templated_prompt(*, prompted: bool) -> Any:
         """The prompt as the server's template writes it."""
         left = config.max_tool_iterations
-        with may_block_this_thread():
+        with threads.may_block_this_thread():
             bios = bios_text(config, unix_now, iterations_left=left, prompted=prompted)
         body = Prompts(config, order.submission, prompted=prompted).next_body(bios)
         return server_answer("/apply-template", body, "prompt")
@@ -217,9 +214,9 @@ def _count_tokens(
         finally:
             timer.cancel()
 
-    timer = call_at(now() + COUNT_S, give_up)
+    timer = threads.call_at(threads.now() + COUNT_S, give_up)
     try:
-        run_on_thread(f"llama_worker-{config.name}-count", run)
+        threads.run_on_thread(f"llama_worker-{config.name}-count", run)
     except RuntimeError:
         timer.cancel()
         raise

@@ -14,7 +14,7 @@ import pytest
 
 from llama_worker import WorkerConfig
 from llama_worker.request.messages import RunTool, StuckToolThreads
-from llama_worker.runtime.host import host_code
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread, look
 from llama_worker.server.messages import Look
 from llama_worker.stream.calls import ParsedCall
@@ -83,7 +83,7 @@ def test_raising_probe_brings_no_news_and_is_reasked(
 
 def test_next_launch_waits_for_a_probe_still_out(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Callable[[], object]] = []
-    monkeypatch.setattr(host_code, "run_probe", begun.append)
+    monkeypatch.setattr(threads, "run_probe", begun.append)
     mailbox, seen = Told(), list[str]()
 
     class Slow(Probe):
@@ -112,10 +112,10 @@ def test_look_without_a_thread_is_not_counted_running(monkeypatch: pytest.Monkey
 
     looks, mailbox = SerializedProbe(Probe(None)), Told()
     order = Look(probe=0, round=1, fresh=True)
-    monkeypatch.setattr(host_code, "run_probe", refuse)
+    monkeypatch.setattr(threads, "run_probe", refuse)
     with pytest.raises(RuntimeError):
         looks.look(order, 1, mailbox)
-    monkeypatch.setattr(host_code, "run_probe", lambda call: call())
+    monkeypatch.setattr(threads, "run_probe", lambda call: call())
     looks.look(order, 1, mailbox)
     assert [evidence.alive for evidence in mailbox] == [True]
 

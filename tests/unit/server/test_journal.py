@@ -12,7 +12,7 @@ import pytest
 
 from llama_worker.request.progress import Progress
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.runtime.host.callbacks import write_log
+from llama_worker.runtime.host.threads import write_log
 from llama_worker.server.journal import BOUNDS_S, EventFeed, Journal
 from llama_worker.server.messages import Observed
 from llama_worker.types.request import (

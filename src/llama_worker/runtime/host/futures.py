@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import pykka
 
-from llama_worker.runtime.host.callbacks import run_callback
+from llama_worker.runtime.host.threads import never_blocks, run_callback
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -30,30 +30,6 @@ _REMEDY = "call get(timeout=...) for its value, or await it in a coroutine"
 # The futures with a callback, or on which a thread or task waits. A future that nobody holds is
 # freed, so that a host may poll with one after the other.
 _awaited: set[WorkerFuture[Any]] = set()
-
-
-_this_thread = threading.local()
-
-
-def never_block_this_thread() -> None:
-    """Mark the calling thread as one that others wait for: a WorkerFuture never blocks it.
-
-    The garbage collector runs on any thread, and may call a `__del__` of the host's there that
-    closes a worker: it gets no answer, rather than wait for ever.
-    """
-    _this_thread.never_blocks = True
-
-
-@contextlib.contextmanager
-def may_block_this_thread() -> Iterator[None]:
-    """Lift the mark of `never_block_this_thread` within the block, which holds no lock: for the
-    host's own code, which may use the worker."""
-    before = getattr(_this_thread, "never_blocks", False)
-    _this_thread.never_blocks = False
-    try:
-        yield
-    finally:
-        _this_thread.never_blocks = before
 
 
 class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
@@ -117,7 +93,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         """Block until resolved. Returns False after `timeout_s` seconds, and at once on a thread
         that called `never_block_this_thread`, or if the interpreter ends and nobody is left to
         answer."""
-        in_vain = getattr(_this_thread, "never_blocks", False) or sys.is_finalizing()
+        in_vain = never_blocks() or sys.is_finalizing()
         if not self.done() and not in_vain:
             woken = threading.Lock()
             woken.acquire()

@@ -19,10 +19,7 @@ from llama_worker.errors import is_shortage
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.turn import call_result
-from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.callbacks import log_exception
-from llama_worker.runtime.host.futures import may_block_this_thread
-from llama_worker.runtime.host.threads import run_probe, start_thread
+from llama_worker.runtime.host import threads
 from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types.hooks import LivenessProbe, RunningCall
 
@@ -43,7 +40,7 @@ class ToolCallThread:
         self._lock = threading.Lock()  # guards what follows
         self._given_up_to: Mailbox[messages.StuckToolThreads] | None = None
         self._has_returned = False
-        self._thread = start_thread(name, self._run)
+        self._thread = threads.start_thread(name, self._run)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -64,7 +61,7 @@ class ToolCallThread:
         try:
             loops.close()
         except BaseException:
-            log_exception(_logger, "closing the event loop of a tool failed")
+            threads.log_exception(_logger, "closing the event loop of a tool failed")
         if self._given_up_to is not None:
             self._given_up_to.tell(messages.StuckToolThreads(change=-1))
 
@@ -72,7 +69,7 @@ class ToolCallThread:
         call = self._order.call
         ok, text = call_result(call.name, lambda: self._call_tool(loops))
         ended = messages.CallEnded(
-            turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=timers.now()
+            turn_id=self._order.turn_id, call_id=call.id, ok=ok, text=text, at=threads.now()
         )
         with self._lock:
             self._has_returned = True
@@ -113,7 +110,7 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
     or returns something invalid counts as no news."""
     alive, reads, detail, by_shortage = False, False, "", False
     try:
-        with may_block_this_thread():
+        with threads.may_block_this_thread():
             if order.fresh:
                 probe.reset()
             evidence = probe.probe(root_pid, time.monotonic())
@@ -123,8 +120,8 @@ def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[Evi
     except BaseException as error:  # a SystemExit counts only as a failure of the probe
         by_shortage = is_shortage(error)
         if not by_shortage:
-            log_exception(_logger, "a liveness probe failed")
-    now = timers.now()
+            threads.log_exception(_logger, "a liveness probe failed")
+    now = threads.now()
     reply_to.tell(
         EvidenceSeen(
             look=order, at=now, alive=alive, detail=detail, reads=reads, by_shortage=by_shortage
@@ -151,7 +148,7 @@ class SerializedProbe:
                 return
             self._is_running = True
         try:
-            run_probe(partial(self._run_calls, call))
+            threads.run_probe(partial(self._run_calls, call))
         except RuntimeError:
             with self._lock:
                 self._is_running = False

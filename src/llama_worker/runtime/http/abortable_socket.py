@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 from llama_worker.errors import is_shortage
-from llama_worker.runtime.host import timers
+from llama_worker.runtime.host import threads
 
 _MAX_WAIT_S = 2e6  # 23 days: poll counts milliseconds in a C int
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, for 0 s
@@ -60,14 +60,14 @@ class Abort:
         """End what is done inside after `timeout_s`, as by `abort`, but with TimeoutError. Time in
         which this program did not run does not count. A reply that has come is still read."""
         limit = self._limit = object()
-        self.until = timers.now() + timeout_s
+        self.until = threads.now() + timeout_s
 
         def on_timeout() -> None:
             with self._lock:
                 if self._limit is limit and self._error is None:
                     self._end(TimeoutError(f"no complete reply within {timeout_s:g} s"))
 
-        timer = timers.call_at(self.until, on_timeout)
+        timer = threads.call_at(self.until, on_timeout)
         try:
             yield
         finally:
@@ -140,10 +140,10 @@ class _Abortable:
             if self.waiter is not None:
                 self.waiter.before_reading()
                 silence_s = self.waiter.silence_s
-            left_s = None if self.deadline is None else max(self.deadline - timers.now(), 0.0)
+            left_s = None if self.deadline is None else max(self.deadline - threads.now(), 0.0)
             if self.abort.wait_readable(_shorter_timeout(left_s, silence_s)):
                 return
-            if self.deadline is not None and timers.now() >= self.deadline:
+            if self.deadline is not None and threads.now() >= self.deadline:
                 raise TimeoutError("timed out while reading the reply")
 
     def _wait_to_send(self, event: int = select.POLLOUT) -> bool:
@@ -241,7 +241,7 @@ def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> Abor
         for tried, (family, kind, protocol, _, address) in enumerate(addresses):
             left, share_s = len(addresses) - tried, None
             if abort.until is not None and left > 1:
-                share_s = max(abort.until - timers.now(), 0.0) / left
+                share_s = max(abort.until - threads.now(), 0.0) / left
             try:
                 connection = AbortableSocket(family, kind, protocol)
                 _connect_to(address, connection, abort, _shorter_timeout(timeout_s, share_s))

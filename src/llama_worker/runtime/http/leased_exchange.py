@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S
 from llama_worker.request.table import Admitted
-from llama_worker.runtime.host import timers
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
@@ -92,7 +92,7 @@ class LeasedExchange:
         waits take longer than `UNWATCHED_WAIT_S` in all: before that there is nothing to watch, and
         to wake an actor costs more than a short reply."""
         if self._tell_lease is not None:
-            now = timers.now()
+            now = threads.now()
             self._unwatched_until = self._unwatched_until or now + UNWATCHED_WAIT_S
             left_s = self._unwatched_until - now
             if left_s <= 0.0 or not self._abort.wait_readable(left_s):
@@ -124,8 +124,8 @@ class LeasedExchange:
 
     @property
     def settled_at(self) -> float | None:
-        """The instant (`timers.now`) until which to wait for more; None: the server has not come to
-        an end."""
+        """The instant (`threads.now`) until which to wait for more; None: the server has not come
+        to an end."""
         return self._request.settled_at
 
     def closed(self, failure: StreamFailure | None) -> StreamFailure | None:

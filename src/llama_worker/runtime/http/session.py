@@ -25,7 +25,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from llama_worker.config.settings import Endpoint
 from llama_worker.errors import described_error, is_shortage
-from llama_worker.runtime.host import timers
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.http.abortable_socket import (
     Abort,
     AbortableSocket,
@@ -82,7 +82,7 @@ class HttpReply:
 
     def read(self, *, until: float | None = None) -> bytes:
         """The next bytes of the body; b"" at its end. Raises OSError if the connection breaks,
-        TimeoutError if nothing comes by `until` (of `timers.now`), ValueError if the reply is not
+        TimeoutError if nothing comes by `until` (of `threads.now`), ValueError if the reply is not
         HTTP any more."""
         parser = self._parser
         if until is not None:
@@ -100,7 +100,7 @@ class HttpReply:
 
     def failure(self) -> StreamFailure:
         """The failure told by an error status and its body; waits `_ERROR_BODY_S` for the body."""
-        body, until = b"", timers.now() + _ERROR_BODY_S
+        body, until = b"", threads.now() + _ERROR_BODY_S
         with contextlib.suppress(OSError, ValueError):
             while len(body) < _MAX_ERROR_BODY_BYTES and (data := self.read(until=until)):
                 body += data

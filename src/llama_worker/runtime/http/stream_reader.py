@@ -12,7 +12,7 @@ from llama_worker.config.settings import Endpoint
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.messages import OpenStream, StreamClosed, StreamEvents, StreamOpened
-from llama_worker.runtime.host import timers
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.threads import run_on_thread
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import HttpReply, post_chat, send_failure
@@ -44,7 +44,7 @@ class StreamReader:
         self._lock = threading.Lock()  # guards what follows
         self._connection: socket.socket | None = None  # while there is a body to read
         self._body: ChatBody  # from then on
-        self._lazy = LazyReading(timers.now(), max_hold_s=order.max_hold_s)
+        self._lazy = LazyReading(threads.now(), max_hold_s=order.max_hold_s)
         self._low_water_bytes = 1
         run_on_thread(f"{name}-stream", self._run)
 
@@ -59,12 +59,12 @@ class StreamReader:
             if self._body.is_over:  # nothing else wakes the thread any more
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
-            self._tell(self._lazy.all(timers.now()))
+            self._tell(self._lazy.all(threads.now()))
 
     def hurry(self) -> None:
         with self._lock:
             if self._connection is not None:
-                self._tell(self._lazy.hurry(timers.now()))
+                self._tell(self._lazy.hurry(threads.now()))
                 self._set_low_water()
 
     # ---------------------------------------------------------------- the thread
@@ -79,7 +79,7 @@ class StreamReader:
         closed = StreamClosed(
             turn_id=self._order.turn_id,
             failure=failure,
-            at=timers.now(),
+            at=threads.now(),
             is_aborted=self._abort.error is not None,
         )
         self._order.reply_to.tell(closed)
@@ -103,13 +103,13 @@ class StreamReader:
                 self._connection.setblocking(False)
                 poll.register(self._connection, select.POLLIN)
                 self._order.reply_to.tell(
-                    StreamOpened(turn_id=self._order.turn_id, at=timers.now())
+                    StreamOpened(turn_id=self._order.turn_id, at=threads.now())
                 )
                 self._feed(b"")
             while True:
                 with self._lock:
                     self._take_in()
-                    now = timers.now()
+                    now = threads.now()
                     self._tell(self._lazy.due(now, over=self._body.is_over))
                     if self._body.is_over:
                         return self._body.failure
@@ -119,7 +119,7 @@ class StreamReader:
         finally:
             with self._lock:
                 self._connection = None
-                self._tell(self._lazy.all(timers.now()))  # however it ends
+                self._tell(self._lazy.all(threads.now()))  # however it ends
 
     # ---------------------------------------------------------------- with the lock held
 
@@ -148,7 +148,7 @@ class StreamReader:
         read_before = self._body.bytes_read
         events = self._body.feed(data)
         if self._body.bytes_read > read_before:
-            self._lazy.received(events, self._body.bytes_read - read_before, timers.now())
+            self._lazy.received(events, self._body.bytes_read - read_before, threads.now())
 
     def _set_low_water(self) -> None:
         """Set SO_RCVLOWAT, which also holds for bytes that are already in the socket."""

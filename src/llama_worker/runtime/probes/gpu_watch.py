@@ -13,7 +13,7 @@ from typing import Any, Final
 import psutil
 
 from llama_worker.mailbox import Mailbox
-from llama_worker.runtime.host.callbacks import log_exception
+from llama_worker.runtime.host.threads import log_exception
 from llama_worker.runtime.probes.liveness_probes import load_nvml, tree_pids
 from llama_worker.server.blame import GpuFault, fault_of_xid, gpu_lost, uncorrectable_memory_error
 from llama_worker.server.messages import GpuFaulted

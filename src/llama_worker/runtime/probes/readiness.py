@@ -23,9 +23,7 @@ from llama_worker.config.settings import Endpoint, WorkerConfig
 from llama_worker.config.validation import json_of
 from llama_worker.errors import described_error, is_shortage, masked
 from llama_worker.mailbox import Mailbox
-from llama_worker.runtime.host import timers
-from llama_worker.runtime.host.futures import may_block_this_thread
-from llama_worker.runtime.host.threads import run_probe
+from llama_worker.runtime.host import threads
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.probes.liveness_probes import PROC, listening_addresses, tree_pids
@@ -88,7 +86,7 @@ def probe_readiness(
             outcome, detail = unanswered(error)[0], described_error(error)
         report(outcome, detail, traits)
 
-    run_probe(run)
+    threads.run_probe(run)
     return abort
 
 
@@ -104,7 +102,7 @@ def probe_answer(endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -
             outcome, detail = unanswered(error)
         reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail=detail))
 
-    run_probe(run)
+    threads.run_probe(run)
     return abort
 
 
@@ -113,14 +111,14 @@ def look_at_slots(endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[Slot
     abort = Abort()
 
     def run() -> None:
-        asked_at = timers.now()
+        asked_at = threads.now()
         look: SlotsLook | SlotsTimeout | None = None
         try:
             status, body = ask(endpoint, "GET", "/slots", timeout_s=order.timeout_s, abort=abort)
             slots = parse_slots(json_of(body)) if status == 200 else None
             if slots is not None:
                 # A late answer shows the slots of shortly before it came.
-                asked_at = max(asked_at, timers.now() - LOOK_TIMEOUT_S)
+                asked_at = max(asked_at, threads.now() - LOOK_TIMEOUT_S)
                 look = SlotsLook(asked_at=asked_at, slots=slots)
         except TimeoutError:
             look = SlotsTimeout()
@@ -128,7 +126,7 @@ def look_at_slots(endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[Slot
             pass
         reply_to.tell(SlotsSeen(epoch=order.epoch, look=look))
 
-    run_probe(run)
+    threads.run_probe(run)
     return abort
 
 
@@ -155,7 +153,7 @@ def _try_canary(ask_server: _Ask, canary: Canary, ready: str) -> tuple[ProbeOutc
         status, answer = ask_server("POST", path, timeout_s=_CANARY_TIMEOUT_S, body=body)
     except (OSError, ValueError) as error:
         return unanswered(error)[0], f"the canary request failed: {described_error(error)}"
-    with may_block_this_thread():
+    with threads.may_block_this_thread():
         problem = canary_problem(canary.check, status, json_of(answer))
     if problem is not None:
         return ProbeOutcome.CANARY_FAILED, problem

@@ -26,8 +26,7 @@ from llama_worker.config.server_program import (
 )
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
-from llama_worker.runtime.host.futures import never_block_this_thread
-from llama_worker.runtime.host.threads import start_thread
+from llama_worker.runtime.host.threads import never_block_this_thread, start_thread
 from llama_worker.runtime.process.free_port import Address, addresses_of, can_listen, no_fork
 from llama_worker.runtime.process.guard import SERVER_PREFIX, pidfd_open, pidfd_send_signal
 from llama_worker.runtime.process.launch_mark import LaunchMark, guard_program
