@@ -86,13 +86,21 @@ def test_the_server_samples_as_it_last_said(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("takes_tools", "warns"), [(False, True), (True, False), (None, False)])
+@pytest.mark.parametrize(
+    ("caps", "warns"),
+    [
+        ({"supports_tools": False}, True),
+        ({"supports_tools": True, "supports_tool_calls": False}, True),
+        ({"supports_tools": True}, False),
+        ({}, False),
+    ],
+)
 def test_tools_that_the_template_ignores_are_told(
-    through: Through, takes_tools: bool | None, warns: bool, stream: bool
+    through: Through, caps: dict[str, bool], warns: bool, stream: bool
 ) -> None:
     props = {
         "default_generation_settings": {"params": {"temperature": 0}},
-        "chat_template_caps": {} if takes_tools is None else {"supports_tools": takes_tools},
+        "chat_template_caps": caps,
     }
     client, upstream = through(answer(json.dumps(props).encode()))
     client.create()

@@ -270,7 +270,7 @@ class ResponseGenerator:
     def warnings(self, chat_request: ChatRequest) -> tuple[str, ...]:
         """What is ignored of a request whose response has begun."""
         if self._facts.ignores_tools and "tools" in chat_request.body:
-            return (*chat_request.warnings, "tools are ignored by the model's chat template")
+            return (*chat_request.warnings, "the model's chat template does not support tools")
         return chat_request.warnings
 
     def generate(

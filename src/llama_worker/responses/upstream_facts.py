@@ -13,6 +13,7 @@ from llama_worker.responses.api.tools import as_object
 from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.runtime.http import session
+from llama_worker.server.traits import server_traits
 
 _QUERY_TIMEOUT_S = 2.0  # timeout of a small question, which the server answers within milliseconds
 _SAYS_OF_TEMPLATE = (200, 400, 500)  # of `/apply-template`; the others say that nothing was tried
@@ -53,8 +54,7 @@ class UpstreamFacts:
             sampling = sampling_of(props)
             if sampling:
                 self._sampling = sampling
-                caps = as_object(props.get("chat_template_caps"))
-                self.ignores_tools = caps.get("supports_tools") is False
+                self.ignores_tools = server_traits(props, {}).tools is False
             self._props_until = time.monotonic() + (_PROPS_S if sampling else _PROPS_RETRY_S)
         return self._sampling
 
