@@ -27,7 +27,7 @@ from llama_worker.responses.http.request_reader import Phase, RequestReader
     ],
 )
 def test_nobody_waits_for_ever(phase: Phase, allowed_s: float) -> None:
-    waiting: WaitingClients[str] = WaitingClients()
+    waiting: Any = WaitingClients()
     assert waiting.deadline() is None
     waiting.enter("a", phase, 10.0)
     assert waiting.deadline() == 10.0 + allowed_s
@@ -39,7 +39,7 @@ def test_nobody_waits_for_ever(phase: Phase, allowed_s: float) -> None:
 
 
 def test_only_a_dripping_body_gets_more_time() -> None:
-    waiting: WaitingClients[str] = WaitingClients()
+    waiting: Any = WaitingClients()
     waiting.enter("head", Phase.SILENT, -100.0)  # silence before it costs it no time
     for at in (0.0, 10.0):
         waiting.enter("head", Phase.HEAD, at)
@@ -53,7 +53,7 @@ def test_only_a_dripping_body_gets_more_time() -> None:
 
 
 def test_whoever_waits_longest_makes_room_the_silent_first() -> None:
-    waiting: WaitingClients[str] = WaitingClients()
+    waiting: Any = WaitingClients()
     phases = {
         "body": Phase.BODY,
         "head": Phase.HEAD,

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.http.access import page_headers
 from llama_worker.responses.http.request_reader import Phase, RequestReader
 
 Headers = Iterable[tuple[str, str]]
-C = TypeVar("C")
 
 SILENT_S = 120.0  # without a byte of a request, on a new or a kept-alive connection
 HEAD_S = 20.0  # from a head's first byte to its last
@@ -144,7 +143,7 @@ class Client:
             return  # it is gone already
 
 
-class WaitingClients(Generic[C]):
+class WaitingClients:
     """The clients that wait on the listener's thread, by phase: when each times out, and which is
     evicted first if places are short. Instants are monotonic seconds.
     """
@@ -152,19 +151,19 @@ class WaitingClients(Generic[C]):
     def __init__(self) -> None:
         # Deadlines. The longest-waiting client of each phase comes first: all of a phase may wait
         # equally long.
-        self._waiting: dict[Phase, dict[C, float]] = {phase: {} for phase in _ALLOWED_S}
+        self._waiting: dict[Phase, dict[Client, float]] = {phase: {} for phase in _ALLOWED_S}
 
-    def __iter__(self) -> Iterator[C]:
+    def __iter__(self) -> Iterator[Client]:
         return iter([client for kind in self._waiting.values() for client in kind])
 
-    def enter(self, client: C, phase: Phase, now: float) -> None:
+    def enter(self, client: Client, phase: Phase, now: float) -> None:
         """The client waits from now on. More bytes of a head do not extend its time."""
         if phase is Phase.HEAD and client in self._waiting[phase]:
             return
         self.leave(client)
         self._waiting[phase][client] = now + _ALLOWED_S[phase]
 
-    def leave(self, client: C) -> None:
+    def leave(self, client: Client) -> None:
         """The client no longer waits; idempotent."""
         for kind in self._waiting.values():
             kind.pop(client, None)
@@ -175,7 +174,7 @@ class WaitingClients(Generic[C]):
             (next(iter(kind.values())) for kind in self._waiting.values() if kind), default=None
         )
 
-    def expired(self, now: float) -> list[C]:
+    def expired(self, now: float) -> list[Client]:
         """The clients that have timed out."""
         expired = []
         for kind in self._waiting.values():
@@ -185,7 +184,7 @@ class WaitingClients(Generic[C]):
                 expired.append(client)
         return expired
 
-    def next_to_evict(self) -> C | None:
+    def next_to_evict(self) -> Client | None:
         """The client whose place is given to another: the longest-waiting one of the first phase in
         `_ALLOWED_S`, so those that linger or are silent go first. None: no client waits."""
         return next((next(iter(kind)) for kind in self._waiting.values() if kind), None)

@@ -53,7 +53,7 @@ class SocketListener:
         self._config = config
         self._answer = serve
         self._access = AccessPolicy(config.host, config.allow_origins)
-        self._waiting_clients: WaitingClients[Client] = WaitingClients()
+        self._waiting_clients = WaitingClients()
         self._clients: dict[int, Client] = {}  # by descriptor; only the listener's thread closes
         self._busy: set[Client] = set()
         self._complete_requests: list[tuple[Client, HttpRequest]] = []  # about to run
