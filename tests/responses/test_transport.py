@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from itertools import product
@@ -19,6 +20,7 @@ from tests.responses.oracle import check_events, read_sse
 
 MIB = 1024 * 1024
 Steps = list[fs.Step]
+NEEDS_IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
 
 
 # ---------------------------------------------------------------- clients that leave
@@ -180,6 +182,19 @@ def test_no_more_than_allowed_run_at_once(make_fake: MakeClient) -> None:
 def test_responses_have_four_addresses(fake: Client) -> None:
     for target in ("/v1/responses", "/v1/responses/", "/responses", "/responses/"):
         assert fake.create(target=target).json["object"] == "response"
+
+
+@NEEDS_IPV6
+def test_listening_on_every_address_includes_ipv4(make_fake: MakeClient) -> None:
+    assert make_fake(host="::").send("GET", "/health").status == 200
+
+
+@NEEDS_IPV6
+def test_a_link_local_address_keeps_its_interface(make_fake: MakeClient) -> None:
+    """No interface has this address; without its interface it is an invalid one."""
+    with pytest.raises(OSError, match="fe80::1") as refused:
+        make_fake(host="fe80::1%lo")
+    assert refused.value.errno == errno.EADDRNOTAVAIL
 
 
 def test_what_is_ignored_is_told_in_a_header(fake: Client) -> None:

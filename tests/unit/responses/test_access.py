@@ -31,7 +31,6 @@ def head(**headers: str) -> HttpRequest:
         ("[::1]:9998", "::1"),
         ("192.168.1.5:9998", "192.168.1.5"),
         ("192.168.1.5:9998", "::ffff:192.168.1.5"),
-        ("[fe80::1]", "fe80::1%eth0"),
         pytest.param("ui.example:9998", "192.168.1.5", id="the name of a page that was named"),
         pytest.param("box.lan:9998", "192.168.1.5", id="the name that the proxy listens on"),
     ],

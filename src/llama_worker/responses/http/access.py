@@ -88,7 +88,7 @@ def _is_this_machine(host: str, local_address: str) -> bool:
 
 def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """The address; the IPv4 address for an IPv4-mapped one, which a dual-stack socket has."""
-    local = ipaddress.ip_address(address.partition("%")[0])
+    local = ipaddress.ip_address(address)
     return (local.ipv4_mapped or local) if isinstance(local, ipaddress.IPv6Address) else local
 
 

@@ -76,7 +76,11 @@ class SocketListener:
         self._wake_lock = threading.Lock()
         self._is_closed = False
         with contextlib.ExitStack() as opened:
-            self._socket = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            # "::" is every address, those of IPv4 too
+            dual = address[0] == "::" and socket.has_dualstack_ipv6()
+            self._socket = socket.create_server(
+                address, family=family, backlog=_BACKLOG, dualstack_ipv6=dual
+            )
             opened.callback(self._socket.close)
             self._socket.setblocking(False)
             # accepted connections inherit both
