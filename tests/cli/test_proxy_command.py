@@ -99,7 +99,7 @@ def test_who_handled_signals_before_does_so_afterwards(free_port: Callable[[], i
 import signal
 from llama_worker.cli.proxy import ServerChoice, serve
 from llama_worker.responses.config import ResponsesProxyConfig
-upstream = ServerChoice(url="http://{HOST}:1", model=None, server=None, slots=1, command=None)
+upstream = ServerChoice(url="http://{HOST}:1", model=None, server=None, slots=None, command=None)
 config = ResponsesProxyConfig(host="{HOST}", port={free_port()})
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 print(serve(upstream, config, api_key_env=None))
@@ -128,6 +128,8 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
         (["--upstream", "http://a", "--model", "b"], 2, "give one of"),
         (["--upstream", "http://a", "--server", "b"], 2, "--server needs --model"),
         (["--server-cmd", "a", "--server", "b"], 2, "--server needs --model"),
+        (["--upstream", "http://a", "--slots", "2"], 2, "--slots needs --model or --server-cmd"),
+        (["--model", "MODEL", "--ca-file", "MODEL"], 2, "--ca-file needs --upstream"),
         (["--upstream", "ftp://a"], 2, "upstream must be a URL"),
         (["--upstream", "http://user:hush@a"], 2, "must not contain a user or password"),
         (

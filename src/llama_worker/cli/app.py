@@ -86,12 +86,6 @@ ServerArgOption = Annotated[
     list[str] | None,
     typer.Option(metavar="WORD", help="An extra word for the server's command; may be repeated."),
 ]
-SlotsOption = Annotated[
-    int,
-    typer.Option(
-        min=1, metavar="N", help="Requests that a started server handles at the same time."
-    ),
-]
 Timeouts = Literal["slow", TimeoutPreset]
 TimeoutsOption = Annotated[
     Timeouts,
@@ -151,7 +145,9 @@ def run_command(
         str | None,
         typer.Option(metavar="N|auto|all", help="Number of layers to put on GPUs [auto]."),
     ] = None,
-    slots: SlotsOption = 1,
+    slots: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Requests handled at the same time.")
+    ] = 1,
     server_arg: ServerArgOption = None,
     port: Annotated[
         int | None,
@@ -307,7 +303,10 @@ def responses_proxy_command(
         str | None, typer.Option(metavar="FILE", help="Start a llama-server with this GGUF file.")
     ] = None,
     server: ServerOption = None,
-    slots: SlotsOption = 1,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Slots of the server that is started [1]."),
+    ] = None,
     server_cmd: Annotated[
         str | None,
         typer.Option(

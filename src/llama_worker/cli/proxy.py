@@ -26,12 +26,13 @@ _LOCALHOST = "127.0.0.1"
 
 
 class ServerChoice(Struct, frozen=True, kw_only=True):
-    """Which server to use: the one at `url`, or one to start with a `model` or a `command`."""
+    """Which server to use: the one at `url`, or one to start with a `model` or a `command`, and
+    `slots` (None: 1)."""
 
     url: str | None
     model: str | None
     server: str | None
-    slots: int
+    slots: int | None
     command: str | None
 
 
@@ -42,6 +43,7 @@ def serve(upstream: ServerChoice, config: ResponsesProxyConfig, *, api_key_env: 
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with contextlib.suppress(KeyboardInterrupt):
+        _check_choice(upstream, config.ca_file)
         api_key = _api_key(api_key_env)
         _check_ca_file(config.ca_file)
         with (
@@ -72,6 +74,22 @@ def _listen(proxy: ResponsesProxy, where: str) -> None:
         raise Problem("no_port", f"the proxy cannot listen on {where}: {error}", todo) from error
 
 
+def _starts_server(upstream: ServerChoice) -> bool:
+    return bool(upstream.model or upstream.command)
+
+
+def _check_choice(upstream: ServerChoice, ca_file: str | None) -> None:
+    """Refuse what would be ignored. Raises UsageProblem."""
+    if sum(map(bool, (upstream.url, upstream.model, upstream.command))) > 1:
+        raise UsageProblem("give one of --upstream, --model and --server-cmd")
+    if upstream.server and not upstream.model:
+        raise UsageProblem("--server needs --model: it names the program that is started with it")
+    if upstream.slots is not None and not _starts_server(upstream):
+        raise UsageProblem("--slots needs --model or --server-cmd: a running server has its own")
+    if ca_file is not None and _starts_server(upstream):
+        raise UsageProblem("--ca-file needs --upstream: a started server is reached without TLS")
+
+
 @contextlib.contextmanager
 def _server(
     upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile, interrupts: Interrupts
@@ -80,12 +98,7 @@ def _server(
 
     Raises KeyboardInterrupt if a signal comes before it is READY.
     """
-    starts = [given for given in (upstream.model, upstream.command) if given]
-    if len(starts) + bool(upstream.url) > 1:
-        raise UsageProblem("give one of --upstream, --model and --server-cmd")
-    if upstream.server and not upstream.model:
-        raise UsageProblem("--server needs --model: it names the program that is started with it")
-    if not starts:
+    if not _starts_server(upstream):
         url = upstream.url or os.environ.get("LLAMA_CPP_URL")
         if not url:
             raise UsageProblem("give --upstream (or LLAMA_CPP_URL), --model or --server-cmd")
@@ -100,9 +113,9 @@ def _server(
 def _worker_config(
     upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile
 ) -> WorkerConfig:
-    port, name = free_port(), "responses-proxy"
+    port, name, slots = free_port(), "responses-proxy", upstream.slots or 1
     fields: dict[str, Any] = {
-        "slots": upstream.slots,
+        "slots": slots,
         "api_key": api_key,
         "env": {"LLAMA_API_KEY": api_key} if api_key else {},
         "timeouts": timeouts,
@@ -116,7 +129,7 @@ def _worker_config(
         words = shlex.split(upstream.command or "")
     except ValueError as error:
         raise UsageProblem(f"--server-cmd: {error}") from error
-    fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(upstream.slots)}
+    fill = {"{host}": _LOCALHOST, "{port}": str(port), "{slots}": str(slots)}
     for placeholder, value in fill.items():
         words = [word.replace(placeholder, value) for word in words]
     return WorkerConfig(name, _LOCALHOST, port, tuple(words), **fields)
