@@ -107,7 +107,8 @@ format: $(VENV)/.test ## let ruff format and mend
 	$(BIN)/ruff format .
 
 clean: ## remove what the targets made
-	rm -rf .venv .venv-* build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache src/*.egg-info *.egg-info
+	rm -rf .venv .venv-* build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis src/*.egg-info *.egg-info
+	rm -rf $(NODE_CLIENTS) $(CODING_CLIENTS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
