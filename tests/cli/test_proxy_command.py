@@ -76,6 +76,27 @@ def test_a_proxys_own_server_ends_with_it(tmp_path: Path) -> None:
     assert not psutil.pid_exists(journal.wait("launched")["pid"])
 
 
+def test_a_proxy_ends_when_its_server_is_given_up(tmp_path: Path) -> None:
+    """At the first death, where the command's worker would restart it for minutes."""
+    journal = JournalReader(tmp_path / "journal")
+    program = f"""
+import sys
+from dataclasses import replace
+from llama_worker import RestartPolicy
+from llama_worker.cli import app, proxy
+made = proxy._worker_config
+proxy._worker_config = lambda *args: replace(made(*args), restart=RestartPolicy.never())
+words = ["responses-proxy", "--server-cmd", {command_of(Script(), journal)!r}, "--port", "0"]
+sys.exit(app.run_app(words))
+"""
+    with running(sys.executable, "-c", program, env=environment()) as (process, output):
+        assert output.readline().startswith("http://")
+        psutil.Process(journal.wait("launched")["pid"]).kill()
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    assert "the server is not started again: server_died" in " ".join(errors.split())
+
+
 @pytest.mark.parametrize("named", ["", "slow", "slow_prefill", "fast"])
 def test_timeouts_are_those_of_whichever_server(
     named: str, monkeypatch: pytest.MonkeyPatch

@@ -79,10 +79,11 @@ class Interrupts:
         finally:
             self._raises = False
 
-    def wait(self) -> None:
-        """Block until a signal comes."""
-        while not self.asked:
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until a signal comes, or for `timeout_s` at most; returns `asked`."""
+        if not self.asked and select.select([self._signalled], [], [], timeout_s)[0]:
             os.read(self._signalled, 4096)
+        return self.asked
 
     def wait_readable(self, fd: int) -> None:
         """Block until `fd` is readable; a signal that comes just before is not missed."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, free_port
-from llama_worker.cli import exits
+from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, WorkerState, free_port
+from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
 from llama_worker.cli.interrupts import Interrupts
@@ -23,6 +23,7 @@ from llama_worker.cli.servers import find_server, make_ready
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 
 _LOCALHOST = "127.0.0.1"
+_LOOK_S = 1.0  # between two looks at whether the worker has given its server up
 
 
 class ServerChoice(Struct, frozen=True, kw_only=True):
@@ -37,7 +38,8 @@ class ServerChoice(Struct, frozen=True, kw_only=True):
 
 
 def serve(upstream: ServerChoice, config: ResponsesProxyConfig, *, api_key_env: str | None) -> int:
-    """Serve until a signal comes; returns the exit code. Main thread only.
+    """Serve until a signal comes; returns the exit code. Main thread only. Raises Problem if it
+    cannot serve, or no longer: the server that it started has failed for good.
 
     The upstream and the API key of `config` are set here.
     """
@@ -60,7 +62,20 @@ def _serve(
     with contextlib.closing(ResponsesProxy(config, worker=worker)) as proxy:
         _listen(proxy, f"{config.host}:{config.port}")
         print(f"{proxy.base_url} for {proxy.config.base_url}", flush=True)
-        interrupts.wait()
+        while not interrupts.wait(_LOOK_S):
+            if worker is not None:
+                _check_lockout(worker)
+
+
+def _check_lockout(worker: LlamaWorker) -> None:
+    """Raises Problem if the worker has given its server up."""
+    if worker.get_worker_status().get()["state"] is not WorkerState.FAILED:
+        return
+    debug_info = worker.get_debug_info().get()
+    for event in debug_info["recent_events"]:  # FAILED may also be unkillable, which may pass
+        if event["event"] == "locked_out":
+            detail = f"{event['reason']}: {event['detail']}"
+            raise run_report.lockout_problem(detail, debug_info["recent_logs"])
 
 
 def _listen(proxy: ResponsesProxy, where: str) -> None:

@@ -203,11 +203,24 @@ def after_failure(result: RequestResult, log_tail: Sequence[str]) -> str | None:
 
 
 def start_problem(error: WorkerStartError) -> Problem:
-    shown = [f"  {printable(line)}" for line in error.log_tail[-_LOG_LINES:]]
-    more = ["the last lines of the server's log:", *shown] if shown else []
     return Problem(
         str(error.reason),
         printable(f"the server did not start: {error.summary}"),
         error.advice or _BY_START_FAILURE[error.reason],
-        more,
+        _log_lines(error.log_tail),
     )
+
+
+def lockout_problem(detail: str, log_tail: Sequence[str]) -> Problem:
+    """The server has failed too often; `detail`: the last time, and how often."""
+    return Problem(
+        "locked_out",
+        printable(f"the server is not started again: {detail}"),
+        _BY_FAILURE[RequestFailReason.SERVER_DIED],
+        _log_lines(log_tail),
+    )
+
+
+def _log_lines(log_tail: Sequence[str]) -> list[str]:
+    shown = [f"  {printable(line)}" for line in log_tail[-_LOG_LINES:]]
+    return ["the last lines of the server's log:", *shown] if shown else []

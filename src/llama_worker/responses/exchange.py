@@ -32,11 +32,12 @@ from llama_worker.types.request import RequestFailReason, SubmitErrorCode, Submi
 M = TypeVar("M")
 T = TypeVar("T")
 
-_NO_LEASE: dict[SubmitErrorCode, tuple[str, int]] = {
+# why, and after how many seconds to try again; None: it may take until the host's `start`
+_NO_LEASE: dict[SubmitErrorCode, tuple[str, int | None]] = {
     "NO_SLOT_AVAILABLE": ("all slots of the server are in use", 2),
     "WORKER_NOT_READY": ("the server is not ready: it is starting or stopping", 5),
     "WORKER_DRAINING": ("the server is draining before a stop: it takes no new requests", 30),
-    "WORKER_FAILED": ("the server has failed and will not be restarted automatically", 30),
+    "WORKER_FAILED": ("the server has failed and will not be restarted automatically", None),
 }
 _ANSWER_S = 10.0  # how long an actor may take to answer; it takes milliseconds
 _CANCELED = 499  # not standard, but widely used; clients would retry a 5xx
