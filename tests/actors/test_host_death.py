@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,9 +254,12 @@ def test_guard_ignores_broadcast_signals_and_never_delays_stop(
 # ------------------------------------------------------------ small host programs
 
 
-def program(source: str, port: int, *first: str) -> subprocess.CompletedProcess[str]:
+def program(
+    source: str, port: int, *first: str, replies: Sequence[fs.ScriptedReply] = ()
+) -> subprocess.CompletedProcess[str]:
     """It gets the `first` words, a port and the command of a scripted server, and is waited for."""
-    command = fs.scripted_server_cmd(fs.Script(lifetime_s=60), host="127.0.0.1", port=port, slots=1)
+    script = fs.Script(replies=replies, lifetime_s=60)
+    command = fs.scripted_server_cmd(script, host="127.0.0.1", port=port, slots=1)
     words = [sys.executable, "-c", source, *first, str(port), *command]
     return subprocess.run(words, timeout=60, capture_output=True, text=True)
 
@@ -302,6 +305,33 @@ def test_last_events_and_log_lines_precede_the_exit(
     done = program(_SLOWLY_TOLD, free_port())
     assert done.stdout.splitlines()[-1] == "stopped"
     assert "state='stopped'" in done.stderr.splitlines()[-1]
+
+
+_HANGS_IN_A_TOOL = """
+import asyncio, sys, threading
+from llama_worker import LlamaWorker, RequestFailed, WorkerConfig
+class Hanging:
+    async def run_tool(self, **call):
+        await asyncio.to_thread(threading.Event().wait)
+function = {"name": "hang", "parameters": {"type": "object", "properties": {}}}
+port, *command = sys.argv[1:]
+tools = {"normal_tools": [{"type": "function", "function": function}], "tool_runner": Hanging()}
+config = WorkerConfig("hangs", "127.0.0.1", int(port), command, tool_timeout_s=0.2, **tools)
+worker = LlamaWorker(config)
+worker.start().get(timeout=30)
+try:
+    worker.ask("x").get(timeout=30)
+except RequestFailed as failed:
+    print(failed.result["fail_reason"])
+print(worker.get_debug_info().get(timeout=30)["stuck_tool_threads_count"])
+"""
+
+
+def test_async_tools_hanging_thread_does_not_delay_exit(free_port: Callable[[], int]) -> None:
+    steps = fs.plain_reply(fs.ToolCall("hang", {}), reason="tool_calls")
+    done = program(_HANGS_IN_A_TOOL, free_port(), replies=[fs.ScriptedReply(steps)])
+    assert done.stdout.splitlines() == ["tool_execution_error", "1"], done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 _LATE = """

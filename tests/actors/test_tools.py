@@ -207,15 +207,17 @@ class Async:
         self.cancelled = threading.Event()
 
     async def run_tool(self, *, name: str, arguments: dict[str, Any], **about: Any) -> Any:
-        await asyncio.sleep(0)
         if name == "bad":
-            raise ValueError("wrong lever")
+            await asyncio.to_thread(self.fail)
         if name == "wait":
             try:
                 await asyncio.Event().wait()
             finally:
                 self.cancelled.set()
-        return arguments
+        return await asyncio.to_thread(dict, arguments)
+
+    def fail(self) -> None:
+        raise ValueError("wrong lever")
 
 
 def test_an_async_runner_has_its_own_event_loop(make_worker: MakeWorker) -> None:

@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import copy
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,50 @@ from llama_worker.runtime.host import threads
 from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types.hooks import LivenessProbe, RunningCall
 
+_MAX_EXECUTOR_THREADS = 32  # as Python's own default executor
 _logger = logging.getLogger("llama_worker")
+
+
+class _DaemonExecutor(ThreadPoolExecutor):
+    """The default executor of a tool's event loop, which `asyncio.to_thread` uses. The host's exit
+    would wait for the threads of Python's own, however long they take."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # it starts no thread
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._started: list[threading.Thread] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if not self._idle.acquire(blocking=False) and len(self._started) < _MAX_EXECUTOR_THREADS:
+            self._started.append(threads.start_thread(self._name, self._run_calls))
+        self._calls.put(partial(_resolve, future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the threads end. Does not wait for them, so that an event loop closes at once."""
+        for _ in self._started:
+            self._calls.put(None)
+
+    def join(self) -> None:
+        """Wait for the threads, after `shutdown`."""
+        for thread in self._started:
+            thread.join()
+
+    def _run_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            self._idle.release()
+
+
+def _resolve(future: Future[Any], call: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class ToolCallThread:
@@ -89,7 +134,11 @@ class ToolCallThread:
         )
         if not isinstance(value, Coroutine):  # asyncio.iscoroutine accepts generators, too (3.11)
             return value
-        return loops.enter_context(asyncio.Runner()).run(self._awaited(value))
+        executor = _DaemonExecutor(f"{threading.current_thread().name}-executor")
+        loops.callback(executor.join)  # the call's thread counts as stuck until these have ended
+        runner = loops.enter_context(asyncio.Runner())
+        runner.get_loop().set_default_executor(executor)
+        return runner.run(self._awaited(value))
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
