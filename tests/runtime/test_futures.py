@@ -16,7 +16,7 @@ from typing import Any, cast
 import pykka
 import pytest
 
-from llama_worker.runtime.host import threads
+from llama_worker.runtime.host import futures, threads
 from llama_worker.runtime.host.futures import OpenFutures, ResultFuture, WeakList, WorkerFuture
 from llama_worker.runtime.host.threads import start_timers
 from tests.actors.conftest import WAIT_S, no_threads, run_async
@@ -116,6 +116,22 @@ def test_concurrent_answers_resolve_a_future_once() -> None:
                 pool.submit(future.answer, number)
             assert len({each.result(WAIT_S) for each in got}) == 1
         assert taken.qsize() == 1
+
+
+def test_answer_as_a_wait_ends_keeps_no_future(future: WorkerFuture[int]) -> None:
+    class Wakers(list[Callable[[], object]]):
+        asked_count = 0
+
+        def __bool__(self) -> bool:
+            """Another thread waits, too, and is answered after the second time."""
+            self.asked_count += 1
+            if self.asked_count == 2:
+                future.answer(1)
+            return self.asked_count == 2
+
+    future._wakers = Wakers()
+    assert future.get(timeout=0.001) == 1
+    assert future not in futures._awaited
 
 
 # ---------------------------------------------------------------- await

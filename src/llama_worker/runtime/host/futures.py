@@ -177,6 +177,8 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
             _awaited.discard(self)
         if self._wakers:  # one was added meanwhile
             _awaited.add(self)
+            if self.done():  # nobody would remove it any more
+                self._call_wakers()
 
     def _call_wakers(self) -> None:
         """Call each waker once, also if several threads do this at the same time."""
