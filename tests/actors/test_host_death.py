@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llama_worker.runtime.process import launch_mark
 from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import WorkerState
 from tests.actors.conftest import (
@@ -178,6 +180,25 @@ def test_guards_death_ends_only_its_server_tree(
     assert not running(first), "there are two servers' trees side by side"
     assert living(others) == set(others)
     assert other.status()["restart_count"] == 0
+
+
+def test_sweep_without_descriptors_goes_on_later(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_worker(fs.Script(children=[fs.ChildProcess("daemon")]))
+    daemon, first = rig.journal.wait("child")["pid"], rig.tree()
+    lacks = [OSError(errno.EMFILE, os.strerror(errno.EMFILE)) for _ in range(2)]
+    read = launch_mark._started_at_ticks
+
+    def lacking(pid: int) -> int:
+        if pid == daemon and lacks:
+            raise lacks.pop()
+        return read(pid)
+
+    monkeypatch.setattr(launch_mark, "_started_at_ticks", lacking)
+    os.kill(rig.journal.wait("launched")["ppid"], signal.SIGKILL)
+    rig.wait_restarted()
+    assert not running(first), "there are two servers' trees side by side"
 
 
 def test_process_older_than_launch_is_not_inspected(

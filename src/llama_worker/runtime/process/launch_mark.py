@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from llama_worker.errors import is_shortage
 from llama_worker.runtime.process import guard
 
 _FILE = Path(guard.__file__)
@@ -30,8 +31,18 @@ class LaunchMark:
         self.variable = {_VARIABLE: self._value}
 
     def kill_all(self) -> None:
-        """Send SIGKILL to every process that was started with the mark, until none is left."""
-        while marked := [each for each in psutil.process_iter() if self._is_on(each)]:
+        """Send SIGKILL to every process that was started with the mark, until none is left. While
+        this machine is short of something, look again."""
+        while True:
+            try:
+                marked = [each for each in psutil.process_iter() if self._is_on(each)]
+            except (OSError, MemoryError) as error:
+                if not is_shortage(error):
+                    raise
+                time.sleep(guard.RETRY_S)
+                continue
+            if not marked:
+                return
             for process in marked:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -43,7 +54,9 @@ class LaunchMark:
             # that of an older one is not read: a process that is stuck may keep it locked for ever
             is_younger = _started_at_ticks(process.pid) >= self._made_at_ticks
             return is_younger and process.environ().get(_VARIABLE) == self._value
-        except (psutil.Error, OSError):
+        except (psutil.Error, OSError) as error:
+            if is_shortage(error):  # the process may be one of the launch
+                raise
             return False
 
 
