@@ -277,14 +277,12 @@ def test_a_question_leaves_time_for_the_next_address(
         ports = (urlsplit(url).port, server.port)
         found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (HOST, port)) for port in ports]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
-        wait = abortable_socket._wait
 
-        def no_answer(connection: socket.socket, event: int, timeout_s: float) -> bool:
+        def no_answer(connection: socket.socket, timeout_s: float) -> bool:
             waits_s.append(timeout_s)
-            monkeypatch.setattr(abortable_socket, "_wait", wait)
             return False
 
-        monkeypatch.setattr(abortable_socket, "_wait", no_answer)
+        monkeypatch.setattr(abortable_socket, "_wait_by_clock", no_answer)
         assert ask(server.port) == (200, b"{}")
     assert 0 < waits_s[0] <= WAIT_S / 2
 
@@ -596,28 +594,59 @@ def test_reply_already_there_when_time_is_up_counts(
     assert abort.error is None
 
 
-def test_time_lost_by_this_program_is_not_silence(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is stopped for an hour as soon as it has asked, and the server, too."""
+@pytest.fixture
+def stop_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """This program stops, and its clock then stands until the end of the test."""
     stopped_s = [0.0]
     own = TimerThread(lambda: time.monotonic() + stopped_s[0])
     own.clock = clock = PausingClock(pause_s=100 * WAIT_S)  # however slow this machine is
     monkeypatch.setattr(threads, "_timers", own)
 
-    def serve(connection: socket.socket) -> None:
-        connection.recv(1 << 16)
+    def stop() -> None:
         stopped_s[0] = 3600.0
         with own._changed:
             own._changed.notify()  # it sees what time it is
         eventually(lambda: clock._paused_until is not None, "the clock stands")
-        connection.sendall(EMPTY_OBJECT)
 
-    assert ask(make_server(serve).port, within_s=WAIT_S) == (200, b"{}")
+    yield stop
     # The timers of whoever else lives in this process are not left standing.
     with own._changed:
         stopped_s[0], clock._paused_until = 0.0, None
         own._changed.notify()
+
+
+def test_time_lost_by_this_program_is_not_silence(
+    make_server: MakeServer, stop_for_an_hour: Callable[[], None]
+) -> None:
+    """It is stopped as soon as it has asked, and the server, too."""
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        stop_for_an_hour()
+        connection.sendall(EMPTY_OBJECT)
+
+    assert ask(make_server(serve).port, within_s=WAIT_S) == (200, b"{}")
+
+
+def test_time_lost_while_connecting_does_not_count(
+    make_server: MakeServer,
+    stop_for_an_hour: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait = abortable_socket._wait
+    pending: list[Callable[[], object]] = [stop_for_an_hour, lambda: None]
+
+    def not_yet(connection: socket.socket, event: int, timeout_s: float | None) -> bool:
+        if pending:
+            pending.pop()()
+            return False
+        return wait(connection, event, timeout_s)
+
+    monkeypatch.setattr(abortable_socket, "_wait", not_yet)
+    server = make_server(sends(EMPTY_OBJECT))
+    # no timer is due sooner: the clock stands at the limit itself
+    endpoint = Endpoint(base_url=server.url, connect_timeout_s=WAIT_S / 2)
+    assert session.ask(endpoint, "GET", "/", timeout_s=WAIT_S) == (200, b"{}")
 
 
 # ------------------------------------------------------------ aborts
