@@ -21,7 +21,7 @@ from llama_worker.errors import RequestFailed
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.request_watch import RequestWatch
 from llama_worker.types.request import RequestState
-from tests.simulation.bench import IMAGE, LINKED_IMAGE, Bench
+from tests.simulation.bench import IMAGE, LINKED_IMAGE, VIDEO, Bench
 from tests.simulation.dice import Dice
 from tests.simulation.scheduler import Choices
 from tests.simulation.server import Build, Exchange, Headers, LlamaServer, Reply
@@ -239,7 +239,7 @@ class Case(Bench):
         self.has_images |= has_image
         prompt = IMAGE if has_image else "hello"
         if has_image and self.wedge is None:  # of a wedge beside one that is fetched nothing shows
-            prompt = self.for_links.choice((IMAGE, LINKED_IMAGE))
+            prompt = self.for_links.choice((IMAGE, LINKED_IMAGE, VIDEO))
         answer = self.worker.submit("job", "", prompt)
         self._running += 1
         answer._add_waker(partial(self._admitted, answer))

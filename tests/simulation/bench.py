@@ -29,6 +29,7 @@ LINKED_IMAGE: list[dict[str, Any]] = [
     IMAGE[0],
     {"type": "image_url", "image_url": {"url": "http://192.0.2.1/a.png"}},
 ]
+VIDEO: list[dict[str, Any]] = [IMAGE[0], {"type": "input_video", "input_video": {"data": "AAAA"}}]
 COMMAND = ("llama-server", "--model", "small.gguf")
 
 
@@ -102,7 +103,12 @@ FAST = Build(
 )
 
 
-def quiet_bench(build: Build = FAST, slots: int = 2, **config: Any) -> Bench:
+def quiet_bench(
+    build: Build = FAST,
+    slots: int = 2,
+    timeouts: TimeoutProfile = TimeoutProfile(),  # noqa: B008 - immutable
+    **config: Any,
+) -> Bench:
     """One on which every thread runs at once and every timer is on time."""
     dice = Dice(1)
     return Bench(
@@ -113,6 +119,6 @@ def quiet_bench(build: Build = FAST, slots: int = 2, **config: Any) -> Bench:
         for_machine=dice.fork(),
         for_runtime=dice.fork(),
         slots=slots,
-        timeouts=TimeoutProfile(),
+        timeouts=timeouts,
         **config,
     )

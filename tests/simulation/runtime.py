@@ -182,9 +182,8 @@ class SimRuntime:
                         major_faults=int(used.major_faults),
                     )
                     for pid, used in server.counters().items()
-                    if pid == server.pid
                     # once somebody listens, a child that does not is no server
-                    or not server.loaded
+                    if used.serves or not server.loaded
                 }
                 self._activity, evidence = self._activity.observe(
                     ProcessSample(at=self.scheduler.now, processes=processes)

@@ -120,8 +120,8 @@ class Reply:
     finish: str = "stop"
     status: int = 200
     cached_tokens: int = 0  # of the prompt: they are not read again
-    fetch_s: float = 0.0  # until the server has its image, where that is a link
-    encode_s: float = 0.0  # of its image, where it has one
+    fetch_s: float = 0.0  # until the server has its media: it fetches a link, decodes a video
+    encode_s: float = 0.0  # of its image or video, where it has one
     draft_s: float = 0.0  # of another model's first reading of the prompt, behind the first token
     is_infill: bool = False  # not computed beside chats
     twist: str | None = None  # a misbehaviour of faults.py
@@ -149,7 +149,7 @@ class Exchange:
     slot: int | None = None
     is_begun: bool = False  # its slot had a turn in a batch
     processed: int = 0
-    has_image: bool = False
+    has_media: bool = False
     in_batch: int = 0  # tokens of the prompt in the batch under way
     decoded: int = 0
     has_headers: bool = False
@@ -176,6 +176,7 @@ class Exchange:
 @dataclass(slots=True)
 class Counters:
     rate: Use
+    serves: bool = True  # its work is the server's
     cpu_ticks: float = 0.0
     read_bytes: float = 0.0
     major_faults: float = 0.0
@@ -376,7 +377,7 @@ class LlamaServer:
     def begin_sidecar(self) -> None:
         """A child that uses CPU time of its own: a log shipper, a tool."""
         self._account()
-        self.processes[self.pid + 1] = Counters(self.build.busy)
+        self.processes[self.pid + 1] = Counters(self.build.busy, serves=False)
 
     # ------------------------------------------------------------ HTTP
 
@@ -402,7 +403,7 @@ class LlamaServer:
             reply=reply,
             processed=reply.cached_tokens,
             request_id=turn_id[0],
-            has_image=any(part["type"] == "image_url" for part in _parts(body)),
+            has_media=any(part["type"] != "text" for part in _parts(body)),
             in_one_piece=body.get("stream") is False,
             wants_progress=bool(body.get("return_progress")) and self.build.reports_progress,
             advanced_at=self._scheduler.host_time,
@@ -412,9 +413,24 @@ class LlamaServer:
         if any(map(is_link, _parts(body))):
             queue = partial(self._queue, exchange)
             self._scheduler.after(reply.fetch_s, queue, "an image is fetched", of_host=False)
+        elif any(part["type"] == "input_video" for part in _parts(body)):
+            self._decode_video(exchange)
         else:
             self._queue(exchange)
         return exchange
+
+    def _decode_video(self, exchange: Exchange) -> None:
+        """By a child, whatever the main loop does."""
+        self._account()
+        pid = self.pid + 1 + self._served_count
+        self.processes[pid] = Counters(BUSY_USE)
+
+        def decoded() -> None:
+            self._account()
+            del self.processes[pid]
+            self._queue(exchange)
+
+        self._scheduler.after(exchange.reply.fetch_s, decoded, "a video is decoded", of_host=False)
 
     def _queue(self, exchange: Exchange) -> None:
         """All that it is made of is there."""
@@ -438,13 +454,13 @@ class LlamaServer:
 
     def props(self) -> dict[str, Any]:
         """The body of `/props`."""
-        number = self.build.number
+        number, sees = self.build.number, self.build.takes_media
         return {
             "total_slots": self.build.slots,
             "default_generation_settings": {"n_ctx": 4096},
             "model_alias": "small",
             "model_path": "/models/another.gguf",
-            "modalities": {"vision": self.build.takes_media, "audio": False},
+            "modalities": {"vision": sees, "audio": False, "video": sees},
             "chat_template_caps": {"supports_tools": True, "supports_tool_calls": True},
             "build_info": "" if number is None else f"b{number}-8f2c1d0",
         }
@@ -550,7 +566,7 @@ class LlamaServer:
                     return None
                 if exchange.slot is None:
                     continue
-                seconds += exchange.reply.encode_s if exchange.has_image else 0.0
+                seconds += exchange.reply.encode_s if exchange.has_media else 0.0
             exchange.in_batch = min(exchange.reply.prompt_tokens - exchange.processed, room)
             room -= exchange.in_batch
             depth = exchange.processed + exchange.in_batch / 2

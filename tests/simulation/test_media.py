@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.errors import RequestFailed
 from llama_worker.types.request import RequestState
-from tests.simulation.bench import FAST, IMAGE, LINKED_IMAGE, quiet_bench
+from tests.simulation.bench import FAST, IMAGE, LINKED_IMAGE, VIDEO, quiet_bench
 from tests.simulation.server import Headers, Reply
 
 PROMPT = Reply(key="p", prompt_tokens=4000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
@@ -51,6 +52,19 @@ def test_server_waiting_for_an_image_host_is_spared(headers: Headers) -> None:
     with bench.ready():
         look = bench.worker.ask(LINKED_IMAGE)
         bench.scheduler.run_for(two_connects_s / 2)
+        assert not bench.server.queue
+        assert not bench.server.busy
+        assert bench.answer(look, 3600.0)["state"] is RequestState.COMPLETED
+
+
+@pytest.mark.parametrize("profile", [TimeoutProfile(), TimeoutProfile.fast()])
+@pytest.mark.parametrize("cpu_shows", [True, False])
+def test_server_decoding_a_video_is_spared(profile: TimeoutProfile, cpu_shows: bool) -> None:
+    bench = quiet_bench(replace(FAST, cpu_shows=cpu_shows), timeouts=profile)
+    bench.machine.reply_to = lambda request_id, turn: replace(PROMPT, fetch_s=200.0)
+    with bench.ready():
+        look = bench.worker.ask(VIDEO)
+        bench.scheduler.run_for(100.0)
         assert not bench.server.queue
         assert not bench.server.busy
         assert bench.answer(look, 3600.0)["state"] is RequestState.COMPLETED

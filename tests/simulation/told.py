@@ -131,7 +131,7 @@ class Told:
             "next_restart_at": None,
             "n_ctx": 4096 if ready_at else None,
             "model": "small" if ready_at else None,
-            "modalities": {"vision": True, "audio": False} if ready_at else None,
+            "modalities": {"vision": True, "audio": False, "video": True} if ready_at else None,
         }
         _compare("the status", {name: status.get(name) for name in expected}, expected)
         finished = set(status["finished_request_ids"])

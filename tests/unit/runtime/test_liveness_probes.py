@@ -37,6 +37,7 @@ PARENT = (
     "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; "
     f"time.sleep(600)'])\n{IDLE}"
 )
+LISTENS = "import socket; listener = socket.create_server(('127.0.0.1', 0))\n"
 THREADS = (
     "import threading, time\n"
     "for _ in range(70): threading.Thread(target=time.sleep, args=(600,), "
@@ -90,6 +91,15 @@ def test_busy_process_gives_evidence_and_stopped_one_none(start: Start) -> None:
     assert saw_work(probe.probe(pid, 9.0)) is False
 
 
+def root_with(child: str, *, listens: bool) -> str:
+    """The code of a process that waits beside such a child."""
+    return (
+        f"{LISTENS if listens else ''}import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
+        f"child.stdout.readline()\n{IDLE}"
+    )
+
+
 @pytest.mark.parametrize(
     ("root_listens", "child_listens", "counts"),
     [
@@ -102,17 +112,20 @@ def test_busy_process_gives_evidence_and_stopped_one_none(start: Start) -> None:
 def test_work_of_a_child_counts_if_it_serves(
     start: Start, root_listens: bool, child_listens: bool, counts: bool
 ) -> None:
-    listens = "import socket; listener = socket.create_server(('127.0.0.1', 0))\n"
-    child = f"{listens if child_listens else ''}{BUSY}"
-    root = (
-        f"{listens if root_listens else ''}import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
-        f"child.stdout.readline()\n{IDLE}"
-    )
-    pid, probe = start(root), ProcessProbe()
+    child = f"{LISTENS if child_listens else ''}{BUSY}"
+    pid, probe = start(root_with(child, listens=root_listens)), ProcessProbe()
     assert probe.probe(pid, 0.0) is None
     wait_for_work(psutil.Process(pid).children()[0].pid)
     assert saw_work(probe.probe(pid, 1.0)) is counts
+
+
+@pytest.mark.parametrize("name", ["ffmpeg", "ffprobe"])
+def test_child_that_decodes_a_video_counts(start: Start, name: str) -> None:
+    child = f"open('/proc/self/comm', 'w').write({name!r})\n{BUSY}"
+    pid, probe = start(root_with(child, listens=True)), ProcessProbe()
+    assert probe.probe(pid, 0.0) is None
+    wait_for_work(psutil.Process(pid).children()[0].pid)
+    assert saw_work(probe.probe(pid, 1.0))
 
 
 def test_a_look_without_a_descriptor_does_not_count(start: Start) -> None:

@@ -27,6 +27,8 @@ CHILDREN_REFRESH_S: Final = 5.0
 MAX_THREADS: Final = 64
 MAX_PROCESSES: Final = 16
 PROC: Final = "/proc"
+# the server reads all frames of a video from one, before it takes a slot for the request (b11434)
+_VIDEO_DECODERS: Final = frozenset({"ffmpeg", "ffprobe"})
 # whether the kernel has CONFIG_PROC_CHILDREN
 _LISTS_CHILDREN: Final = os.path.exists(f"{PROC}/thread-self/children")
 
@@ -226,17 +228,24 @@ class _Tree:
 
 
 def serving_pids(pids: tuple[int, ...]) -> tuple[int, ...]:
-    """The processes of a tree, root first, whose work counts as the server's: the root and the
-    children that listen.
+    """The processes of a tree, root first, whose work counts as the server's: the root, the
+    children that listen, and those that decode a video.
 
-    A child that does not listen (a tool, a log shipper) works for itself. All count while none
-    listens, as when a script starts the server, or if that is unknown.
+    Any other child (a tool, a log shipper) works for itself. All count while none listens, as when
+    a script starts the server, or if that is unknown.
     """
     root_pid, *children = pids
     if not children:
         return pids
     listening = [pid for pid in pids if _listens(pid)]
-    return (root_pid, *(pid for pid in children if pid in listening)) if listening else pids
+    if not listening:
+        return pids
+    return (root_pid, *(pid for pid in children if pid in listening or _decodes_video(pid)))
+
+
+def _decodes_video(pid: int) -> bool:
+    stat = _read_stat(f"{PROC}/{pid}/stat")
+    return stat is not None and stat.name in _VIDEO_DECODERS
 
 
 def _listens(pid: int) -> bool:
