@@ -14,6 +14,7 @@ from tests.simulation.server import Headers, Reply
 
 PROMPT = Reply(key="p", prompt_tokens=4000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
 ENCODE_S = 400.0
+STUCK_VIDEO = replace(PROMPT, fetch_s=1e9)
 
 
 @pytest.mark.parametrize("cancelled_after_s", [0.1, 20.0])
@@ -68,6 +69,19 @@ def test_server_decoding_a_video_is_spared(profile: TimeoutProfile, cpu_shows: b
         assert not bench.server.queue
         assert not bench.server.busy
         assert bench.answer(look, 3600.0)["state"] is RequestState.COMPLETED
+
+
+def test_request_whose_video_never_ends_is_lost_alone() -> None:
+    bench = quiet_bench(timeouts=TimeoutProfile.fast())
+    endless = replace(PROMPT, text_tokens=10**9, step_tokens=50)
+    bench.machine.reply_to = lambda request_id, turn: endless if request_id == 1 else STUCK_VIDEO
+    with bench.ready():
+        beside = bench.worker.ask("hello")
+        bench.scheduler.run_for(10.0)
+        with pytest.raises(RequestFailed, match="request_lost"):
+            bench.answer(bench.worker.ask(VIDEO), 2 * 3600.0)
+        assert not beside.done()
+        assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
 
 
 def test_server_dying_while_image_is_fetched_is_found() -> None:

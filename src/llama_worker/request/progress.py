@@ -88,6 +88,11 @@ class Progress:
         """When this turn's latest data came; None if none did. Headers do not count as data."""
         return latest(self.last_data_at, self.prompt_progress_at)
 
+    @property
+    def heard_at(self) -> float:
+        """When this turn's latest data came; when it began if none did."""
+        return self.turn_started_at if self.data_at is None else self.data_at
+
 
 def newest(start: float, *others: float | None) -> float:
     """The latest of the instants that are not None."""

@@ -312,6 +312,7 @@ class RequestWatch:
             batch_tokens=self._batch_tokens,
             may_encode=self._any_may_encode(looks[-1].busy_count, reports),
             is_cold=self._is_cold,
+            silent_work_timeout_s=self._profile.silent_work_timeout_s,
             liveness_at=self.liveness_at,
             now=now,
         )
@@ -335,9 +336,8 @@ class RequestWatch:
         return self._is_silent(progress, min([profile.suspect_after_s, *parts]), now)
 
     def _is_silent(self, progress: Progress, for_s: float | None, now: float) -> bool:
-        heard_at = progress.data_at if progress.data_at is not None else progress.turn_started_at
         streams = progress.phase not in (RequestPhase.TOOL, RequestPhase.DONE)
-        is_old = for_s is not None and now - heard_at >= for_s
+        is_old = for_s is not None and now - progress.heard_at >= for_s
         return streams and not progress.concluding and is_old
 
     def _is_suspect_age(self, at: float | None, now: float) -> bool:

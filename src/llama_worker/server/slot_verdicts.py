@@ -53,15 +53,14 @@ class SlotsRound:
     batch_tokens: int | None  # at most, of all slots together; None: unknown
     may_encode: bool  # images or sounds, of any client
     is_cold: bool  # this launch has computed nothing so far
+    silent_work_timeout_s: float | None  # of the profile
     liveness_at: float | None  # the latest work of the server's processes; for `Verdict.detail`
     now: float
 
     def judge(self) -> Verdict | SlotMoves | None:
         """What the looks show about the request; None: nothing."""
-        suspect = self.suspect
-        heard_at = suspect.data_at if suspect.data_at is not None else suspect.turn_started_at
         same_slots = len({tuple(slot.slot_id for slot in look.slots) for look in self.looks}) == 1
-        if not same_slots or heard_at >= self._began_at:
+        if not same_slots or self.suspect.heard_at >= self._began_at:
             return None
         if self._is_lost():
             times = f"no slot was working on it in {len(self.looks)} polls of /slots"
@@ -86,8 +85,9 @@ class SlotsRound:
 
         A request without headers may still be on its way to a slot of a server that serves no other
         (one that loads its model on demand), or its media is being decoded: it is lost only if
-        others are served and it has no media. One that picks its slots may wait for them until its
-        first data, and others behind it in the queue.
+        others are served and it has no media, or if it has waited for `silent_work_timeout_s`. One
+        that picks its slots may wait for them until its first data, and others behind it in the
+        queue.
         """
         if self._anybody_picks_slots:
             return False
@@ -98,7 +98,9 @@ class SlotsRound:
         has_headers = (
             self.suspect.headers_at is not None and self.suspect.headers_at < self._began_at
         )
-        would_have_slot = bool(self._served) and not self.suspect.may_encode
+        limit_s = self.silent_work_timeout_s
+        is_overdue = limit_s is not None and self.now - self.suspect.heard_at >= limit_s
+        would_have_slot = is_overdue or (bool(self._served) and not self.suspect.may_encode)
         return self._one_is_idle and others_use_the_rest and (has_headers or would_have_slot)
 
     @property

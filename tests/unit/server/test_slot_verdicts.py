@@ -70,6 +70,7 @@ def judge(
     times: Any = {"unchanged_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
     times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
     times |= {"all_stood_still": still_s >= 60.0, "batch_tokens": BATCH_TOKENS}
+    times |= {"silent_work_timeout_s": 1200.0}
     times |= {"may_encode": any(each.may_encode for each in (suspect, *others))}
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 

@@ -418,6 +418,49 @@ def test_lost_request_is_found_beside_endless_stranger(
     assert (found is not None) is is_found
 
 
+def writes_for_ever(now: float) -> Progress:
+    return generating(now, 2)
+
+
+def comes_and_goes(now: float) -> Progress:
+    """One short request after the other: none is served at every look of a round."""
+    began_at = now // 9 * 9
+    waits = silent(WAITING, request_id=2, turn_started_at=began_at)
+    wrote = replace(generating(began_at + 3.0, 2), turn_started_at=began_at, concluding=True)
+    return waits if now - began_at < 3.0 else wrote
+
+
+@cases(
+    "beside, is_busy, last_resort_s, is_found",
+    {
+        "one is served": (writes_for_ever, lambda now: True, 1200.0, True),
+        "others come and go": (comes_and_goes, lambda now: now % 99 < 50, 1200.0, True),
+        "a stranger may have its slot": (comes_and_goes, lambda now: True, 1200.0, False),
+        "no limit": (writes_for_ever, lambda now: True, None, False),
+    },
+)
+def test_media_that_never_gets_its_slot_is_lost(
+    beside: RequestAt,
+    is_busy: Callable[[float], bool],
+    last_resort_s: float | None,
+    is_found: bool,
+) -> None:
+    def slots(now: float) -> tuple[Slot, ...]:
+        busy = replace(slot(decoded=1 + int(now)), is_processing=is_busy(now))
+        return busy, Slot(slot_id=1, is_processing=False)
+
+    profile = replace(PROFILE, silent_work_timeout_s=last_resort_s)
+    watch = VirtualWatch.ready(profile, evidence=lambda now, fresh: not fresh, slots=slots)
+    watch.begin(lambda now: silent(WAITING, has_media=True), beside)
+    found = watch.run(3000.0, Stalled)
+    assert (found is not None) is is_found
+    if found is not None:
+        at, stalled = found
+        assert (stalled.request_id, stalled.verdict.reason) == (1, RequestFailReason.REQUEST_LOST)
+        assert not stalled.restarts_server
+        assert 1200.0 <= at <= 1200.0 + 60.0
+
+
 @cases(
     "its_slot",
     {
