@@ -226,8 +226,10 @@ class SlotsWatch:
             self.unchanged_since = look.asked_at
         elif not self.may_progress_unseen:
             self._last_unchanged = look
+        # With a draft model a batch may bring no token: a part of the draft is rejected (b11434).
         still = self._last_unchanged.slots if self._last_unchanged is not None else ()
-        if any(map(_progressed, still, look.slots)):
+        pairs = zip(still, look.slots, strict=False)
+        if any(_progressed(one, other) and not one.speculates for one, other in pairs):
             self.answers_during_batches = True
         self._last_look, self._was_interrupted = look, False
         self.looks.append(look)

@@ -608,6 +608,10 @@ def reads_batches(now: float) -> tuple[Slot, ...]:
     return (slot(prompt=0 if now < 150.0 else 2048),)
 
 
+def replays_a_draft(now: float) -> tuple[Slot, ...]:
+    return (replace(slot(decoded=50 if now < 163.0 else 53), speculates=True),)
+
+
 WROTE = writes_until(100.0)
 SILENT_FROM_180 = falls_silent(180.0, writes_on)
 SILENT_IN_PREFILL = falls_silent(180.0, lambda now: (slot(prompt=int(now)),))
@@ -670,6 +674,7 @@ def is_loading(now: float) -> ProbeOutcome:
         "all is slow": (SILENT_FROM_180, WROTE, {"probes_take_s": lambda now: 3.0 * (now > 180.0)}),
         "its memory comes from disk": (SILENT_FROM_180, WROTE, {"reads": lambda now: now > 180.0}),
         "its slot never went on": (falls_silent(180.0, in_a_batch), reads, {"build": None}),
+        "a rejected draft": (falls_silent(180.0, replays_a_draft), WROTE, {"build": 9544}),
         "an unseen batch": (SILENT_FROM_180, WROTE, {"build": 10019}),
         "a stranger's batch": (BESIDE_A_STRANGER, WROTE, {"build": 10019}),
         "hidden reading": (HIDES_ITS_READING, reads, {"build": 9093}),
