@@ -101,7 +101,7 @@ def stuck_queue(case: Case, targets: list[Exchange]) -> None:
     case.later(silent_after_s, partial(setattr, server, "slots_silent", True))
     case.promised_s = LAST_RESORT_S + SLACK_S
     case.by_pace = case.by_steps = False
-    if case.slots_are_clear and (case.build.number or 0) >= 10453 and not _may_encode(case):
+    if case.slots_are_clear and (case.build.number or 0) >= 10453:
         case.promised_s = max(SUSPECT_S, silent_after_s) + SILENT_S + SLACK_S
 
 

@@ -228,7 +228,7 @@ class RequestWatch:
             moved_at = slots.looks[-1].asked_at
             verdict = self._judge_looks(slots.looks, moved_at, progress, reports, now)
         else:
-            verdict = self._judge_silent_slots(progress, reports, now)
+            verdict = self._judge_silent_slots(progress, now)
         is_suspect = self._is_silent(progress, self._profile.suspect_after_s, now)
         return verdict if is_suspect and self.slots_are_reliable else None
 
@@ -264,22 +264,16 @@ class RequestWatch:
             now=now,
         )
 
-    def _judge_silent_slots(
-        self, progress: Progress, reports: Sequence[Progress], now: float
-    ) -> Verdict | None:
+    def _judge_silent_slots(self, progress: Progress, now: float) -> Verdict | None:
         """The task queue is stuck if `/slots` answered before and no longer does, while the rest of
         HTTP still answers.
 
         Builds of 2025 and of spring 2026 answer it only between two batches: for them, silence
-        counts only if this launch has answered during a batch. While an image may be encoded,
-        which was not measured, it never counts.
+        counts only if this launch has answered during a batch. Those that answer then do while an
+        image is encoded, too (b10429 to b11434).
         """
-        slots, since = self.slots, self.slots.silent_since
-        if since is None:
-            return None
-        may_encode = self._any_may_encode(slots.busy_count, reports)
-        answers_during_batches = self.build_answers_during_batches or slots.answers_during_batches
-        if may_encode or not answers_during_batches:
+        since, answered_in_one = self.slots.silent_since, self.slots.answers_during_batches
+        if since is None or not (self.build_answers_during_batches or answered_in_one):
             return None
         since = newest(since, self.data_at, self._reads_at)
         silent_s = now - since

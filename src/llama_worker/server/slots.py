@@ -157,7 +157,6 @@ class SlotsWatch:
         # the same, if what moved may hold up a request of which nothing was heard
         self.held_up_at: float | None = None
         self.answered_last_look = False  # `/slots` answered the latest look that was not refused
-        self.busy_count = 0  # at the latest look since looking began
         self.may_progress_unseen = False  # true of some slot in the latest answer
         # it answered while a slot stood still that progressed later
         self.answers_during_batches = False
@@ -183,7 +182,7 @@ class SlotsWatch:
     def stop_looking(self) -> None:
         """Stop looking: no request is suspected any more, or there is no usable answer."""
         self.deadline, self._was_interrupted, self._active = None, True, False
-        self.silent_since, self.looks, self.busy_count = None, [], 0
+        self.silent_since, self.looks = None, []
 
     def begin_look(self, now: float) -> float | None:
         """How many seconds to wait for an answer; None: a look is in progress, whose answer serves
@@ -214,7 +213,7 @@ class SlotsWatch:
 
     def _record_answer(self, look: SlotsLook, now: float) -> None:
         self.may_progress_unseen = any(slot.may_progress_unseen for slot in look.slots)
-        self.silent_since, self.busy_count = None, look.busy_count
+        self.silent_since = None
         begins_round = self._was_interrupted or not self.looks
         if begins_round and self._last_look is not None:
             self.around_gap = (self._last_look, look)

@@ -600,10 +600,6 @@ def writes_beside_a_stranger(now: float) -> tuple[Slot, ...]:
     return (slot(decoded=int(now)), replace(slot(prompt=0), slot_id=1, shows_prompt_progress=False))
 
 
-def beside_an_image(now: float) -> tuple[Slot, ...]:
-    return (slot(decoded=int(now)), replace(slot(prompt=10), slot_id=1, task=2))
-
-
 def reads_batches(now: float) -> tuple[Slot, ...]:
     return (slot(prompt=0 if now < 150.0 else 2048),)
 
@@ -617,7 +613,6 @@ SILENT_FROM_180 = falls_silent(180.0, writes_on)
 SILENT_IN_PREFILL = falls_silent(180.0, lambda now: (slot(prompt=int(now)),))
 SILENT_BEHIND_READY = falls_silent(0.1, writes_on)
 BESIDE_A_STRANGER = falls_silent(180.0, writes_beside_a_stranger)
-IMAGE_BESIDE = falls_silent(180.0, beside_an_image)
 HIDES_ITS_READING = falls_silent(180.0, lambda now: (UNSEEN_SLOT,))
 
 
@@ -637,6 +632,7 @@ def stalled_at(
         "answered at READY alone, reading": (SILENT_BEHIND_READY, reads, 11434, ANSWER_S),
         "had answered in a batch": (falls_silent(180.0, in_a_batch), reads, 11434, 180.0),
         "had answered in batches": (falls_silent(180.0, reads_batches), reads, None, 180.0),
+        "beside an image": (SILENT_IN_PREFILL, reads_an_image, 11434, 180.0),
     },
 )
 def test_slots_that_fall_silent_restart_the_server(
@@ -645,16 +641,6 @@ def test_slots_that_fall_silent_restart_the_server(
     at = stalled_at(slots, request_at, build=build)
     assert at is not None
     assert SILENT_S <= at - since <= SILENT_S + 3 * PAUSE_S
-
-
-def test_earlier_image_of_stranger_hides_no_silence() -> None:
-    def wrote(now: float) -> Progress:
-        return generating(min(now, 20.0) if now < 90.0 else min(now, 170.0))
-
-    takes_media: dict[str, Any] = {"modalities": {"vision": True}}
-    at = stalled_at(falls_silent(180.0, beside_an_image), wrote, **takes_media)
-    assert at is not None
-    assert at - 180.0 <= ANSWER_S + SILENT_S + 3 * PAUSE_S
 
 
 def is_loading(now: float) -> ProbeOutcome:
@@ -667,8 +653,7 @@ def is_loading(now: float) -> ProbeOutcome:
         "always silent": (lambda now: SlotsTimeout(), WROTE, {}),
         "no HTTP": (SILENT_FROM_180, WROTE, {"readiness": is_loading}),
         "a long batch, of an old build": (SILENT_IN_PREFILL, reads, {"build": 10019}),
-        "an image, perhaps": (SILENT_IN_PREFILL, reads_an_image, {}),
-        "an image behind a batch": (falls_silent(180.0, reads_batches), reads_an_image, {}),
+        "an image, of an old build": (SILENT_IN_PREFILL, reads_an_image, {"build": 10019}),
         "it answers now and then": (now_and_then, WROTE, {}),
         "it answers between two prompts": (copies_prompts_to_its_cache, reads, {}),
         "all is slow": (SILENT_FROM_180, WROTE, {"probes_take_s": lambda now: 3.0 * (now > 180.0)}),
@@ -678,7 +663,6 @@ def is_loading(now: float) -> ProbeOutcome:
         "an unseen batch": (SILENT_FROM_180, WROTE, {"build": 10019}),
         "a stranger's batch": (BESIDE_A_STRANGER, WROTE, {"build": 10019}),
         "hidden reading": (HIDES_ITS_READING, reads, {"build": 9093}),
-        "a stranger's image": (IMAGE_BESIDE, WROTE, {"modalities": {"vision": True}}),
     },
 )
 def test_slots_of_an_honest_server_may_be_silent(
