@@ -63,8 +63,9 @@ class Journal:
         return now + self._unix_offset()
 
     def note(self, event: str, now: float, *, level: int = logging.INFO, **facts: Any) -> None:
-        """Record the event, log it on one line, and tell the host. `facts` must hold no prompts,
-        outputs or secrets; None is left out, and an enum member becomes its value."""
+        """Record the event, log it on one line, and tell the host. `facts` must hold no
+        secrets, and no prompts or outputs of requests; None is left out, and an enum member becomes
+        its value."""
         present = {
             name: value.value if isinstance(value, StrEnum) else value
             for name, value in facts.items()
