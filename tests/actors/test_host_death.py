@@ -328,6 +328,26 @@ def test_last_events_and_log_lines_precede_the_exit(
     assert "state='stopped'" in done.stderr.splitlines()[-1]
 
 
+_CALLS_BACK_AT_EXIT = """
+import atexit, sys, threading
+from llama_worker import LlamaWorker, WorkerConfig
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+atexit.register(setattr, threading.Thread, "start", refuse)  # as Python 3.12 does
+port, *command = sys.argv[1:]
+worker = LlamaWorker(WorkerConfig("exits", "127.0.0.1", int(port), command))
+worker.start().get(timeout=30)
+request = worker.submit("job", "", "stream").get(timeout=30)
+result = worker.result(request["request_id"])
+result.add_done_callback(lambda future: print(future.get()["fail_reason"], flush=True))
+"""
+
+
+def test_callback_due_at_exit_is_called(free_port: Callable[[], int]) -> None:
+    done = program(_CALLS_BACK_AT_EXIT, free_port(), replies=[ENDLESS])
+    assert (done.stdout, done.stderr) == ("worker_stopped\n", "")
+
+
 _HANGS_IN_A_TOOL = """
 import asyncio, sys, threading
 from llama_worker import LlamaWorker, RequestFailed, WorkerConfig

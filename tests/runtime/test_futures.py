@@ -270,8 +270,8 @@ def test_a_callback_without_a_thread_runs_later(
     monkeypatch.setattr(threads, "_callback_thread", threads._CallbackThread())
     start_timers()  # as the first worker does
     called = threading.Event()
-    future.add_done_callback(lambda _: called.set())
     with no_threads():
+        future.add_done_callback(lambda _: called.set())
         future.answer(1)
         assert future.get(timeout=WAIT_S) == 1
         assert "can't start new thread" in caplog.text

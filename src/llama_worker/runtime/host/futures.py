@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import pykka
 
-from llama_worker.runtime.host.threads import never_blocks, run_callback
+from llama_worker.runtime.host.threads import never_blocks, run_callback, start_callbacks
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -112,6 +112,7 @@ class WorkerFuture(pykka.ThreadingFuture[T], Generic[T]):
         the other callbacks waiting.
         """
         self._refuse_if_derived()
+        start_callbacks()  # if it becomes due at the host's exit, it is too late
         self._add_waker(lambda: run_callback(lambda: callback(self)))
 
     def __await__(self) -> Generator[Any, None, T]:

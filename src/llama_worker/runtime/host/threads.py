@@ -90,6 +90,10 @@ class _CallbackThread:
 
     def run(self, call: _Call) -> None:
         self._calls.put(call)
+        self.start()
+
+    def start(self) -> None:
+        """Start the thread, unless it runs. If the system has none left, try again later."""
         if not self._retry_is_set:
             self._start()
 
@@ -101,7 +105,6 @@ class _CallbackThread:
             made.wait(timeout_s)
 
     def _start(self) -> None:
-        """Start the thread, unless it runs. If the system has none left, try again later."""
         if self._thread is None and self._starting.acquire(blocking=False):
             try:
                 if self._thread is None:
@@ -136,6 +139,11 @@ def _run_logged(call: _Call, name: str = "a callback of the host program") -> No
 
 _callback_thread = _CallbackThread()
 _log_thread = _CallbackThread(_LOG_THREAD_NAME)
+
+
+def start_callbacks() -> None:
+    """Start the callback thread, unless it runs. Call it early, as `TimerThread.start`."""
+    _callback_thread.start()
 
 
 def run_callback(call: _Call) -> None:
