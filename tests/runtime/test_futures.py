@@ -236,7 +236,7 @@ def test_callbacks_and_log_lines_survive_broken_host_logging(
     monkeypatch.setattr(
         threads, "_callback_thread", threads._CallbackThread("llama_worker-callbacks")
     )
-    monkeypatch.setattr(threads, "_log_thread", threads._CallbackThread("llama_worker-log"))
+    monkeypatch.setattr(threads, "_log_thread", threads._LogThread())
     logger, broken = logging.getLogger("llama_worker.futures"), _BrokenLogging(error)
     called = threading.Event()
     logger.addFilter(broken)
@@ -262,6 +262,36 @@ def test_host_configuring_its_logging_holds_up_nobody() -> None:
         line.start()
         line.join(5.0)
         assert not line.is_alive()
+
+
+def test_lines_a_blocked_log_handler_misses_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads.flush_callbacks_and_log(WAIT_S)  # the lines of other tests
+    monkeypatch.setattr(threads, "_log_thread", threads._LogThread())
+    monkeypatch.setattr(threads, "_MAX_WAITING_LINES", 3)
+    logger, handler, let_go = (
+        logging.getLogger("llama_worker"),
+        logging.Handler(),
+        threading.Event(),
+    )
+    lines: SimpleQueue[str] = SimpleQueue()
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.put(record.getMessage())
+        let_go.wait(WAIT_S)
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        threads.write_log(logger, logging.ERROR, "0")
+        assert lines.get(timeout=WAIT_S) == "0"
+        for number in range(1, 7):
+            threads.write_log(logger, logging.ERROR, str(number))
+        let_go.set()
+        dropped, *kept = [lines.get(timeout=WAIT_S) for _ in range(4)]
+    finally:
+        let_go.set()
+        logger.removeHandler(handler)
+    assert (dropped.partition(",")[0], kept) == ("3 log lines were dropped", ["1", "2", "3"])
 
 
 def test_a_callback_without_a_thread_runs_later(

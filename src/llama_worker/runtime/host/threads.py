@@ -20,6 +20,7 @@ ADD_THREADS_AFTER_S = 0.05  # a server that works answers sooner
 _MAX_SPARE = 4  # threads that are kept
 _RETRY_S = 0.25  # until the start of a callback thread is tried again
 _PAUSE_S = 0.1  # of the timer thread after a failure
+_MAX_WAITING_LINES = 1000
 _LOG_THREAD_NAME = "llama_worker-log"
 _logger = logging.getLogger("llama_worker")
 _callbacks_logger = logging.getLogger("llama_worker.futures")
@@ -137,8 +138,30 @@ def _run_logged(call: _Call, name: str = "a callback of the host program") -> No
         log_exception(_callbacks_logger, f"{name} failed")
 
 
+class _LogThread(_CallbackThread):
+    """At most 1,000 lines wait for a slow handler of the host's; further ones are dropped, and
+    counted in a line of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(_LOG_THREAD_NAME)
+        self._dropped_count = 0  # without a lock: an actor might have to wait for it
+
+    def run(self, call: _Call) -> None:
+        if self._calls.qsize() >= _MAX_WAITING_LINES:
+            self._dropped_count += 1
+        else:
+            super().run(lambda: self._write(call))
+
+    def _write(self, call: _Call) -> None:
+        if count := self._dropped_count:
+            self._dropped_count -= count
+            text = "%d log lines were dropped, since a log handler was too slow"
+            _run_logged(lambda: _logger.warning(text, count))
+        call()
+
+
 _callback_thread = _CallbackThread()
-_log_thread = _CallbackThread(_LOG_THREAD_NAME)
+_log_thread = _LogThread()
 
 
 def start_callbacks() -> None:
@@ -157,8 +180,8 @@ def call_host(call: _Call, name: str) -> None:
 
 
 def write_log(logger: logging.Logger, level: int, text: str) -> None:
-    """Log the line on another thread: a handler of the host's that blocks delays lines, but no
-    actor."""
+    """Log the line on another thread: a handler of the host's that blocks delays lines, or has them
+    dropped, but delays no actor."""
     # Not `isEnabledFor`: it may wait for a lock that logging holds while a handler is made.
     if level >= logger.getEffectiveLevel():
         _log_thread.run(lambda: logger.log(level, "%s", text))
@@ -368,7 +391,7 @@ def run_probe(probe: _Call) -> None:
 def _reset_after_fork() -> None:
     """The parent's threads do not exist in the child."""
     global _callback_thread, _log_thread, _timers, _probes, _spare, _spare_lock
-    _callback_thread, _log_thread = _CallbackThread(), _CallbackThread(_LOG_THREAD_NAME)
+    _callback_thread, _log_thread = _CallbackThread(), _LogThread()
     _timers, _probes = TimerThread(), ProbeQueue()
     _spare, _spare_lock = [], threading.Lock()
 
