@@ -307,7 +307,7 @@ WORK, OLD_WORK, STRANGERS = mine(2, smUtil=50), mine(1, smUtil=99), Sample(NOBOD
             [[[OLD_WORK]], [[OLD_WORK]]], [None, None], id="what was before the first look"
         ),
         pytest.param(
-            [[[]], [[mine(5, memUtil=4)]]],
+            [[[]], [[mine(1, memUtil=4)]]],
             [None, True],
             id="a device that was idle at the first look",
         ),
@@ -315,6 +315,11 @@ WORK, OLD_WORK, STRANGERS = mine(2, smUtil=50), mine(1, smUtil=99), Sample(NOBOD
             [[[]], [[STRANGERS, mine(2)]], [[STRANGERS]]],
             [None, False, None],
             id="idle, and a stranger",
+        ),
+        pytest.param(
+            [[[OLD_WORK]], [[]], [[OLD_WORK]]],
+            [None, None, None],
+            id="what was before an idle look",
         ),
         pytest.param(
             [[NVMLError(15)], [[OLD_WORK]], [[WORK]]],

@@ -138,9 +138,9 @@ class NvidiaProbe:
                 # Not found: no sample since then, the normal answer of an idle GPU. Any other error
                 # (MIG, a lost device) says nothing, and the buffer's samples may be old once the
                 # device works again.
-                if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND:
-                    self._seen_until.setdefault(device, 0)
-                continue
+                if getattr(error, "value", None) != self._nvml.NVML_ERROR_NOT_FOUND:
+                    continue
+                samples = []
             self._seen_until[device] = max([since or 0, *(sample.timeStamp for sample in samples)])
             if since is not None:
                 # Only newer samples count, whatever the driver was asked for: old use would pass
@@ -213,7 +213,7 @@ def thread_states(pid: int) -> list[dict[str, Any]]:
 
 
 class _Tree:
-    """Caches the serving processes of a server for `CHILDREN_REFRESH_S`."""
+    """Caches the serving processes of one server for `CHILDREN_REFRESH_S`."""
 
     def __init__(self) -> None:
         self._pids: tuple[int, ...] = ()  # the root first
@@ -221,7 +221,7 @@ class _Tree:
 
     def serving_pids(self, root_pid: int, now: float) -> tuple[int, ...]:
         """The root first."""
-        if self._pids[:1] != (root_pid,) or now >= self._refresh_at:
+        if now >= self._refresh_at:
             self._pids = serving_pids(tree_pids(root_pid))
             self._refresh_at = now + CHILDREN_REFRESH_S
         return self._pids
