@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
@@ -137,6 +138,24 @@ def test_a_hanging_probe_delays_no_other(alarms: list[Callable[[], object]]) -> 
     while not made.wait(0.01):
         alarms.pop(0)()
     for each in hanging:
+        each.let_go.set()
+
+
+def test_no_thread_is_added_while_probes_begin(
+    alarms: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Mock(wraps=run_on_thread)
+    monkeypatch.setattr(threads, "run_on_thread", start)
+    probes, (first, second, third) = ProbeQueue(), (Hanging(), Hanging(), Hanging())
+    probes.run(first)
+    assert first.has_begun.wait(WAIT_S)
+    for each in (second, third):
+        probes.run(each)
+    first.let_go.set()
+    assert second.has_begun.wait(WAIT_S)
+    alarms.pop()()
+    start.assert_called_once()
+    for each in (second, third):
         each.let_go.set()
 
 

@@ -331,18 +331,18 @@ class ProbeQueue:
         self._lock = threading.Lock()  # guards what follows
         self._waiting: deque[_Call] = deque()
         self._threads_count = 0
-        self._started_count = 0
         self._timer_is_set = False
         self._threads_to_add = 1  # next time
 
     def run(self, probe: _Call) -> None:
         """Make the probe soon. Raises RuntimeError if the first thread cannot be started."""
         with self._lock:
-            if self._threads_count:
-                self._set_timer()
-            else:
+            if not self._threads_count:
                 self._start_thread()
+                self._waiting.append(probe)
+                return
             self._waiting.append(probe)
+            self._set_timer()
 
     def _start_thread(self) -> None:
         run_on_thread("llama_worker-probes", self._run_probes)
@@ -350,17 +350,18 @@ class ProbeQueue:
 
     def _set_timer(self) -> None:
         if not self._timer_is_set:
-            self._timer_is_set, started_count = True, self._started_count
-            call_at(now() + ADD_THREADS_AFTER_S, lambda: self._add_threads(started_count))
+            self._timer_is_set, first = True, self._waiting[0]
+            call_at(now() + ADD_THREADS_AFTER_S, lambda: self._add_threads(first))
 
-    def _add_threads(self, started_count: int) -> None:
+    def _add_threads(self, first: _Call) -> None:
+        """`first`: the probe that was the next when the timer was set."""
         with self._lock:
             self._timer_is_set = False
             if not self._waiting:
                 self._threads_to_add = 1
                 return
             self._set_timer()
-            if self._started_count == started_count:
+            if self._waiting[0] is first:
                 with contextlib.suppress(RuntimeError):  # no thread is left: the probes wait
                     for _ in range(min(self._threads_to_add, len(self._waiting))):
                         self._start_thread()
@@ -373,7 +374,6 @@ class ProbeQueue:
                     self._threads_count -= 1
                     return
                 probe = self._waiting.popleft()
-                self._started_count += 1
             try:
                 probe()
             except Exception:
