@@ -58,12 +58,10 @@ def main(argv: list[str]) -> None:
     host = pidfd_open(host_pid)
     if os.getppid() != host_pid:  # the host died before it could be watched
         return
-    null = os.open(os.devnull, os.O_WRONLY)  # now: a shortage must not end a server that runs
     server_pid = start_server(argv[4:], report_fd, (host, control_fd, report_fd), prctl)
     if server_pid is None:
         return
     report(report_fd, b"started %d\n" % server_pid)
-    detach_from_output(null)
     watch(server_pid, host, control_fd)
     end_tree(server_pid, report_fd)
     report(report_fd, b"gone\n")
@@ -130,13 +128,6 @@ def _system_call(*words: "int | None") -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return result
-
-
-def detach_from_output(null: int) -> None:
-    """Close the guard's copies of the log pipe, so that only the server has it open."""
-    for fd in (1, 2):
-        os.dup2(null, fd)
-    os.close(null)
 
 
 WAIT, TERMINATE, KILL = "wait", "terminate", "kill"  # what to do with the server
