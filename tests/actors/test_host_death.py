@@ -219,6 +219,14 @@ def test_process_older_than_launch_is_not_inspected(
     assert os.getpid() not in read
 
 
+def test_process_of_the_launchs_first_tick_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = launch_mark.LaunchMark(1)
+    monkeypatch.setattr(launch_mark, "_started_at_ticks", lambda pid: mark._made_at_ticks)
+    with running_program("sleep", "120", env=os.environ | mark.variable) as (marked, _):
+        mark.kill_all()
+        assert marked.poll() is not None
+
+
 def test_unreaped_orphan_does_not_delay_a_restart(make_worker: MakeWorker) -> None:
     """As in a container whose first process does not wait for children that were not its own."""
     rig = make_worker()

@@ -332,6 +332,16 @@ def test_guard_that_starts_no_server_is_killed(
     assert rig.status()["state"] is WorkerState.STOPPED
 
 
+def test_guard_that_ends_without_server_is_quoted(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = shell_program(tmp_path / "python", "echo No module named os >&2; exit 1")
+    monkeypatch.setattr(server_process, "interpreter", lambda: broken)
+    failure = _failure(make_worker(start=False).worker.start())
+    assert failure.reason is StartFailReason.SPAWN_FAILED
+    assert "the guard process exited early: No module named os" in str(failure)
+
+
 def test_guard_stopped_after_the_kill_is_resumed(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

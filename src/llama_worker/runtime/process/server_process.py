@@ -92,10 +92,8 @@ class GuardedServer:
             if self._control is None or self._guard is None:
                 self._orders += order
                 return
-            try:
+            with contextlib.suppress(OSError):  # the guard has ended: so has the tree
                 self._control.send(order, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except OSError:
-                return  # the guard has ended: so has the tree
             _signal(self._guard, signal.SIGCONT)  # a stopped guard must run to obey
 
     def is_gone(self) -> bool:
