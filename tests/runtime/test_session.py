@@ -283,8 +283,11 @@ def test_a_question_leaves_time_for_the_next_address(
             return False
 
         monkeypatch.setattr(abortable_socket, "_wait_by_clock", no_answer)
-        assert ask(server.port) == (200, b"{}")
+        abort = Abort()
+        assert ask(server.port, abort=abort) == (200, b"{}")
+        abortable_socket.connect(abort, HOST, server.port, 2 * WAIT_S).close()
     assert 0 < waits_s[0] <= WAIT_S / 2
+    assert waits_s[1] == 2 * WAIT_S, "a question that is over"
 
 
 @pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT], ids=errno.errorcode.get)
@@ -312,6 +315,17 @@ def test_a_lack_of_ipv6_hides_no_refusal(
     monkeypatch.setattr(abortable_socket, "AbortableSocket", make)
     with pytest.raises(ConnectionRefusedError):
         abortable_socket.connect(Abort(), "localhost", port, WAIT_S)
+
+
+def test_shortage_at_the_first_address_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all ports to it are in use: the server may be well."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (at, 1)) for at in (HOST, OTHER)]
+    codes = Mock(side_effect=[errno.EADDRNOTAVAIL, errno.ECONNREFUSED])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    monkeypatch.setattr(AbortableSocket, "connect_ex", codes)
+    with pytest.raises(OSError, match="Cannot assign") as raised:
+        abortable_socket.connect(Abort(), "of.two.addresses", 1, WAIT_S)
+    assert is_shortage(raised.value)
 
 
 def test_abort_ends_a_connect_that_is_not_answered(make_client: MakeClient) -> None:
