@@ -27,6 +27,7 @@ from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
     look_at_slots,
     owns_port,
+    probe_answer,
     probe_readiness,
     unanswered,
 )
@@ -40,6 +41,7 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
     print(listening.getsockname()[1], flush=True)
     sys.stdin.read()
 """
+COMPLETIONS = "/v1/chat/completions"
 CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
 
 
@@ -61,6 +63,14 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
 )
 def test_a_probe_without_an_answer(error: Exception, outcome: ProbeOutcome) -> None:
     assert unanswered(error) == (outcome, f"GET /v1/models: {type(error).__name__}")
+
+
+def test_upstream_that_answers_anything_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "ask", Mock(return_value=(503, b"")))
+    told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
+    probe_answer(Endpoint.of(CONFIG), epoch=3, reply_to=Mock(tell=told.put))
+    probed = Probed(epoch=3, outcome=ProbeOutcome.READY, detail="GET /v1/models: 503")
+    assert told.get(timeout=WAIT_S) == probed
 
 
 @pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.EMFILE, "no descriptor")])
@@ -89,6 +99,8 @@ def test_an_aborted_look_at_slots_ends_at_once(listener: int) -> None:
         ("/props", OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NOT_ASKED),
         ("/props", TimeoutError("no complete reply within 10 s"), ProbeOutcome.READY),
         ("/props", ConnectionResetError("it has ended"), ProbeOutcome.FAILED),
+        (COMPLETIONS, OSError(errno.EMFILE, "no descriptor"), ProbeOutcome.NOT_ASKED),
+        (COMPLETIONS, ConnectionResetError("it has ended"), ProbeOutcome.FAILED),
     ],
 )
 def test_questions_that_could_not_be_asked_are_repeated(
@@ -106,8 +118,10 @@ def test_questions_that_could_not_be_asked_are_repeated(
     monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
     monkeypatch.setattr(threads, "run_probe", lambda probe: probe())
     host: Any = SimpleNamespace(tell=told.append)
-    probe_readiness(CONFIG, epoch=3, root_pid=1, first=True, reply_to=host)
+    config = replace(CONFIG, canary=Canary(prompt="x", check=lambda text: True))
+    probe_readiness(config, epoch=3, root_pid=1, first=True, reply_to=host)
     assert [probed.outcome for probed in told] == [outcome]
+    assert ("the canary request failed: " in told[0].detail) is (fails == COMPLETIONS)
 
 
 # ---------------------------------------------------------------- port

@@ -87,6 +87,9 @@ def test_next_launch_waits_for_a_probe_still_out(monkeypatch: pytest.MonkeyPatch
     mailbox, seen = Told(), list[str]()
 
     class Slow(Probe):
+        def reset(self) -> None:
+            seen.append("reset")
+
         def probe(self, root_pid: int, now: float) -> LivenessEvidence:
             seen.append(f"into {root_pid}")
             if root_pid == 1:  # meanwhile the server is started anew, twice
@@ -99,7 +102,7 @@ def test_next_launch_waits_for_a_probe_still_out(monkeypatch: pytest.MonkeyPatch
     looks.look(Look(probe=0, round=1, fresh=False), 1, mailbox)
     (call,) = begun
     call()
-    assert seen == ["into 1", "out of 1", "into 3", "out of 3"]
+    assert seen == ["into 1", "out of 1", "reset", "into 3", "out of 3"]
     assert [evidence.look.round for evidence in mailbox] == [1, 3]
     assert len(begun) == 1
     looks.look(Look(probe=0, round=4, fresh=False), 3, mailbox)
