@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pykka
 import pytest
@@ -418,6 +419,18 @@ def test_all_living_are_found_while_another_thread_sweeps() -> None:
     weak._refs[30] = others  # type: ignore[call-overload]
     assert set(weak.alive()) >= set(lasting)
     assert len(weak._refs) < 60
+
+
+def test_dead_references_are_swept_now_and_then() -> None:
+    weak, looked_at = WeakList[threading.Event](), Mock()
+    weak._refs.append(looked_at)
+    lasting = [threading.Event() for _ in range(1000)]
+    for event in lasting:
+        weak.add(event)
+    assert looked_at.call_count < 10
+    for _ in range(5000):
+        weak.add(threading.Event())
+    assert len(weak._refs) <= 2 * (len(lasting) + 2)
 
 
 def test_a_future_added_during_close_is_answered() -> None:
