@@ -11,7 +11,7 @@ from msgspec.structs import replace as replace_struct
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Progress, newest
-from llama_worker.server.timeouts import NO_SLOT_SIGNS, Neighbours, SlotSigns, timeout_verdict
+from llama_worker.server.timeouts import Neighbours, SlotSigns, timeout_verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase
 from tests.tables import cases
 
@@ -40,15 +40,15 @@ def progress(phase: RequestPhase, **times: Any) -> Progress:
 def heard(
     work: float | None = None,
     neighbour: float | None = None,
-    slots: SlotSigns = NO_SLOT_SIGNS,
     beside: bool = False,
     behind: bool = False,
     left: float | None = None,
-    **limits: Any,
+    **more: Any,
 ) -> dict[str, Any]:
-    """When a sign of work and a neighbour's data came last, what the slots showed, whether it is
-    `beside` one that is served, `behind` a reply in one piece, or when one `left`; judged by these
-    limits."""
+    """When a sign of work and a neighbour's data came last, whether it is `beside` one that is
+    served, `behind` a reply in one piece, or when one `left`; what more the slots showed; judged by
+    these limits."""
+    signs = {name: more.pop(name) for name in SlotSigns.__struct_fields__ if name in more}
     return {
         "liveness_at": work,
         "neighbours": Neighbours(
@@ -57,8 +57,8 @@ def heard(
             any_awaits_one_piece=behind,
             leftover_since=left,
         ),
-        "slots": slots,
-        "profile": replace(PROFILE, **limits),
+        "slots": SlotSigns(**signs),
+        "profile": replace(PROFILE, **more),
     }
 
 
@@ -70,12 +70,13 @@ def reason_at(now: float, at: Progress, told: dict[str, Any]) -> RequestFailReas
 # ---------------------------------------------------------------- SPEC's table
 
 QUEUED = progress(WAITING)
+IN_ONE_PIECE = replace(QUEUED, in_one_piece=True)
 READS = progress(PREFILL, headers_at=1010.0)
 HAS_A_ROLE = progress(PREFILL, headers_at=1010.0, last_data_at=1016.0)
 REPORTS = progress(PREFILL, headers_at=1010.0, prompt_progress_at=1020.0)
 SAME_AGAIN = {"last_data_at": 1100.0, "repeated_at": (1101.0, 1103.0, 1105.0)}
 REPEATS = progress(PREFILL, prompt_progress_at=1100.0, **SAME_AGAIN)
-SHOWS_PROMPTS = SlotSigns(answered_last_look=True, shows_prompt_progress=True)
+SHOWS_PROMPTS: dict[str, Any] = {"answered_last_look": True, "shows_prompt_progress": True}
 REPEATED_BEFORE = replace(REPEATS, repeated_at=(1101.0, 1103.0, 1189.0))
 WRITES_THE_SAME = progress(GENERATING, first_token_at=1050.0, **SAME_AGAIN)
 WRITES = progress(GENERATING, first_token_at=1050.0, last_data_at=1100.0)
@@ -88,165 +89,103 @@ BUSY = progress(TOOL, turn_started_at=1499.0, headers_at=1499.0, last_data_at=14
 HAS_500_S: dict[str, Any] = {"absolute_timeout_s": 500.0}  # from the dispatch on, at 1000.0
 
 
+def due(
+    at: Progress, due_at: float, reason: RequestFailReason = STALL, **told: Any
+) -> tuple[Progress, dict[str, Any], float, RequestFailReason]:
+    return at, heard(**told), due_at, reason
+
+
 @cases(
     "at, told, due_at, reason",
     {
-        "no headers and no work": (QUEUED, heard(), 1030.0, HEADERS),
-        "no headers, and the work has ended": (QUEUED, heard(work=1020.0), 1050.0, HEADERS),
-        "work before the turn saves nothing": (QUEUED, heard(work=999.0), 1030.0, HEADERS),
-        "behind a neighbour that gets data": (QUEUED, heard(neighbour=1029.0), 1059.0, HEADERS),
-        "silent work before the headers": (QUEUED, heard(work=2199.0), 2200.0, STALL),
-        "the batch of one that is gone": (QUEUED, heard(left=1010.0), 1130.0, HEADERS),
-        "a batch that must be over": (
-            QUEUED,
-            heard(left=1010.0, idle_stream_timeout_s=20.0),
-            1030.0,
-            HEADERS,
+        "no headers and no work": due(QUEUED, 1030.0, HEADERS),
+        "no headers, and the work has ended": due(QUEUED, 1050.0, HEADERS, work=1020.0),
+        "work before the turn saves nothing": due(QUEUED, 1030.0, HEADERS, work=999.0),
+        "behind a neighbour that gets data": due(QUEUED, 1059.0, HEADERS, neighbour=1029.0),
+        "silent work before the headers": due(QUEUED, 2200.0, work=2199.0),
+        "the batch of one that is gone": due(QUEUED, 1130.0, HEADERS, left=1010.0),
+        "a batch that must be over": due(
+            QUEUED, 1030.0, HEADERS, left=1010.0, idle_stream_timeout_s=20.0
         ),
-        "silent work behind another client's prompt": (
-            QUEUED,
-            heard(work=3394.0, slots=SlotSigns(any_moved_at=2195.0, held_up_at=2195.0)),
-            3395.0,
-            STALL,
+        "silent work behind another client's prompt": due(
+            QUEUED, 3395.0, work=3394.0, any_moved_at=2195.0, held_up_at=2195.0
         ),
-        "silent work beside what holds nobody up": (
-            QUEUED,
-            heard(work=2199.0, slots=SlotSigns(any_moved_at=2195.0)),
-            2200.0,
-            STALL,
+        "silent work beside what holds nobody up": due(
+            QUEUED, 2200.0, work=2199.0, any_moved_at=2195.0
         ),
-        "beside one that has limits of its own": (QUEUED, heard(beside=True), 2200.0, STALL),
-        "behind a reply in one piece": (
-            QUEUED,
-            heard(behind=True, slots=SlotSigns(any_moved_at=1150.0, held_up_at=1150.0)),
-            2350.0,
-            STALL,
+        "beside one that has limits of its own": due(QUEUED, 2200.0, beside=True),
+        "behind a reply in one piece": due(
+            QUEUED, 2350.0, behind=True, any_moved_at=1150.0, held_up_at=1150.0
         ),
-        "the same, and its slot stands still": (
-            QUEUED,
-            heard(behind=True, slots=SlotSigns(any_moved_at=1150.0, shows_all=True)),
-            1270.0,
-            STALL,
+        "the same, and its slot stands still": due(
+            QUEUED, 1270.0, behind=True, any_moved_at=1150.0, shows_all=True
         ),
-        "a reply in one piece, by its slots": (
-            replace(QUEUED, in_one_piece=True),
-            heard(work=2345.0, slots=SlotSigns(any_moved_at=1150.0)),
-            2350.0,
-            STALL,
+        "a reply in one piece, by its slots": due(
+            IN_ONE_PIECE, 2350.0, work=2345.0, any_moved_at=1150.0
         ),
-        "the same, of a server whose work does not show": (
-            replace(QUEUED, in_one_piece=True),
-            heard(slots=SlotSigns(any_moved_at=1150.0)),
-            2350.0,
-            STALL,
+        "the same, of a server whose work does not show": due(
+            IN_ONE_PIECE, 2350.0, any_moved_at=1150.0
         ),
-        "a reply in one piece, and its slot stands still": (
-            replace(QUEUED, in_one_piece=True),
-            heard(1100.0, slots=SlotSigns(any_moved_at=1150.0, shows_all=True)),
-            1270.0,
-            STALL,
+        "a reply in one piece, and its slot stands still": due(
+            IN_ONE_PIECE, 1270.0, work=1100.0, any_moved_at=1150.0, shows_all=True
         ),
-        "the same, and the work ends later": (
-            replace(QUEUED, in_one_piece=True),
-            heard(1160.0, slots=SlotSigns(any_moved_at=1150.0, shows_all=True)),
-            1280.0,
-            STALL,
+        "the same, and the work ends later": due(
+            IN_ONE_PIECE, 1280.0, work=1160.0, any_moved_at=1150.0, shows_all=True
         ),
-        "the same, behind the batch of one that is gone": (
-            replace(QUEUED, in_one_piece=True),
-            heard(left=1170.0, slots=SlotSigns(any_moved_at=1150.0, shows_all=True)),
-            1290.0,
-            STALL,
+        "the same, behind the batch of one that is gone": due(
+            IN_ONE_PIECE, 1290.0, left=1170.0, any_moved_at=1150.0, shows_all=True
         ),
-        "the same, beside one that has limits of its own": (
-            replace(QUEUED, in_one_piece=True),
-            heard(beside=True, slots=SlotSigns(any_moved_at=1150.0, shows_all=True)),
-            2350.0,
-            STALL,
+        "the same, beside one that has limits of its own": due(
+            IN_ONE_PIECE, 2350.0, beside=True, any_moved_at=1150.0, shows_all=True
         ),
-        "silent prefill, from the headers on": (READS, heard(), 1610.0, STALL),
-        "headers are no data for silent work": (READS, heard(work=2199.0), 2200.0, STALL),
-        "a slot that may be its own counts": (
-            READS,
-            heard(work=3394.0, slots=SlotSigns(moved_at=2195.0, held_up_at=2195.5)),
-            3395.0,
-            STALL,
+        "silent prefill, from the headers on": due(READS, 1610.0),
+        "headers are no data for silent work": due(READS, 2200.0, work=2199.0),
+        "a slot that may be its own counts": due(
+            READS, 3395.0, work=3394.0, moved_at=2195.0, held_up_at=2195.5
         ),
-        "not if it would hold nobody up": (
-            READS,
-            heard(work=2199.0, slots=SlotSigns(moved_at=2195.0)),
-            2200.0,
-            STALL,
+        "not if it would hold nobody up": due(READS, 2200.0, work=2199.0, moved_at=2195.0),
+        "another's does not": due(
+            READS, 2200.0, work=2199.0, any_moved_at=2195.0, held_up_at=2195.0
         ),
-        "another's does not": (
-            READS,
-            heard(work=2199.0, slots=SlotSigns(any_moved_at=2195.0, held_up_at=2195.0)),
-            2200.0,
-            STALL,
+        "nor does its own behind data": due(
+            HAS_A_ROLE, 2216.0, work=2215.0, moved_at=2215.0, any_moved_at=2215.0
         ),
-        "nor does its own behind data": (
-            HAS_A_ROLE,
-            heard(work=2215.0, slots=SlotSigns(moved_at=2215.0, any_moved_at=2215.0)),
-            2216.0,
-            STALL,
+        "a role chunk is data": due(HAS_A_ROLE, 1616.0),
+        "prefill that works": due(HAS_A_ROLE, 1617.0, work=1017.0),
+        "reported prefill has the stream's limit": due(REPORTS, 1140.0),
+        "and not the prefill's": due(REPORTS, 1140.0, prefill_liveness_timeout_s=10.0),
+        "reported prefill that works": due(REPORTS, 1141.0, work=1021.0),
+        "it repeats itself while it computes": due(REPEATS, 1220.0, work=1219.0, **SHOWS_PROMPTS),
+        "the same, or it waits behind another client": due(REPEATS, 2300.0, work=2299.0),
+        "a silent stream": due(WRITES, 1220.0),
+        "a silent stream of a server that works": due(WRITES, 1221.0, work=1101.0),
+        "a server that spins": due(WRITES, 2300.0, work=2299.0),
+        "its work is a neighbour's": due(
+            WRITES, 3200.0, work=3199.0, neighbour=2000.0, answered_last_look=True
         ),
-        "a role chunk is data": (HAS_A_ROLE, heard(), 1616.0, STALL),
-        "prefill that works": (HAS_A_ROLE, heard(work=1017.0), 1617.0, STALL),
-        "reported prefill has the stream's limit": (REPORTS, heard(), 1140.0, STALL),
-        "and not the prefill's": (REPORTS, heard(prefill_liveness_timeout_s=10.0), 1140.0, STALL),
-        "reported prefill that works": (REPORTS, heard(work=1021.0), 1141.0, STALL),
-        "it repeats itself while it computes": (
-            REPEATS,
-            heard(work=1219.0, slots=SHOWS_PROMPTS),
-            1220.0,
-            STALL,
+        "dead beside a live one, no slots": due(WRITES, 1580.0, work=3199.0, neighbour=2000.0),
+        "no slots any more, its own moved": due(
+            WRITES, 1680.0, work=3199.0, neighbour=2000.0, moved_at=1200.0
         ),
-        "the same, or it waits behind another client": (REPEATS, heard(work=2299.0), 2300.0, STALL),
-        "a silent stream": (WRITES, heard(), 1220.0, STALL),
-        "a silent stream of a server that works": (WRITES, heard(work=1101.0), 1221.0, STALL),
-        "a server that spins": (WRITES, heard(work=2299.0), 2300.0, STALL),
-        "its work is a neighbour's": (
-            WRITES,
-            heard(3199.0, 2000.0, SlotSigns(answered_last_look=True)),
-            3200.0,
-            STALL,
+        "a neighbour that went on for a while": due(WRITES, 2419.0, work=2299.0, neighbour=1219.0),
+        "repeats, and neighbours stand still": due(
+            REPEATS, 1220.5, work=1219.0, neighbour=1100.5, **SHOWS_PROMPTS
         ),
-        "dead beside a live one, no slots": (WRITES, heard(3199.0, 2000.0), 1580.0, STALL),
-        "no slots any more, its own moved": (
-            WRITES,
-            heard(3199.0, 2000.0, SlotSigns(moved_at=1200.0)),
-            1680.0,
-            STALL,
+        "repeats, and no slot moves any more": due(
+            REPEATS, 1220.5, work=1219.0, any_moved_at=1100.5, **SHOWS_PROMPTS
         ),
-        "a neighbour that went on for a while": (WRITES, heard(2299.0, 1219.0), 2419.0, STALL),
-        "repeats, and neighbours stand still": (
-            REPEATS,
-            heard(1219.0, 1100.5, SHOWS_PROMPTS),
-            1220.5,
-            STALL,
+        "read in turn, and no sign of work": due(REPORTS, 1250.0, neighbour=1130.0),
+        "the same, beside a neighbour": due(WRITES_THE_SAME, 1220.0, work=1219.0, neighbour=1219.0),
+        "writes the same, its slot moved once": due(
+            WRITES_THE_SAME, 1220.5, work=1219.0, moved_at=1100.5, any_moved_at=1219.0
         ),
-        "repeats, and no slot moves any more": (
-            REPEATS,
-            heard(1219.0, slots=replace_struct(SHOWS_PROMPTS, any_moved_at=1100.5)),
-            1220.5,
-            STALL,
+        "no token in this turn": due(SECOND_TURN, 1560.0, TTFT, work=1559.0, ttft_timeout_s=60.0),
+        "a token of the turn before": due(
+            OLD_TOKEN, 1560.0, TTFT, work=1559.0, ttft_timeout_s=60.0
         ),
-        "read in turn, and no sign of work": (REPORTS, heard(neighbour=1130.0), 1250.0, STALL),
-        "the same, beside a neighbour": (WRITES_THE_SAME, heard(1219.0, 1219.0), 1220.0, STALL),
-        "writes the same, its slot moved once": (
-            WRITES_THE_SAME,
-            heard(1219.0, slots=SlotSigns(moved_at=1100.5, any_moved_at=1219.0)),
-            1220.5,
-            STALL,
-        ),
-        "no token in this turn": (SECOND_TURN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT),
-        "a token of the turn before": (OLD_TOKEN, heard(1559.0, ttft_timeout_s=60.0), 1560.0, TTFT),
-        "late, its tool runs": (BUSY, heard(1499.9, **HAS_500_S), 1500.0, ABSOLUTE),
-        "late, its client reads slowly": (
-            replace(WRITES, concluding=True),
-            heard(1499.9, **HAS_500_S),
-            1500.0,
-            ABSOLUTE,
+        "late, its tool runs": due(BUSY, 1500.0, ABSOLUTE, work=1499.9, **HAS_500_S),
+        "late, its client reads slowly": due(
+            replace(WRITES, concluding=True), 1500.0, ABSOLUTE, work=1499.9, **HAS_500_S
         ),
     },
 )
@@ -282,25 +221,19 @@ def test_without_a_limit_there_is_no_verdict(at: Progress, told: dict[str, Any])
 @cases(
     "at, told",
     {
-        "a neighbour's prompt is read first": (
-            STARVES,
-            heard(neighbour=5019.0, slots=SHOWS_PROMPTS),
-        ),
-        "a stranger's prompt is": (
-            STARVES,
-            heard(slots=replace_struct(SHOWS_PROMPTS, any_moved_at=5019.0)),
-        ),
+        "a neighbour's prompt is read first": (STARVES, heard(neighbour=5019.0, **SHOWS_PROMPTS)),
+        "a stranger's prompt is": (STARVES, heard(any_moved_at=5019.0, **SHOWS_PROMPTS)),
         "repeats until a neighbour went on": (
             REPEATED_BEFORE,
-            heard(1219.0, 1188.0, SHOWS_PROMPTS),
+            heard(work=1219.0, neighbour=1188.0, **SHOWS_PROMPTS),
         ),
         "the same twice, and then a batch": (
             replace(REPEATS, repeated_at=(1101.0, 1103.0)),
-            heard(work=1219.0, slots=SHOWS_PROMPTS),
+            heard(work=1219.0, **SHOWS_PROMPTS),
         ),
         "text held back, and its slot moves": (
             WRITES_THE_SAME,
-            heard(slots=SlotSigns(moved_at=1218.0, any_moved_at=1218.0)),
+            heard(moved_at=1218.0, any_moved_at=1218.0),
         ),
     },
 )
