@@ -75,47 +75,43 @@ def judge(
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
 
+def wedge(
+    tracks: list[Track],
+    suspect: Progress,
+    *others: Progress,
+    reason: RequestFailReason = STALL,
+    alone: bool = True,
+) -> tuple[Any, ...]:
+    return tracks, suspect, others, reason, alone
+
+
 @cases(
     "tracks, suspect, others, reason, alone",
     {
-        "swallowed before its prefill": ([IDLE], IN_PREFILL, [], LOST, True),
-        "swallowed while it generated": ([IDLE], WRITES, [], LOST, True),
-        "lost by a picked slot": (
-            [IDLE],
-            replace(REPORTED, needs_specific_slots=True),
-            [],
-            LOST,
-            True,
+        "swallowed before its prefill": wedge([IDLE], IN_PREFILL, reason=LOST),
+        "swallowed while it generated": wedge([IDLE], WRITES, reason=LOST),
+        "lost by a picked slot": wedge(
+            [IDLE], replace(REPORTED, needs_specific_slots=True), reason=LOST
         ),
-        "lost beside a live one": ([IDLE, MOVES], IN_PREFILL, [SERVED], LOST, True),
-        "queued although a slot is idle": ([IDLE, MOVES], WAITS, [SERVED], LOST, True),
-        "livelock in decode": ([STUCK], WRITES, [], STALL, False),
-        "livelock, found by one who waits": ([STUCK], WAITS, [QUIET], STALL, False),
-        "dead beside a live one": ([STUCK, MOVES], WRITES, [SERVED], STALL, True),
-        "dead beside a slot that changes tasks": (
-            [STUCK, MOVES, CHANGES_TASKS],
-            WRITES,
-            [SERVED, replace(QUIET_IN_PREFILL, request_id=3)],
-            STALL,
-            True,
+        "lost beside a live one": wedge([IDLE, MOVES], IN_PREFILL, SERVED, reason=LOST),
+        "queued although a slot is idle": wedge([IDLE, MOVES], WAITS, SERVED, reason=LOST),
+        "livelock in decode": wedge([STUCK], WRITES, alone=False),
+        "livelock, found by one who waits": wedge([STUCK], WAITS, QUIET, alone=False),
+        "dead beside a live one": wedge([STUCK, MOVES], WRITES, SERVED),
+        "dead beside a slot that changes tasks": wedge(
+            [STUCK, MOVES, CHANGES_TASKS], WRITES, SERVED, replace(QUIET_IN_PREFILL, request_id=3)
         ),
-        "dead beside a silent prefill": ([STUCK, READS], WRITES, [QUIET_IN_PREFILL], STALL, True),
-        "beside who said less": ([stands(decoded=90), decodes(10)], TOLD_88, [QUIET], STALL, True),
-        "a lone prefill stands still": ([IN_A_BATCH, MOVES], REPORTED, [SERVED], STALL, True),
-        "the same, unreported": ([IN_A_BATCH, MOVES, IDLE], IN_PREFILL, [SERVED], STALL, True),
-        "its slot never has a turn": (
-            [stands(prompt=0), MOVES, IDLE],
-            WAITS,
-            [SERVED],
-            STALL,
-            True,
-        ),
+        "dead beside a silent prefill": wedge([STUCK, READS], WRITES, QUIET_IN_PREFILL),
+        "beside who said less": wedge([stands(decoded=90), decodes(10)], TOLD_88, QUIET),
+        "a lone prefill stands still": wedge([IN_A_BATCH, MOVES], REPORTED, SERVED),
+        "the same, unreported": wedge([IN_A_BATCH, MOVES, IDLE], IN_PREFILL, SERVED),
+        "its slot never has a turn": wedge([stands(prompt=0), MOVES, IDLE], WAITS, SERVED),
     },
 )
 def test_a_wedge_is_found_in_one_round(
     tracks: list[Track],
     suspect: Progress,
-    others: list[Progress],
+    others: Sequence[Progress],
     reason: RequestFailReason,
     alone: bool,
 ) -> None:
@@ -160,135 +156,95 @@ LATE_NEIGHBOUR = replace(SERVED, turn_started_at=103.0)
 LATE_HEADERS = replace(SERVED, headers_at=103.0)
 
 
+def spared(
+    tracks: list[Track], suspect: Progress, *others: Progress, works: bool = False
+) -> tuple[Any, ...]:
+    return tracks, suspect, others, works
+
+
 @cases(
     "tracks, suspect, others, works",
     {
-        "text that is held back": ([MOVES], WRITES, [], True),
-        "held back, beside a dead one": ([decodes(200), stands(decoded=60)], WRITES, [QUIET], True),
-        "held back, beside one that has said less": (
-            [decodes(90), decodes(10)],
-            TOLD_88,
-            [SERVED],
-            True,
+        "text that is held back": spared([MOVES], WRITES, works=True),
+        "held back, beside a dead one": spared(
+            [decodes(200), stands(decoded=60)], WRITES, QUIET, works=True
         ),
-        "it waits while a neighbour's sounds are encoded": (
-            [STUCK, READS],
-            WRITES,
-            [replace(QUIET_IN_PREFILL, has_media=True)],
-            True,
+        "held back, beside one that has said less": spared(
+            [decodes(90), decodes(10)], TOLD_88, SERVED, works=True
         ),
-        "prefill without reports": ([READS], IN_PREFILL, [], True),
-        "prefill by a build that holds headers back": ([READS, IDLE], WAITS, [], True),
-        "the slot that works may be its own": ([IDLE, MOVES], WAITS, [QUIET], True),
-        "a step of six seconds": ([MOVES_AT_LAST], WRITES, [], True),
-        "queued behind the only slot, which is served": ([MOVES], WAITS, [SERVED], False),
-        "another's, which has said less": ([decodes(1)], silent(GENERATING, tokens=99), [], False),
-        "one long batch": ([IN_A_BATCH], IN_PREFILL, [], False),
-        "a stranger's slow step": ([STUCK], WAITS, [], False),
-        "the same, beside a neighbour's": ([STUCK, STUCK], WAITS, [QUIET], False),
-        "a neighbour's long batch": ([STUCK, stands(prompt=0)], WRITES, [QUIET_IN_PREFILL], False),
-        "no headers: tokenizing, or a model on demand": ([IDLE], WAITS, [], False),
-        "no headers: its video is decoded": (
-            [IDLE, MOVES],
-            replace(WAITS, has_media=True),
-            [SERVED],
-            False,
+        "it waits while a neighbour's sounds are encoded": spared(
+            [STUCK, READS], WRITES, replace(QUIET_IN_PREFILL, has_media=True), works=True
         ),
-        "no headers: it waits for a slot of its own": (
-            [IDLE, MOVES],
-            replace(WAITS, needs_specific_slots=True),
-            [SERVED],
-            False,
+        "prefill without reports": spared([READS], IN_PREFILL, works=True),
+        "prefill by a build that holds headers back": spared([READS, IDLE], WAITS, works=True),
+        "the slot that works may be its own": spared([IDLE, MOVES], WAITS, QUIET, works=True),
+        "a step of six seconds": spared([MOVES_AT_LAST], WRITES, works=True),
+        "queued behind the only slot, which is served": spared([MOVES], WAITS, SERVED),
+        "another's, which has said less": spared([decodes(1)], silent(GENERATING, tokens=99)),
+        "one long batch": spared([IN_A_BATCH], IN_PREFILL),
+        "a stranger's slow step": spared([STUCK], WAITS),
+        "the same, beside a neighbour's": spared([STUCK, STUCK], WAITS, QUIET),
+        "a neighbour's long batch": spared([STUCK, stands(prompt=0)], WRITES, QUIET_IN_PREFILL),
+        "no headers: tokenizing, or a model on demand": spared([IDLE], WAITS),
+        "no headers: its video is decoded": spared(
+            [IDLE, MOVES], replace(WAITS, has_media=True), SERVED
         ),
-        "headers at once, of an old build, and no slot": (
-            [IDLE, MOVES],
-            replace(IN_PREFILL, needs_specific_slots=True),
-            [SERVED],
-            False,
+        "no headers: it waits for a slot of its own": spared(
+            [IDLE, MOVES], replace(WAITS, needs_specific_slots=True), SERVED
         ),
-        "another's slow steps": ([STUCK, MOVES_AT_TIMES], WRITES, [QUIET], False),
-        "data since the first look": ([STUCK], silent(GENERATING, last_data_at=100.0), [], False),
-        "another fills batches": ([stands(prompt=0), READS], IN_PREFILL, [SERVED_PROMPT], False),
-        "its own count is of the task before": (
+        "headers at once, of an old build, and no slot": spared(
+            [IDLE, MOVES], replace(IN_PREFILL, needs_specific_slots=True), SERVED
+        ),
+        "another's slow steps": spared([STUCK, MOVES_AT_TIMES], WRITES, QUIET),
+        "data since the first look": spared([STUCK], silent(GENERATING, last_data_at=100.0)),
+        "another fills batches": spared([stands(prompt=0), READS], IN_PREFILL, SERVED_PROMPT),
+        "its own count is of the task before": spared(
             [[replace(each, decoded_tokens=32) for each in READS], MOVES, stands(prompt=4658)],
             IN_PREFILL,
-            [SERVED],
-            True,
+            SERVED,
+            works=True,
         ),
-        "no headers, and a prompt of another is read": (
-            [stands(prompt=0), READS, MOVES],
-            WAITS,
-            [SERVED, replace(SERVED_PROMPT, request_id=3)],
-            False,
+        "no headers, and a prompt of another is read": spared(
+            [stands(prompt=0), READS, MOVES], WAITS, SERVED, replace(SERVED_PROMPT, request_id=3)
         ),
-        "queued, and the slot is a stranger's": (
-            [stands(prompt=0), MOVES],
-            WAITS,
-            [SERVED],
-            False,
+        "queued, and the slot is a stranger's": spared([stands(prompt=0), MOVES], WAITS, SERVED),
+        "the same on a build that sends headers at once": spared(
+            [stands(prompt=0), MOVES], IN_PREFILL, SERVED
         ),
-        "the same on a build that sends headers at once": (
-            [stands(prompt=0), MOVES],
-            IN_PREFILL,
-            [SERVED],
-            False,
+        "no headers, and its image is encoded": spared(
+            [stands(prompt=0), MOVES, IDLE], replace(WAITS, has_media=True), SERVED
         ),
-        "no headers, and its image is encoded": (
-            [stands(prompt=0), MOVES, IDLE],
-            replace(WAITS, has_media=True),
-            [SERVED],
-            False,
+        "no headers, and it waits for a slot of its own": spared(
+            [stands(prompt=0), MOVES, IDLE], replace(WAITS, needs_specific_slots=True), SERVED
         ),
-        "no headers, and it waits for a slot of its own": (
-            [stands(prompt=0), MOVES, IDLE],
-            replace(WAITS, needs_specific_slots=True),
-            [SERVED],
-            False,
+        "queued, and the slot is another's who waits": spared(
+            [stands(prompt=0), MOVES, IDLE], WAITS, SERVED, replace(WAITS, request_id=3)
         ),
-        "queued, and the slot is another's who waits": (
-            [stands(prompt=0), MOVES, IDLE],
-            WAITS,
-            [SERVED, replace(WAITS, request_id=3)],
-            False,
+        "queued, and two slots are strangers'": spared(
+            [stands(prompt=0), MOVES, STUCK, IDLE], WAITS, SERVED
         ),
-        "queued, and two slots are strangers'": (
-            [stands(prompt=0), MOVES, STUCK, IDLE],
-            WAITS,
-            [SERVED],
-            False,
+        "a slot that writes is not its own": spared([STUCK, MOVES], WAITS, SERVED),
+        "another client's task, which no batch has room beside": spared(
+            [MOVES, IN_A_BATCH], IN_PREFILL, works=True
         ),
-        "a slot that writes is not its own": ([STUCK, MOVES], WAITS, [SERVED], False),
-        "another client's task, which no batch has room beside": (
-            [MOVES, IN_A_BATCH],
-            IN_PREFILL,
-            [],
-            True,
+        "queued behind one that waits for another's slot": spared(
+            [IDLE, MOVES], WAITS, SERVED, replace(WAITS, request_id=3, needs_specific_slots=True)
         ),
-        "queued behind one that waits for another's slot": (
-            [IDLE, MOVES],
-            WAITS,
-            [SERVED, replace(WAITS, request_id=3, needs_specific_slots=True)],
-            False,
+        "its slot is given to it behind a long batch": spared(
+            [IDLE, IN_A_BATCH], WAITS, replace(SERVED_PROMPT, last_data_at=NOW + 0.1)
         ),
-        "its slot is given to it behind a long batch": (
-            [IDLE, IN_A_BATCH],
-            WAITS,
-            [replace(SERVED_PROMPT, last_data_at=NOW + 0.1)],
-            False,
+        "one task after the other": spared([IDLE, CHANGES_TASKS], IN_PREFILL),
+        "a neighbour that came in between": spared(
+            [IDLE, MOVES], IN_PREFILL, LATE_NEIGHBOUR, works=True
         ),
-        "one task after the other": ([IDLE, CHANGES_TASKS], IN_PREFILL, [], False),
-        "a neighbour that came in between": ([IDLE, MOVES], IN_PREFILL, [LATE_NEIGHBOUR], True),
-        "a neighbour that got its slot in between": (
-            [IDLE, MOVES],
-            IN_PREFILL,
-            [LATE_HEADERS],
-            True,
+        "a neighbour that got its slot in between": spared(
+            [IDLE, MOVES], IN_PREFILL, LATE_HEADERS, works=True
         ),
-        "a neighbour's slow step": ([STUCK], WAITS, [replace(SERVED, last_data_at=99.0)], False),
+        "a neighbour's slow step": spared([STUCK], WAITS, replace(SERVED, last_data_at=99.0)),
     },
 )
 def test_a_working_server_is_not_given_up(
-    tracks: list[Track], suspect: Progress, others: list[Progress], works: bool
+    tracks: list[Track], suspect: Progress, others: Sequence[Progress], works: bool
 ) -> None:
     assert judge(looks(*tracks), suspect, *others) == (SlotMoves() if works else None)
 
