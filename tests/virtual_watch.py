@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Self
 
 from llama_worker.config.profiles import TimeoutProfile
@@ -38,13 +38,6 @@ from llama_worker.types.request import RequestFailReason, RequestPhase, RequestS
 
 RequestAt = Callable[[float], Progress]
 SlotsAt = Callable[[float], tuple[Slot, ...] | SlotsTimeout | None]
-
-
-class Nobody:
-    """A mailbox that is never read: the driver answers itself."""
-
-    def tell(self, message: Any) -> bool:
-        return True
 
 
 def probed(outcome: ProbeOutcome, epoch: int = 1, **traits: Any) -> Probed:
@@ -98,6 +91,7 @@ def slot(*, decoded: int = 0, prompt: int = 20, task: int = 1) -> Slot:
     )
 
 
+@dataclass(eq=False)
 class VirtualWatch:
     """One launch, number 1, ordered at `now`. `news` is what the WorkerActor would be told, and
     when.
@@ -109,36 +103,25 @@ class VirtualWatch:
     `probes_take_s`.
     """
 
-    def __init__(
-        self,
-        profile: TimeoutProfile,
-        *,
-        evidence: Callable[[float, bool], bool] = lambda now, fresh: False,
-        readiness: Callable[[float], ProbeOutcome] = lambda now: ProbeOutcome.READY,
-        slots: SlotsAt = lambda now: None,
-        blind: Callable[[float], bool] = lambda now: False,
-        reads: Callable[[float], bool] = lambda now: False,
-        build: int | None = 11434,
-        modalities: dict[str, bool] | None = None,
-        probes_take_s: Callable[[float], float] = lambda now: 0.0,
-        now: float = 0.0,
-    ) -> None:
-        self.now = now
-        self._traits: dict[str, Any] = {"build": build, "modalities": modalities}
-        self._probes_take_s = probes_take_s
+    profile: TimeoutProfile
+    _: KW_ONLY
+    evidence: Callable[[float, bool], bool] = lambda now, fresh: False
+    readiness: Callable[[float], ProbeOutcome] = lambda now: ProbeOutcome.READY
+    slots: SlotsAt = lambda now: None
+    blind: Callable[[float], bool] = lambda now: False
+    reads: Callable[[float], bool] = lambda now: False
+    build: int | None = 11434
+    modalities: dict[str, bool] | None = None
+    probes_take_s: Callable[[float], float] = lambda now: 0.0
+    now: float = 0.0
+    news: list[tuple[float, WatchReport]] = field(default_factory=list, init=False)
+    slots_asked_at: list[float] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = ServerWatch(self.profile, epoch=1, probes_count=1)
+        self._requests: dict[int, RequestAt] = {}
         self._answer: tuple[float, Probed] | None = None  # of a probe, that is on its way
         self._open_look: tuple[float, LookAtSlots] | None = None  # and until when
-        self.news: list[tuple[float, WatchReport]] = []
-        self.watch = ServerWatch(profile, epoch=1, probes_count=1)
-        self._evidence, self._readiness, self._slots, self._blind = (
-            evidence,
-            readiness,
-            slots,
-            blind,
-        )
-        self._reads = reads
-        self.slots_asked_at: list[float] = []
-        self._requests: dict[int, RequestAt] = {}
         self.tell(Launch(epoch=1))
         self.tell(Launched(epoch=1, pid=1))
 
@@ -153,7 +136,7 @@ class VirtualWatch:
         """The requests are sent now."""
         self._requests = {request(self.now).request_id: request for request in requests}
         for request_id in self._requests:
-            self.tell(Watch(request_id=request_id, request=Nobody()))
+            self.tell(Watch(request_id=request_id))
 
     def tell(self, message: WatchdogMessage) -> None:
         """Hand over one message, and every answer that it brings about."""
@@ -166,8 +149,9 @@ class VirtualWatch:
                     case Look():
                         messages.append(self._seen(effect))
                     case ProbeReadiness():
-                        answer = probed(self._readiness(self.now), **self._traits)
-                        takes_s = self._probes_take_s(self.now)
+                        traits: Any = {"build": self.build, "modalities": self.modalities}
+                        answer = probed(self.readiness(self.now), **traits)
+                        takes_s = self.probes_take_s(self.now)
                         if takes_s:
                             self._answer = (self.now + takes_s, answer)
                         else:
@@ -213,7 +197,7 @@ class VirtualWatch:
         """The answer to the open look; nothing, as long as there is none."""
         assert self._open_look is not None
         until, order = self._open_look
-        slots = self._slots(self.now)
+        slots = self.slots(self.now)
         if isinstance(slots, SlotsTimeout) and self.now < until:
             return
         self._open_look = None
@@ -221,7 +205,7 @@ class VirtualWatch:
         yield SlotsSeen(epoch=order.epoch, look=look)
 
     def _seen(self, look: Look) -> EvidenceSeen:
-        if self._blind(self.now):
+        if self.blind(self.now):
             return EvidenceSeen(look=look, by_shortage=True, at=self.now)
-        alive, reads = self._evidence(self.now, look.fresh), self._reads(self.now)
+        alive, reads = self.evidence(self.now, look.fresh), self.reads(self.now)
         return EvidenceSeen(look=look, alive=alive, reads=reads, at=self.now, detail="told")

@@ -225,7 +225,7 @@ def test_a_standstill_does_not_continue_over_a_gap() -> None:
 
     profile = TimeoutProfile(idle_stream_timeout_s=None, health_probe_interval_s=None)
     watch = VirtualWatch.ready(profile)
-    watch._slots = slots
+    watch.slots = slots
     watch.begin(lambda now: generating(0.0))
     machine = Machine(watch)
     assert machine.run(63.0, Stalled) is None

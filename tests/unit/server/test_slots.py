@@ -12,11 +12,7 @@ import pytest
 
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress
-from llama_worker.server.messages import (
-    HealthLost,
-    ProbeOutcome,
-    Stalled,
-)
+from llama_worker.server.messages import HealthLost, ProbeOutcome, Stalled
 from llama_worker.server.pace import PACE_MIN_S
 from llama_worker.server.slot_verdicts import STEP_MULTIPLE
 from llama_worker.server.slots import (
@@ -42,21 +38,10 @@ STALL = RequestFailReason.STALL_TIMEOUT
 
 def told(**changes: Any) -> dict[str, Any]:
     """A slot that generates, as b11434 tells it."""
-    tokens = {
-        "n_ctx": 4096,
-        "n_prompt_tokens": 20,
-        "n_prompt_tokens_processed": 20,
-        "n_prompt_tokens_cache": 0,
-    }
+    shown: dict[str, Any] = {"id": 0, "is_processing": True, "id_task": 7, "n_ctx": 4096}
+    shown |= {"n_prompt_tokens": 20, "n_prompt_tokens_processed": 20, "n_prompt_tokens_cache": 0}
     next_token = {"has_next_token": True, "has_new_line": False, "n_remain": -1, "n_decoded": 3}
-    return {
-        "id": 0,
-        "is_processing": True,
-        "id_task": 7,
-        **tokens,
-        "next_token": [next_token],
-        **changes,
-    }
+    return {**shown, "next_token": [next_token], **changes}
 
 
 GENERATES = Slot(slot_id=0, is_processing=True, task=7, prompt_tokens=20, decoded_tokens=3)
@@ -116,15 +101,38 @@ PROFILE = TimeoutProfile.normal()
 ANSWER_S = PROFILE.suspect_after_s or 0.0
 
 
-def watched(slots: SlotsAt, *requests: RequestAt, **world: Any) -> VirtualWatch:
+def computes(now: float, fresh: bool) -> bool:
+    return not fresh
+
+
+def rests(now: float, fresh: bool) -> bool:
+    return False
+
+
+def watched(
+    slots: SlotsAt, *requests: RequestAt, profile: TimeoutProfile = PROFILE, **world: Any
+) -> VirtualWatch:
     """A server that computes all the time, and requests that are sent at 0.0."""
-    watch = VirtualWatch.ready(PROFILE, evidence=lambda now, fresh: not fresh, slots=slots, **world)
+    watch = VirtualWatch.ready(profile, slots=slots, **{"evidence": computes, **world})
     watch.begin(*requests)
     return watch
 
 
+def showing(*slots: Slot) -> SlotsAt:
+    return lambda now: slots
+
+
+def decoding(step_s: float = 1.0, began_s: float = 0.0, until: float = math.inf) -> SlotsAt:
+    """A token in so many seconds, the first of which began so long before."""
+    return lambda now: (slot(decoded=1 + int((min(now, until) + began_s) / step_s)),)
+
+
 def writes_on(now: float) -> tuple[Slot, ...]:
     return (slot(decoded=int(now)),)
+
+
+IN_A_BATCH = showing(slot(prompt=0))
+IDLE_BESIDE = Slot(slot_id=1, is_processing=False)
 
 
 def test_server_holding_text_back_is_not_given_up() -> None:
@@ -171,8 +179,7 @@ def test_moving_slot_is_seen_before_short_limit() -> None:
         return silent(PREFILL, prompt_progress_at=0.0, repeated_at=repeated_at)
 
     fast = TimeoutProfile.fast()
-    watch = VirtualWatch.ready(fast, evidence=lambda now, fresh: not fresh, slots=slots)
-    watch.begin(waits_half_read)
+    watch = watched(slots, waits_half_read, profile=fast)
     assert watch.run((fast.silent_work_timeout_s or 0.0) - 1.0, Stalled) is None
 
 
@@ -183,9 +190,7 @@ def test_moving_slot_is_seen_before_header_limit(batch_s: int, began_s: int) -> 
     def slots(now: float) -> tuple[Slot, ...]:
         return (slot(prompt=512 * int((now + began_s) / batch_s)),)
 
-    watch = VirtualWatch.ready(PROFILE, slots=slots)
-    watch.begin(waits)
-    assert watch.run(1000.0, Stalled) is None
+    assert watched(slots, waits, evidence=rests).run(1000.0, Stalled) is None
 
 
 def test_move_between_two_rounds_is_its_own() -> None:
@@ -196,8 +201,7 @@ def test_move_between_two_rounds_is_its_own() -> None:
         reads = slot(prompt=512 * (9 + batches), task=2)
         return reads, replace(slot(decoded=10 + batches), slot_id=1)
 
-    watch = VirtualWatch.ready(PROFILE, slots=slots)
-    watch.begin(lambda now: silent(GENERATING))
+    watch = watched(slots, lambda now: silent(GENERATING), evidence=rests)
     assert watch.run(1000.0, Stalled) is None
 
 
@@ -207,8 +211,7 @@ def test_short_tasks_of_others_are_not_its_work() -> None:
     def slots(now: float) -> tuple[Slot, ...]:
         return (slot(decoded=1 + int(now) % 5, task=int(now) // 5),)
 
-    watch = VirtualWatch.ready(PROFILE, slots=slots)
-    watch.begin(writes_until(20.0))
+    watch = watched(slots, writes_until(20.0), evidence=rests)
     assert watch.run(20.0 + (PROFILE.idle_stream_timeout_s or 0.0) + PAUSE_S, Stalled) is not None
 
 
@@ -219,11 +222,7 @@ def test_image_of_another_client_is_encoded_to_end(
     encodes = replace(slot(prompt=10), slot_id=1, task=2, context_tokens=10)
     idle = Slot(slot_id=0, is_processing=False)
     for request_at, own in ((writes_until(20.0), slot(decoded=20)), (waits, idle)):
-        evidence = {"evidence": lambda now, fresh: not fresh}
-        watch = VirtualWatch.ready(
-            PROFILE, slots=lambda now, own=own: (own, encodes), modalities=modalities, **evidence
-        )
-        watch.begin(request_at)
+        watch = watched(showing(own, encodes), request_at, modalities=modalities)
         watch.watch._requests.pace.learn(7, [Batch(0.0, 1.0, 512, 512)])
         assert (watch.run(1000.0, Stalled) is None) is (modalities == {"vision": True})
 
@@ -231,8 +230,9 @@ def test_image_of_another_client_is_encoded_to_end(
 @pytest.mark.parametrize("answer", [None, SlotsTimeout()])
 def test_slots_refused_at_ready_not_asked_for_minute(answer: SlotsTimeout | None) -> None:
     impatient = replace(PROFILE, suspect_after_s=10.0)
-    watch = VirtualWatch.ready(impatient, slots=lambda now: answer)
-    watch.begin(lambda now: generating(0.0))
+    watch = watched(
+        lambda now: answer, lambda now: generating(0.0), profile=impatient, evidence=rests
+    )
     watch.run(NO_ANSWER_PAUSE_S + 10.0, Stalled)
     at_ready, again_at, *_ = watch.slots_asked_at
     assert again_at - at_ready >= NO_ANSWER_PAUSE_S
@@ -260,27 +260,20 @@ def waits_for_all(now: float) -> Progress:
 )
 @pytest.mark.parametrize("step_s", [7, 20, 50])
 def test_slow_step_that_nobody_hears_of_is_spared(request_at: RequestAt, step_s: int) -> None:
-    for began_at in range(0, step_s, 3):
-
-        def slots(now: float, began_at: int = began_at) -> tuple[Slot, ...]:
-            return (slot(decoded=1 + int((now + began_at) / step_s)),)
-
-        assert watched(slots, request_at).run(1100.0, Stalled) is None
+    for began_s in range(0, step_s, 3):
+        assert watched(decoding(step_s, began_s), request_at).run(1100.0, Stalled) is None
 
 
 @pytest.mark.parametrize("step_s", [7, 20, 50])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_slow_step_of_held_back_text_is_spared(step_s: int, is_known: bool) -> None:
     gap_s = float(step_s) if is_known else None
-    for began_at in range(0, step_s, 3):
 
-        def slots(now: float, began_at: int = began_at) -> tuple[Slot, ...]:
-            return (slot(decoded=1 + int((now + began_at) / step_s)),)
+    def holds_back(now: float) -> Progress:
+        return replace(generating(min(now, 100.0)), longest_gap_s=gap_s)
 
-        def holds_back(now: float) -> Progress:
-            return replace(generating(min(now, 100.0)), longest_gap_s=gap_s)
-
-        assert watched(slots, holds_back).run(1100.0, Stalled) is None
+    for began_s in range(0, step_s, 3):
+        assert watched(decoding(step_s, began_s), holds_back).run(1100.0, Stalled) is None
 
 
 @cases(
@@ -384,11 +377,8 @@ def test_a_gone_requests_image_may_be_encoded_still(
         phase = WAITING if ended_in is WAITING else PREFILL
         return replace(silent(phase), request_id=2, last_data_at=None, has_media=has_media)
 
-    seen = (
-        slot(decoded=9),
-        replace(replace(slot(prompt=560), context_tokens=600), slot_id=1, task=2),
-    )
-    watch = watched(lambda now: seen, writes, shows)
+    half_read = replace(slot(prompt=560), context_tokens=600, slot_id=1, task=2)
+    watch = watched(showing(slot(decoded=9), half_read), writes, shows)
     assert watch.run(40.0, Stalled) is None
     watch.tell(unwatch(2, is_broken_off=True, has_media=has_media, ended_in=ended_in))
     assert (watch.run(1000.0, Stalled) is None) is may_encode
@@ -397,12 +387,8 @@ def test_a_gone_requests_image_may_be_encoded_still(
 @cases(
     "beside, changes, is_found",
     {
-        "one slot is idle": (Slot(slot_id=1, is_processing=False), {}, True),
-        "it picks its slot": (
-            Slot(slot_id=1, is_processing=False),
-            {"needs_specific_slots": True},
-            False,
-        ),
+        "one slot is idle": (IDLE_BESIDE, {}, True),
+        "it picks its slot": (IDLE_BESIDE, {"needs_specific_slots": True}, False),
         "no slot is idle": (None, {}, False),
     },
 )
@@ -447,11 +433,10 @@ def test_media_that_never_gets_its_slot_is_lost(
 ) -> None:
     def slots(now: float) -> tuple[Slot, ...]:
         busy = replace(slot(decoded=1 + int(now)), is_processing=is_busy(now))
-        return busy, Slot(slot_id=1, is_processing=False)
+        return busy, IDLE_BESIDE
 
     profile = replace(PROFILE, silent_work_timeout_s=last_resort_s)
-    watch = VirtualWatch.ready(profile, evidence=lambda now, fresh: not fresh, slots=slots)
-    watch.begin(lambda now: silent(WAITING, has_media=True), beside)
+    watch = watched(slots, lambda now: silent(WAITING, has_media=True), beside, profile=profile)
     found = watch.run(3000.0, Stalled)
     assert (found is not None) is is_found
     if found is not None:
@@ -491,12 +476,12 @@ def cannot_be_asked_once(now: float) -> SlotsTimeout | None:
 @pytest.mark.parametrize(
     ("slots", "build"),
     [
-        (lambda now: (UNSEEN_SLOT, replace(UNSEEN_SLOT, slot_id=1, task=2)), 9093),
+        (showing(UNSEEN_SLOT, replace(UNSEEN_SLOT, slot_id=1, task=2)), 9093),
         # the count is of the task before
-        (lambda now: (replace(UNSEEN_SLOT, decoded_tokens=37),), 9093),
+        (showing(replace(UNSEEN_SLOT, decoded_tokens=37)), 9093),
         (lambda now: SlotsTimeout(), 10019),
         (lambda now: SlotsTimeout(), None),
-        (lambda now: in_a_batch(now) if now < 0.1 else cannot_be_asked_once(now), 10019),
+        (lambda now: IN_A_BATCH(now) if now < 0.1 else cannot_be_asked_once(now), 10019),
     ],
 )
 def test_who_waits_behind_an_unseen_prefill_is_spared(slots: SlotsAt, build: int | None) -> None:
@@ -513,32 +498,28 @@ def test_who_waits_behind_an_unseen_prefill_is_spared(slots: SlotsAt, build: int
 @cases(
     "slots, changes, works_until, by",
     {
-        "its prompt stands still": (lambda now: (slot(prompt=0),), {}, 30.0, 150.0 + 3 * PAUSE_S),
-        "no work was ever seen": (lambda now: (slot(prompt=0),), {}, 0.0, 120.0 + 3 * PAUSE_S),
+        "its prompt stands still": (IN_A_BATCH, {}, 30.0, 150.0 + 3 * PAUSE_S),
+        "no work was ever seen": (IN_A_BATCH, {}, 0.0, 120.0 + 3 * PAUSE_S),
         "a batch of 100 s after the other": (
             lambda now: (slot(prompt=512 * int(now / 100.0)),),
             {},
             0.0,
             None,
         ),
-        "the server works": (lambda now: (slot(prompt=0),), {}, 2000.0, None),
-        "an image is encoded, perhaps": (
-            lambda now: (slot(prompt=0),),
-            {"has_media": True},
-            30.0,
-            None,
-        ),
-        "a build that hides its reading": (lambda now: (UNSEEN_SLOT,), {}, 30.0, None),
+        "the server works": (IN_A_BATCH, {}, 2000.0, None),
+        "an image is encoded, perhaps": (IN_A_BATCH, {"has_media": True}, 30.0, None),
+        "a build that hides its reading": (showing(UNSEEN_SLOT), {}, 30.0, None),
         "no /slots": (lambda now: None, {}, 30.0, None),
     },
 )
 def test_dead_prefill_of_one_piece_reply_is_found(
     slots: SlotsAt, changes: dict[str, Any], works_until: float, by: float | None
 ) -> None:
-    watch = VirtualWatch.ready(
-        PROFILE, evidence=lambda now, fresh: not fresh and now < works_until, slots=slots
+    watch = watched(
+        slots,
+        lambda now: silent(WAITING, in_one_piece=True, **changes),
+        evidence=lambda now, fresh: not fresh and now < works_until,
     )
-    watch.begin(lambda now: silent(WAITING, in_one_piece=True, **changes))
     found = watch.run(1100.0, Stalled)
     assert (found is None) is (by is None)
     if found is not None and by is not None:
@@ -548,12 +529,9 @@ def test_dead_prefill_of_one_piece_reply_is_found(
 
 @pytest.mark.parametrize("dead_at", [None, 100.0])
 def test_request_waiting_behind_one_piece_reply_has_limits(dead_at: float | None) -> None:
-    def slots(now: float) -> tuple[Slot, ...]:
-        return (slot(decoded=1 + int(now if dead_at is None else min(now, dead_at))),)
-
-    watch = VirtualWatch.ready(PROFILE, slots=slots)
-    watch.begin(waits_for_all, lambda now: replace(waits(now), request_id=2))
-    found = watch.run(1100.0, Stalled)
+    slots = decoding(until=math.inf if dead_at is None else dead_at)
+    requests_at = (waits_for_all, lambda now: replace(waits(now), request_id=2))
+    found = watched(slots, *requests_at, evidence=rests).run(1100.0, Stalled)
     assert (found is None) is (dead_at is None)
     if found is not None and dead_at is not None:
         assert found[0] - dead_at <= 2 * ANSWER_S + 15.0
@@ -562,12 +540,8 @@ def test_request_waiting_behind_one_piece_reply_has_limits(dead_at: float | None
 # ---------------------------------------------------------------- when it is silent
 
 
-def falls_silent(at: float, before: Callable[[float], tuple[Slot, ...]]) -> SlotsAt:
+def falls_silent(at: float, before: SlotsAt) -> SlotsAt:
     return lambda now: before(now) if now < at else SlotsTimeout()
-
-
-def in_a_batch(now: float) -> tuple[Slot, ...]:
-    return (slot(prompt=0),)
 
 
 def writes_until(at: float) -> RequestAt:
@@ -613,7 +587,7 @@ SILENT_FROM_180 = falls_silent(180.0, writes_on)
 SILENT_IN_PREFILL = falls_silent(180.0, lambda now: (slot(prompt=int(now)),))
 SILENT_BEHIND_READY = falls_silent(0.1, writes_on)
 BESIDE_A_STRANGER = falls_silent(180.0, writes_beside_a_stranger)
-HIDES_ITS_READING = falls_silent(180.0, lambda now: (UNSEEN_SLOT,))
+HIDES_ITS_READING = falls_silent(180.0, showing(UNSEEN_SLOT))
 
 
 def stalled_at(
@@ -630,7 +604,7 @@ def stalled_at(
         "while it writes about an image": (SILENT_FROM_180, wrote_about_an_image, 11434, 180.0),
         "answered at READY alone, writing": (SILENT_BEHIND_READY, WROTE, 11434, 100.0 + ANSWER_S),
         "answered at READY alone, reading": (SILENT_BEHIND_READY, reads, 11434, ANSWER_S),
-        "had answered in a batch": (falls_silent(180.0, in_a_batch), reads, 11434, 180.0),
+        "had answered in a batch": (falls_silent(180.0, IN_A_BATCH), reads, 11434, 180.0),
         "had answered in batches": (falls_silent(180.0, reads_batches), reads, None, 180.0),
         "beside an image": (SILENT_IN_PREFILL, reads_an_image, 11434, 180.0),
     },
@@ -658,7 +632,7 @@ def is_loading(now: float) -> ProbeOutcome:
         "it answers between two prompts": (copies_prompts_to_its_cache, reads, {}),
         "all is slow": (SILENT_FROM_180, WROTE, {"probes_take_s": lambda now: 3.0 * (now > 180.0)}),
         "its memory comes from disk": (SILENT_FROM_180, WROTE, {"reads": lambda now: now > 180.0}),
-        "its slot never went on": (falls_silent(180.0, in_a_batch), reads, {"build": None}),
+        "its slot never went on": (falls_silent(180.0, IN_A_BATCH), reads, {"build": None}),
         "a rejected draft": (falls_silent(180.0, replays_a_draft), WROTE, {"build": 9544}),
         "an unseen batch": (SILENT_FROM_180, WROTE, {"build": 10019}),
         "a stranger's batch": (BESIDE_A_STRANGER, WROTE, {"build": 10019}),
@@ -672,11 +646,10 @@ def test_slots_of_an_honest_server_may_be_silent(
 
 
 def test_probe_beside_silent_slots_is_no_health_probe() -> None:
-    failing = VirtualWatch.ready(
-        replace(PROFILE, health_probe_interval_s=None),
-        evidence=lambda now, fresh: not fresh,
-        slots=SILENT_FROM_180,
+    failing = watched(
+        SILENT_FROM_180,
+        WROTE,
+        profile=replace(PROFILE, health_probe_interval_s=None),
         readiness=lambda now: ProbeOutcome.READY if now < 150.0 else ProbeOutcome.FAILED,
     )
-    failing.begin(WROTE)
     assert failing.run(1000.0, HealthLost) is None

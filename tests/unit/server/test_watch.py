@@ -29,7 +29,7 @@ from llama_worker.server.messages import (
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from tests.docs.pages import table
-from tests.virtual_watch import Nobody, generating, probed, unwatch
+from tests.virtual_watch import generating, probed, unwatch
 
 STALLS_AFTER_1_S = TimeoutProfile(
     idle_stream_timeout_s=1.0,
@@ -89,7 +89,7 @@ def test_no_verdict_before_every_request_has_answered(
 ) -> None:
     step = ready(STALLS_AFTER_1_S)
     for request_id in (1, 2):
-        assert step(Watch(request_id=request_id, request=Nobody()), 60.0) == []
+        assert step(Watch(request_id=request_id), 60.0) == []
     (asked,) = step(Tick(), 60.1)
     assert asked.for_verdict
     assert step(told(generating(0.0)), 60.1) == []
@@ -121,7 +121,7 @@ def test_data_since_the_probe_began_overrides_its_failure(
     data_at: float | None, works: bool
 ) -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None))
-    step(Watch(request_id=2, request=Nobody()), 30.9)
+    step(Watch(request_id=2), 30.9)
     assert step(DOUBT, 31.0)[-1] == PROBE
     while (due_at := step.watch.deadline) is not None and due_at < 41.0:
         step(Tick(), due_at)
@@ -150,7 +150,7 @@ def test_gpu_error_is_told_as_is_while_ready() -> None:
 
 def test_evidence_then_progress_then_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
-    assert step(Watch(request_id=1, request=Nobody()), 60.0) == []
+    assert step(Watch(request_id=1), 60.0) == []
     first, second = step(Tick(), 60.05)
     assert (first.fresh, second.fresh) == (True, True)
     assert [step(EvidenceSeen(look=look, at=60.05), 60.05) for look in (first, second)] == [[], []]
@@ -163,7 +163,7 @@ def test_evidence_then_progress_then_verdict() -> None:
 
 def test_hanging_probe_is_unrepeated_and_delays_no_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
-    step(Watch(request_id=1, request=Nobody()), 60.0)
+    step(Watch(request_id=1), 60.0)
     hanging, quick = step(Tick(), 60.05)
     assert step(EvidenceSeen(look=quick, at=60.05), 60.05) == []
     look, asked = step(Tick(), 60.1)
@@ -176,10 +176,10 @@ def test_hanging_probe_is_unrepeated_and_delays_no_verdict() -> None:
 @pytest.mark.parametrize("returns_at", [62.02, 62.5])
 def test_probe_results_before_watching_began_do_not_count(returns_at: float) -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=1)
-    step(Watch(request_id=1, request=Nobody()), 60.0)
+    step(Watch(request_id=1), 60.0)
     (old,) = step(Tick(), 60.05)
     step(unwatch(1), 61.0)
-    step(Watch(request_id=2, request=Nobody()), 62.0)
+    step(Watch(request_id=2), 62.0)
     if returns_at > 62.05:
         assert step(Tick(), 62.05) == []  # the probe is still out
     looks = step(EvidenceSeen(look=old, alive=True, at=returns_at), returns_at)
@@ -239,11 +239,11 @@ def test_launch_without_process_is_unprobed_and_abandoned_timely() -> None:
 
 def test_idle_hour_does_not_affect_next_request() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None), probes_count=1)
-    step(Watch(request_id=1, request=Nobody()), 9.5)
+    step(Watch(request_id=1), 9.5)
     (look,) = step(Tick(), 10.0)
     step(EvidenceSeen(look=look, at=10.0, by_shortage=True), 10.0)
     step(unwatch(1, completed=True), 10.0)
-    step(Watch(request_id=2, request=Nobody()), 3600.0)
+    step(Watch(request_id=2), 3600.0)
     (look,) = step(Tick(), 3600.5)
     step(EvidenceSeen(look=look, at=3600.5), 3600.5)
     batches = (Batch(3601.0, 3603.0, 512, 512),)
@@ -255,7 +255,7 @@ def test_idle_hour_does_not_affect_next_request() -> None:
 @pytest.mark.parametrize("probes_count", [0, 1], ids=["no probe", "a probe that hangs"])
 def test_every_look_tells_how_far_the_requests_are(probes_count: int) -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None), probes_count=probes_count)
-    step(Watch(request_id=1, request=Nobody()), 10.0)
+    step(Watch(request_id=1), 10.0)
     step(Tick(), 10.5)
     step(Tick(), 15.0)
     step(told(generating(14.9)), 15.0)
@@ -266,13 +266,13 @@ def test_every_look_tells_how_far_the_requests_are(probes_count: int) -> None:
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_server_activity_before_idling_is_no_evidence(waiting: int) -> None:
     step = ready(TimeoutProfile(health_failures_before_restart=1), probes_count=1)
-    step(Watch(request_id=1, request=Nobody()), 1.0)
+    step(Watch(request_id=1), 1.0)
     (look,) = step(Tick(), 1.5)
     step(EvidenceSeen(look=look, alive=True, at=1.5, detail="computes"), 1.5)
     step(unwatch(1, completed=True), 2.0)
     step(Tick(), 31.0)
     for request_id in range(waiting):
-        step(Watch(request_id=2 + request_id, request=Nobody()), 31.0)
+        step(Watch(request_id=2 + request_id), 31.0)
     seen, lost = step.watch.step(probed(ProbeOutcome.FAILED), 31.1)
     assert isinstance(lost, messages.HealthLost)
     assert isinstance(seen, messages.Observed)
@@ -283,7 +283,7 @@ def test_idle_server_wakes_nobody_except_for_health_probe() -> None:
     for interval_s, due_at in ((None, None), (30.0, 31.0)):
         step = ready(TimeoutProfile(health_probe_interval_s=interval_s))
         assert step.watch.deadline == due_at
-        step(Watch(request_id=1, request=Nobody()), 1.0)
+        step(Watch(request_id=1), 1.0)
         assert step.watch.deadline == 1.5
         assert step(Tick(), 1.5) == []
         assert step.watch.deadline == 6.0
