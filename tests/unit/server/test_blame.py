@@ -104,10 +104,8 @@ def found(
 LOOP = RequestFailReason.REPEATED_LINE_LOOP
 TOOL_FAILED = RequestFailReason.TOOL_EXECUTION_ERROR
 DONE, BROKEN = ended(text="x"), ended(RequestFailReason.STREAM_DISCONNECTED)
-REFUSED, WITHOUT_A_CODE = (
-    ended(RequestFailReason.HTTP_ERROR),
-    ended(RequestFailReason.SERVER_ERROR, "e"),
-)
+REFUSED = ended(RequestFailReason.HTTP_ERROR)
+WITHOUT_A_CODE = ended(RequestFailReason.SERVER_ERROR, "e")
 CANCELED = ended(job="x", state="canceled")
 
 

@@ -4,6 +4,7 @@ clock."""
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -145,24 +146,17 @@ class Neither:
         raise ValueError("ambiguous")
 
 
+FOUR = re.compile("4").search
+
+
 @pytest.mark.parametrize(
     ("check", "status", "told", "problem"),
     [
-        (lambda text: "4" in text, 200, replied("2 + 2 = 4"), None),
-        (
-            lambda text: "4" in text,
-            200,
-            replied("????"),
-            "the canary check rejected the answer '????'",
-        ),
-        (lambda text: "4" in text, 200, replied(None), "rejected the answer ''"),
+        (FOUR, 200, replied("2 + 2 = 4"), None),
+        (FOUR, 200, replied("????"), "the canary check rejected the answer '????'"),
+        (FOUR, 200, replied(None), "rejected the answer ''"),
         (lambda text: not text, 200, [], None),
-        (
-            lambda text: True,
-            500,
-            {"error": "no"},
-            "the canary request got HTTP 500: {'error': 'no'}",
-        ),
+        (bool, 500, {"error": "no"}, "the canary request got HTTP 500: {'error': 'no'}"),
         (raises, 200, replied("x"), "the canary check raised SystemExit: 3"),
         (lambda text: Neither(), 200, replied("x"), "check raised ValueError: ambiguous"),
     ],
@@ -177,8 +171,5 @@ def test_the_canary_check_decides_about_the_answer(
 
 def test_the_canary_uses_greedy_sampling() -> None:
     body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
-    assert (body["temperature"], body["max_tokens"], body["messages"][0]["content"]) == (
-        0,
-        5,
-        "2 + 2?",
-    )
+    asked = body["temperature"], body["max_tokens"], body["messages"][0]["content"]
+    assert asked == (0, 5, "2 + 2?")

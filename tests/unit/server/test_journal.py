@@ -69,9 +69,7 @@ def test_enum_member_is_kept_and_logged_as_value(
     assert [type(kept[name]) for name in ("state", "fail_reason")] == [str, str]
 
 
-def test_last_200_events_and_first_50_warnings_kept(
-    journal: Journal,
-) -> None:
+def test_last_200_events_and_first_50_warnings_kept(journal: Journal) -> None:
     for number in range(250):
         journal.warn(f"line {number}", number - UNIX)
         journal.note("e", number - UNIX)
@@ -136,14 +134,18 @@ def test_slow_handler_loses_events_and_learns_how_many() -> None:
 # ---------------------------------------------------------------- evidence
 
 
+def running(phase: RequestPhase, request_id: int = 7, since: float = 100.0, **at: Any) -> Progress:
+    times = {"dispatched_at": since, "turn_started_at": since} | at
+    return Progress(request_id=request_id, phase=phase, **times)
+
+
+def observed(at: float, *requests: Progress, liveness_at: float | None = 105.0) -> Observed:
+    return Observed(epoch=1, at=at, activity="no CPU", liveness_at=liveness_at, requests=requests)
+
+
 def killed(journal: Journal, *, epoch: int = 1) -> Any:
     """The evidence, where the watchdog had observed the launch 1 a second before."""
-    progress = Progress(
-        request_id=7, phase=RequestPhase.PREFILL, dispatched_at=100.0, turn_started_at=101.0
-    )
-    journal.observed = Observed(
-        epoch=1, at=109.0, activity="no CPU", liveness_at=105.0, requests=(progress,)
-    )
+    journal.observed = observed(109.0, running(RequestPhase.PREFILL, turn_started_at=101.0))
     journal.keep_evidence(
         110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)]
     )
@@ -174,9 +176,7 @@ def test_observations_of_another_launch_are_no_evidence(journal: Journal) -> Non
     assert evidence["requests"] == [{"request_id": 7, "job_name": "j", "slot": 0}]
 
 
-def test_processes_and_last_lines_join_last_kill_only(
-    journal: Journal,
-) -> None:
+def test_processes_and_last_lines_join_last_kill_only(journal: Journal) -> None:
     killed(journal)
     journal.add_processes({"root_pid": 5}, ("last",))
     evidence = told(journal)["evidence"]
@@ -191,31 +191,16 @@ def test_request_longest_without_progress_counts(journal: Journal) -> None:
     assert journal.seconds_since_progress([], 110.0) is None
     first, second = Admitted(7, 0, "j", 100.0), Admitted(8, 1, "j", 101.0)
     assert journal.seconds_since_progress([first, second], 110.0) == 10.0  # nobody has looked yet
-    moving = Progress(
-        request_id=7,
-        phase=RequestPhase.GENERATING,
-        dispatched_at=100.0,
-        turn_started_at=100.0,
-        last_data_at=109.0,
-    )
-    waiting = Progress(
-        request_id=8, phase=RequestPhase.WAITING, dispatched_at=101.0, turn_started_at=101.0
-    )
+    moving = running(RequestPhase.GENERATING, last_data_at=109.0)
+    waiting = running(RequestPhase.WAITING, 8, since=101.0)
     for liveness_at, longest_s in ((None, 9.0), (105.0, 5.0)):
-        journal.observed = Observed(
-            epoch=1, at=110.0, activity="", liveness_at=liveness_at, requests=(moving, waiting)
-        )
+        journal.observed = observed(110.0, moving, waiting, liveness_at=liveness_at)
         assert journal.seconds_since_progress([first, second], 110.0) == longest_s
     assert journal.seconds_since_progress([first], 110.0) == 1.0
 
 
 def test_a_turn_that_begins_is_progress(journal: Journal) -> None:
-    later = Progress(
-        request_id=7, phase=RequestPhase.WAITING, dispatched_at=100.0, turn_started_at=108.0
-    )
-    journal.observed = Observed(
-        epoch=1, at=110.0, activity="", liveness_at=105.0, requests=(later,)
-    )
+    journal.observed = observed(110.0, running(RequestPhase.WAITING, turn_started_at=108.0))
     assert journal.seconds_since_progress([Admitted(7, 0, "j", 100.0)], 110.0) == 2.0
 
 
@@ -246,13 +231,7 @@ def counted(journal: Journal, *records: RequestRecord) -> Any:
 
 @pytest.mark.parametrize(
     ("seconds", "index"),
-    [
-        (0.0, 0),
-        (0.1, 0),
-        (0.11, 1),
-        (3600.0, len(BOUNDS_S) - 1),
-        (3601.0, len(BOUNDS_S)),
-    ],
+    [(0.0, 0), (0.1, 0), (0.11, 1), (3600.0, len(BOUNDS_S) - 1), (3601.0, len(BOUNDS_S))],
 )
 def test_duration_within_bound_counts_once(journal: Journal, seconds: float, index: int) -> None:
     without_a_token = record(RequestState.FAILED, timings={"total_s": 1.0})

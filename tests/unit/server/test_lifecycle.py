@@ -205,23 +205,17 @@ def timed_out(life: Lifecycle) -> Step:
     return exited(killed, 20.1, returncode=-9)
 
 
+def no_process(reason: StartFailReason) -> tuple[Any, ...]:
+    return lambda life: launch_failed(life, 20.0, reason=reason), reason, None, ()
+
+
 @cases(
     "fail, reason, returncode, log_tail",
     {
         "it ends": (lambda life: exited(life, 20.0), EXITED, 1, ("oops",)),
         "port lost": (lambda life: exited(life, 20.0, port_taken=True), PORT_IN_USE, 1, ("oops",)),
-        "no port": (
-            lambda life: launch_failed(life, 20.0, reason=PORT_IN_USE),
-            PORT_IN_USE,
-            None,
-            (),
-        ),
-        "spawn": (
-            lambda life: launch_failed(life, 20.0, reason=SPAWN_FAILED),
-            SPAWN_FAILED,
-            None,
-            (),
-        ),
+        "no port": no_process(PORT_IN_USE),
+        "spawn": no_process(SPAWN_FAILED),
         "it takes too long": (timed_out, TIMEOUT, None, ("oops",)),
     },
 )

@@ -19,6 +19,7 @@ from llama_worker.server.liveness import (
     parse_uid,
 )
 from llama_worker.types.hooks import LivenessEvidence
+from tests.tables import cases
 
 ROOT: ProcessKey = (100, 5.0)
 CHILD: ProcessKey = (101, 6.0)
@@ -79,18 +80,16 @@ def test_ticks_are_ten_milliseconds_whatever_the_system_clock() -> None:
 
 
 @pytest.mark.parametrize("interval_s", [0.05, 1.0, 5.0, 60.0])
-@pytest.mark.parametrize(
-    ("read_bytes", "write_bytes", "faults", "works"),
-    [
-        pytest.param(
-            3 * 128 * 1024.0, 0.0, 3.0, False, id="a few pages of code for a health probe"
-        ),
-        pytest.param(2.0 * MIB, 0.0, 0.0, True, id="a slow share"),
-        pytest.param(60 * 4096.0, 0.0, 60.0, True, id="a hard disk read at random"),
-        pytest.param(2000.0 * MIB, 0.0, 15000.0, True, id="an SSD"),
-        pytest.param(0.0, 2.0 * MIB, 0.0, True, id="a download"),
-        pytest.param(0.0, 3 * 128 * 1024.0, 0.0, False, id="a log"),
-    ],
+@cases(
+    "read_bytes, write_bytes, faults, works",
+    {
+        "a few pages of code for a health probe": (3 * 128 * 1024.0, 0.0, 3.0, False),
+        "a slow share": (2.0 * MIB, 0.0, 0.0, True),
+        "a hard disk read at random": (60 * 4096.0, 0.0, 60.0, True),
+        "an SSD": (2000.0 * MIB, 0.0, 15000.0, True),
+        "a download": (0.0, 2.0 * MIB, 0.0, True),
+        "a log": (0.0, 3 * 128 * 1024.0, 0.0, False),
+    },
 )
 def test_disk_use_and_major_faults_count_by_rate(
     interval_s: float, read_bytes: float, write_bytes: float, faults: float, works: bool
@@ -138,10 +137,8 @@ def test_a_pid_that_comes_back_is_another_process() -> None:
 
 
 def test_look_at_same_instant_gives_no_evidence() -> None:
-    assert watch({ROOT: Counters(cpu_ticks=0)}, {ROOT: Counters(cpu_ticks=9)}, every_s=0.0) == [
-        None,
-        None,
-    ]
+    looks = ({ROOT: Counters(cpu_ticks=ticks)} for ticks in (0, 9))
+    assert watch(*looks, every_s=0.0) == [None, None]
 
 
 def test_detail_tells_the_rates() -> None:
@@ -202,11 +199,6 @@ def test_name_may_look_like_fields_behind_it() -> None:
     assert (stat.name, stat.state, stat.dead) == ("we(ird ) 1 name", "S", False)
     assert (stat.major_faults, stat.cpu_ticks, stat.threads_count) == (6, 5, 9)
     assert (stat.key(77), stat.rss_pages) == ((77, 4242.0), 300)
-
-
-@pytest.mark.parametrize("line", ["", "garbage", "77 (x) S 1", "77 (x) S " + "x " * 40])
-def test_unreadable_line_is_no_stat(line: str) -> None:
-    assert parse_stat(line) is None
 
 
 def test_status_and_io_say_what_they_have() -> None:

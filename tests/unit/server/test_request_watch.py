@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,13 +16,24 @@ from tests.tables import cases
 from tests.virtual_watch import generating, unwatch
 
 IDS = (1, 2, 3, 4, 5, 6)
+AT_ONCE = TimeoutProfile(idle_stream_timeout_s=1.0)
+LIMITS = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
+WAITS = Progress(request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0)
+IN_ONE_PIECE = replace(WAITS, request_id=1, in_one_piece=True)
+ABORTED: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITING}
 
 
-def watch_of(*request_ids: int) -> RequestWatch:
-    watch = RequestWatch(TimeoutProfile(idle_stream_timeout_s=1.0), epoch=1)
+def watch_of(*request_ids: int, profile: TimeoutProfile = AT_ONCE) -> RequestWatch:
+    watch = RequestWatch(profile, epoch=1)
     for request_id in request_ids:
         watch.begin(request_id)
     return watch
+
+
+def is_given_up(watch: RequestWatch, progress: Progress, now: float) -> bool:
+    """In a round of verdicts that begins now, if it ends with this answer."""
+    watch.begin_round(now)
+    return bool(watch.record_progress(progress, now, for_verdict=True))
 
 
 @given(
@@ -64,41 +74,25 @@ def test_round_ends_when_all_requests_answered_or_ended() -> None:
     assert answer(1) == []
 
 
-@pytest.mark.parametrize(
-    ("ended", "given_up_at"),
-    [
-        pytest.param(
-            {"is_broken_off": True, "ended_in": RequestPhase.PREFILL}, 130.0, id="in a batch"
-        ),
-        pytest.param({"is_broken_off": True}, 130.0, id="before anybody asked how far it was"),
-        pytest.param({"ended_in": RequestPhase.PREFILL}, 30.0, id="by the server"),
-        pytest.param(
-            {"is_broken_off": True, "ended_in": RequestPhase.PREFILL, "last_data_at": 10.5},
-            40.5,
-            id="a sign of work",
-        ),
-    ],
+IN_A_BATCH: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.PREFILL}
+
+
+@cases(
+    "ended, given_up_at",
+    {
+        "in a batch": (IN_A_BATCH, 130.0),
+        "before anybody asked how far it was": ({"is_broken_off": True}, 130.0),
+        "by the server": ({"ended_in": RequestPhase.PREFILL}, 30.0),
+        "a sign of work": (IN_A_BATCH | {"last_data_at": 10.5}, 40.5),
+    },
 )
 def test_an_aborted_requests_batch_may_delay_headers(
     ended: dict[str, Any], given_up_at: float
 ) -> None:
-    profile = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
-    waiting = Progress(
-        request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0
-    )
-    for now, is_given_up in ((given_up_at - 0.1, False), (given_up_at, True)):
-        watch = RequestWatch(profile, epoch=1)
-        for request_id in (1, 2):
-            watch.begin(request_id)
+    for now, is_due in ((given_up_at - 0.1, False), (given_up_at, True)):
+        watch = watch_of(1, 2, profile=LIMITS)
         watch.end(unwatch(1, **ended).record, 10.0)
-        watch.begin_round(now)
-        assert bool(watch.record_progress(waiting, now, for_verdict=True)) is is_given_up
-
-
-LIMITS = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
-WAITS = Progress(request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0)
-IN_ONE_PIECE = replace(WAITS, request_id=1, in_one_piece=True)
-ABORTED: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITING}
+        assert is_given_up(watch, WAITS, now) is is_due
 
 
 @cases(
@@ -117,30 +111,24 @@ def test_request_waiting_beside_one_piece_reply_has_time(
     one: Progress, ended: dict[str, Any], given_up_at: float
 ) -> None:
     waits = replace(WAITS, turn_started_at=45.0)
-    for now, is_given_up in ((given_up_at - 0.1, False), (given_up_at, True)):
-        watch = RequestWatch(LIMITS, epoch=1)
-        for request_id in (1, 2):
-            watch.begin(request_id)
+    for now, is_due in ((given_up_at - 0.1, False), (given_up_at, True)):
+        watch = watch_of(1, 2, profile=LIMITS)
         watch.record_progress(one, 49.0, for_verdict=False)
         watch.end(unwatch(1, **ended).record, 50.0)
-        watch.begin_round(now)
-        assert bool(watch.record_progress(waits, now, for_verdict=True)) is is_given_up
+        assert is_given_up(watch, waits, now) is is_due
 
 
 def test_only_one_that_is_awaited_excuses_others() -> None:
-    for one, is_given_up in ((IN_ONE_PIECE, False), (replace(IN_ONE_PIECE, concluding=True), True)):
-        watch = RequestWatch(LIMITS, epoch=1)
-        for request_id in (1, 2):
-            watch.begin(request_id)
+    for one, is_due in ((IN_ONE_PIECE, False), (replace(IN_ONE_PIECE, concluding=True), True)):
+        watch = watch_of(1, 2, profile=LIMITS)
         watch.record_progress(one, 30.0, for_verdict=False)
         watch.begin_round(30.0)
         watch.record_progress(WAITS, 30.0, for_verdict=True)
-        assert bool(watch.record_progress(one, 30.0, for_verdict=True)) is is_given_up
+        assert bool(watch.record_progress(one, 30.0, for_verdict=True)) is is_due
 
 
 def test_consecutive_aborts_hide_no_dead_server() -> None:
-    watch = RequestWatch(LIMITS, epoch=1)
-    watch.begin(2)
+    watch = watch_of(2, profile=LIMITS)
     watch.record_progress(WAITS, 0.0, for_verdict=False)
     found: list[float] = []
     for number in range(3, 10):  # clients that give up after 60 s, and try again
@@ -150,31 +138,23 @@ def test_consecutive_aborts_hide_no_dead_server() -> None:
         watch.record_progress(one, sent_at + 59.0, for_verdict=False)
         gone_at = sent_at + 60.0
         watch.end(unwatch(number, **ABORTED).record, gone_at)
-        watch.begin_round(gone_at)
-        found += [gone_at] * bool(watch.record_progress(WAITS, gone_at, for_verdict=True))
+        found += [gone_at] * is_given_up(watch, WAITS, gone_at)
     assert found[0] == 60.0 + 120.0
 
 
-@pytest.mark.parametrize(
-    ("served_id", "given_up_at"),
-    [
-        pytest.param(3, 130.0, id="one that was admitted after it: its own turn is over"),
-        pytest.param(1, 305.0, id="one that was there before: now it may be its turn"),
-    ],
+@cases(
+    "served_id, given_up_at",
+    {
+        "one that was admitted after it: its own turn is over": (3, 130.0),
+        "one that was there before: now it may be its turn": (1, 305.0),
+    },
 )
 def test_a_canceled_queued_request_may_delay_headers(served_id: int, given_up_at: float) -> None:
     profile = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=300.0)
-    waiting = Progress(
-        request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0
-    )
-    left: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITING}
-    hung = replace(waiting, request_id=4, turn_started_at=100.0)
-    for now, is_given_up in ((given_up_at - 0.1, False), (given_up_at, True)):
-        watch = RequestWatch(profile, epoch=1)
-        for request_id in (2, served_id, 4):
-            watch.begin(request_id)
-        watch.record_progress(waiting, 0.0, for_verdict=False)
-        watch.end(unwatch(2, **left).record, 0.0)
+    hung = replace(WAITS, request_id=4, turn_started_at=100.0)
+    for now, is_due in ((given_up_at - 0.1, False), (given_up_at, True)):
+        watch = watch_of(2, served_id, 4, profile=profile)
+        watch.record_progress(WAITS, 0.0, for_verdict=False)
+        watch.end(unwatch(2, **ABORTED).record, 0.0)
         watch.end(unwatch(served_id, completed=True, last_data_at=5.0).record, 5.0)
-        watch.begin_round(now)
-        assert bool(watch.record_progress(hung, now, for_verdict=True)) is is_given_up
+        assert is_given_up(watch, hung, now) is is_due

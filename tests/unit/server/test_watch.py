@@ -29,6 +29,7 @@ from llama_worker.server.messages import (
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from tests.docs.pages import table
+from tests.tables import cases
 from tests.virtual_watch import generating, probed, unwatch
 
 STALLS_AFTER_1_S = TimeoutProfile(
@@ -74,15 +75,13 @@ def told(progress: Progress) -> ProgressReported:
     return ProgressReported(progress=progress, for_verdict=True)
 
 
-@pytest.mark.parametrize(
-    ("next_message", "at", "restarts_server"),
-    [
-        pytest.param(
-            told(generating(60.1, request_id=2)), 60.15, False, id="the other answers late"
-        ),
-        pytest.param(unwatch(2, last_data_at=60.1), 60.15, False, id="the other ends"),
-        pytest.param(Tick(), 60.2, True, id="it never answers: nobody is held up for ever"),
-    ],
+@cases(
+    "next_message, at, restarts_server",
+    {
+        "the other answers late": (told(generating(60.1, request_id=2)), 60.15, False),
+        "the other ends": (unwatch(2, last_data_at=60.1), 60.15, False),
+        "it never answers: nobody is held up for ever": (Tick(), 60.2, True),
+    },
 )
 def test_no_verdict_before_every_request_has_answered(
     next_message: messages.WatchdogMessage, at: float, restarts_server: bool
