@@ -104,7 +104,7 @@ class Play:
         self.body: dict[str, Any] = {}  # that was posted last
         self.call_id = ""  # that was ordered last
         self.signals: list[Any] = []  # arguments of exit calls, as they were told
-        self.record: RequestRecord | None = None
+        self._record: RequestRecord | None = None
         self._config = of or PLAIN
         self.writes_bios = writes_bios  # as the default BIOS is, before anything else happens
         self._effects: list[RequestOutput] = []  # not named yet
@@ -137,6 +137,15 @@ class Play:
         assert not self._effects, f"not named: {self._effects}"
         return True
 
+    @property
+    def has_ended(self) -> bool:
+        return self._record is not None
+
+    @property
+    def record(self) -> RequestRecord:
+        assert self._record is not None, "it has not ended"
+        return self._record
+
     def fail(self, detail: str) -> Play:
         """The request's own code raised."""
         self._follow(self.request.fail(RequestFailReason.UNKNOWN_ERROR, detail, self.now))
@@ -161,7 +170,7 @@ class Play:
                 case CallTool(call=call):
                     self.call_id = call.id
                 case RequestEnded(record=record):
-                    self.record = record
+                    self._record = record
             self._effects.append(effect)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -35,16 +36,16 @@ from llama_worker.types.request import RequestFailReason as Reason
 from llama_worker.types.request import RequestResult
 from tests.simulation.leases import SimAbort
 
+ADMITTED = Admitted(7, 0, "responses:r", 0.0)
 DIED = Abandon(reason=Reason.SERVER_DIED, detail="exit code -9")
 STALLED = Abandon(reason=Reason.STALL_TIMEOUT, detail="no data")
 BROKEN = disconnected("in mid-stream")
 REFUSED = StreamFailure(reason=Reason.HTTP_ERROR, detail="500", http_status=500)
 
 
-def leased(*, in_one_piece: bool = False) -> LeasedRequest:
+def leased(**how: Any) -> LeasedRequest:
     """Sent at 0.0."""
-    admitted = Admitted(7, 0, "responses:r", 0.0)
-    request = LeasedRequest(admitted, api_key="sk", unix_offset=100.0, in_one_piece=in_one_piece)
+    request = LeasedRequest(ADMITTED, api_key="sk", unix_offset=100.0, **how)
     request.started_waiting()
     return request
 
@@ -136,7 +137,7 @@ def test_what_ends_it_is_its_reason(order: RequestInput, reason: Reason | None) 
 
 
 def test_what_was_not_sent_is_not_broken_off() -> None:
-    request = LeasedRequest(Admitted(7, 0, "responses:r", 0.0), api_key=None, unix_offset=0.0)
+    request = LeasedRequest(ADMITTED, api_key=None, unix_offset=0.0)
     assert not recorded(request).is_broken_off  # its client has left
     request = leased()
     request.stopped_waiting()
@@ -202,7 +203,7 @@ def test_whole_reply_may_be_read_after_server_death(
         SimAbort(),  # type: ignore[arg-type]
         new=partial(LeasedRequest, in_one_piece=True),
     )
-    exchange.begin(Admitted(7, 0, "responses:r", 0.0), api_key=None, unix_offset=0.0)
+    exchange.begin(ADMITTED, api_key=None, unix_offset=0.0)
     exchange.started_waiting()
     assert exchange.step(DIED, 3.0) == []
     assert not exchange.record_closed(failure)
@@ -212,9 +213,7 @@ def test_whole_reply_may_be_read_after_server_death(
 
 
 def test_of_several_answers_the_tokens_of_one_count() -> None:
-    admitted = Admitted(7, 0, "responses:r", 0.0)
-    request = LeasedRequest(admitted, api_key=None, unix_offset=0.0, answers=3)
-    request.started_waiting()
+    request = leased(answers=3)
     request.opened(1.0)
     request.received([TextDelta("a", 300)], 2.0)
     assert request.progress().tokens == 100

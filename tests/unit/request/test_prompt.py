@@ -36,9 +36,17 @@ BIOS = BiosText("BIOS", "T1")
 class Conversation:
     """The prompts of one request, and the messages that its latest turn sent."""
 
-    def __init__(self, bios: BiosText | str, mode: SystemPromptMode, **asked: Any) -> None:
-        prompted = asked.pop("prompted")
-        submission = Submission(job_name="j", params={}, **asked)
+    def __init__(
+        self,
+        bios: BiosText | str = BIOS,
+        *,
+        messages: Sequence[ChatMessage] = (),
+        mode: SystemPromptMode = "merged",
+        prompted: bool = False,
+        **asked: Any,
+    ) -> None:
+        asked = {"system_prompt": "SYS", "user_prompt": "Hi"} | asked
+        submission = Submission(job_name="j", params={}, messages=tuple(messages), **asked)
         self.prompts = Prompts(config(system_prompt_mode=mode), submission, prompted=prompted)
         self.messages: list[Any] = self.prompts.next_body(bios)["messages"]
 
@@ -48,25 +56,6 @@ class Conversation:
         turn: Any = SimpleNamespace(**said)
         self.messages = self.prompts.next_body(bios, turn, turn)["messages"]
         return self.messages
-
-
-def begin(
-    bios: BiosText | str = BIOS,
-    *,
-    system_prompt: str = "SYS",
-    messages: Sequence[ChatMessage] = (),
-    user_prompt: str = "Hi",
-    mode: SystemPromptMode = "merged",
-    prompted: bool = False,
-) -> Conversation:
-    return Conversation(
-        bios,
-        mode,
-        system_prompt=system_prompt,
-        user_prompt=user_prompt,
-        messages=tuple(messages),
-        prompted=prompted,
-    )
 
 
 def status(text: str) -> str:
@@ -91,7 +80,7 @@ def test_system_prompts_are_merged_or_separate(
 ) -> None:
     modes: list[tuple[SystemPromptMode, list[str]]] = [("merged", merged), ("separate", separate)]
     for mode, contents in modes:
-        messages = begin(bios, system_prompt=system_prompt, mode=mode).messages
+        messages = Conversation(bios, system_prompt=system_prompt, mode=mode).messages
         assert messages[:-1] == [{"role": "system", "content": content} for content in contents]
         assert messages[-1] == {"role": "user", "content": "Hi"}
 
@@ -103,11 +92,11 @@ def test_instructions_that_begin_a_conversation_are_system_prompts(role: str) ->
         {"role": "user", "content": "Hello"},
         {"role": role, "content": "Now in English."},
     ]
-    first, *rest = begin(messages=earlier).messages
+    first, *rest = Conversation(messages=earlier).messages
     texts = ["BIOS", "SYS", "In French."]
     assert first == {"role": "system", "content": SYSTEM_PROMPT_DELIMITER.join(texts)}
     assert rest[:-1] == earlier[1:]
-    assert begin(messages=earlier, mode="separate").messages[2:-1] == earlier
+    assert Conversation(messages=earlier, mode="separate").messages[2:-1] == earlier
 
 
 def test_order_is_bios_system_prompt_messages_user_prompt() -> None:
@@ -116,10 +105,10 @@ def test_order_is_bios_system_prompt_messages_user_prompt() -> None:
         {"role": "assistant", "content": "a"},
     ]
     for user_prompt in ("Hi", ""):  # after an assistant's message an empty one is a message, too
-        it = begin("BIOS", messages=prior, mode="separate", user_prompt=user_prompt)
+        it = Conversation("BIOS", messages=prior, mode="separate", user_prompt=user_prompt)
         assert [m["content"] for m in it.messages] == ["BIOS", "SYS", "q", "a", user_prompt]
-    assert begin("BIOS", user_prompt="").messages[-1] == {"role": "user", "content": ""}
-    assert begin().messages[-1] == {"role": "user", "content": "Hi" + status("T1")}
+    assert Conversation("BIOS", user_prompt="").messages[-1] == {"role": "user", "content": ""}
+    assert Conversation().messages[-1] == {"role": "user", "content": "Hi" + status("T1")}
 
 
 PART = {"type": "text", "text": "q"}
@@ -136,7 +125,7 @@ PART = {"type": "text", "text": "q"}
 )
 def test_a_needless_empty_prompt_is_left_out(last: Any, content: Any) -> None:
     before = copy.deepcopy(last)
-    it = begin(messages=[last], user_prompt="")
+    it = Conversation(messages=[last], user_prompt="")
     assert len(it.messages) == 2
     assert it.messages[-1] == {**before, "content": content}
     assert last == before
@@ -154,7 +143,7 @@ def test_a_continuation_has_a_message_per_call() -> None:
         for number, function in enumerate(functions, 1)
     ]
     results = [("c00000001", "add", "2"), ("c00000002", "find", "[]" + status("T2"))]
-    assert begin().go_on(BiosText("BIOS", "T2"))[2:] == [
+    assert Conversation().go_on(BiosText("BIOS", "T2"))[2:] == [
         {"role": "assistant", "content": "Look:", "reasoning_content": "hm", "tool_calls": calls},
         *(
             {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
@@ -166,7 +155,7 @@ def test_a_continuation_has_a_message_per_call() -> None:
 def test_prompted_calls_go_back_as_written() -> None:
     written = '<tool_call>\n{"name":"add", "arguments":{"a" : 1}}\n</tool_call>'
     calls = [ParsedCall("c00000001", "add", {"a": 1}, '{"a": 1}', written), CALLS[1]]
-    sent = begin(prompted=True).go_on(BiosText("BIOS", "T2"), text="So:\n", calls=calls)
+    sent = Conversation(prompted=True).go_on(BiosText("BIOS", "T2"), text="So:\n", calls=calls)
     said = f"So:\n{written}\n{tagged_call('find', '{}')}"
     results = (
         '<tool_response id="c00000001" name="add">\n2\n</tool_response>\n'
@@ -180,19 +169,19 @@ def test_prompted_calls_go_back_as_written() -> None:
 
 def test_native_tool_turns_are_rewritten_for_prompted_mode() -> None:
     bios = BiosText("BIOS")
-    native, prompted = (begin(bios, prompted=mode) for mode in (False, True))
+    native, prompted = (Conversation(bios, prompted=mode) for mode in (False, True))
     for each in (native, prompted):
         each.go_on(bios)
     earlier = native.prompts.since_prompt(text="Two.", reasoning="", has_answered=True)
     before = copy.deepcopy(earlier)
-    follow_up = begin(bios, messages=earlier, user_prompt="So?", prompted=True)
+    follow_up = Conversation(bios, messages=earlier, user_prompt="So?", prompted=True)
     assert follow_up.messages == [
         *prompted.messages,
         {"role": "assistant", "content": "Two."},
         {"role": "user", "content": "So?"},
     ]
     assert earlier == before
-    assert begin(bios, messages=earlier).messages[1:-1] == earlier
+    assert Conversation(bios, messages=earlier).messages[1:-1] == earlier
 
 
 def test_result_has_the_name_of_its_own_call() -> None:
@@ -204,7 +193,7 @@ def test_result_has_the_name_of_its_own_call() -> None:
             {"role": "tool", "tool_call_id": "call_0", "content": "r"},
         )
     ]
-    _, _, first, _, second, _ = begin(messages=earlier, prompted=True).messages
+    _, _, first, _, second, _ = Conversation(messages=earlier, prompted=True).messages
     assert [first["content"], second["content"]] == [
         f'<tool_response id="call_0" name="{name}">\nr\n</tool_response>'
         for name in ("find", "add")
@@ -222,7 +211,7 @@ def test_odd_messages_are_no_matter_in_prompted_mode(calls: Any) -> None:
         {"role": "tool", "content": [image]},
         {"role": "tool", "content": [{"type": "text", "text": "r"}]},
     ]
-    *_, assistant, seen, told, _ = begin(messages=odd, prompted=True).messages
+    *_, assistant, seen, told, _ = Conversation(messages=odd, prompted=True).messages
     assert seen == odd[1]
     answer = '<tool_response id="" name="">\nr\n</tool_response>'
     assert told == {"role": "user", "content": answer}
@@ -239,7 +228,7 @@ def test_odd_messages_are_no_matter_in_prompted_mode(calls: Any) -> None:
 def test_earlier_messages_stay_the_same_byte_by_byte(
     prompted: bool, turns: list[tuple[str, str, str]]
 ) -> None:
-    conversation = begin(prompted=prompted)
+    conversation = Conversation(prompted=prompted)
     for text, reasoning, volatile in turns:
         sent = conversation.messages
         before = json.dumps(sent)
@@ -249,7 +238,7 @@ def test_earlier_messages_stay_the_same_byte_by_byte(
 
 
 def test_a_plain_bios_is_put_first_anew() -> None:
-    conversation = begin("BIOS at 1")
+    conversation = Conversation("BIOS at 1")
     _, *earlier = conversation.messages
     head, *following = conversation.go_on("BIOS at 2")
     assert head["content"] == f"BIOS at 2{SYSTEM_PROMPT_DELIMITER}SYS"

@@ -108,7 +108,6 @@ def test_a_stream_to_its_completion() -> None:
     assert play >> 104.0 >> (TextDelta("Hel"), TextDelta("lo")) >> 105.0 >> STOP
     assert play >> 105.1 >> UsageReport(10, 4, 2)
     assert play >> 105.2 >> Done() << CLOSE << Ends("stop", text="Hello", reasoning="hm")
-    assert play.record is not None
     assert play.record.result == {
         "ok": True,
         "request_id": 7,
@@ -237,7 +236,6 @@ def test_how_turns_end_requests(
     text = "a" + "".join(event.text for event in said if isinstance(event, TextDelta))
     end = Ends(outcome, text=text, tool_iters_remaining=8)
     assert play >> (TextDelta("a"), *said) << CLOSE << end
-    assert play.record is not None
     assert len(play.signals) == len(play.record.result["signals"]) == exits
     trace = [(e["tool_name"], e["arguments"], e["error"]) for e in play.record.result["tool_trace"]]
     assert trace == [(name, arguments, f"not run: {outcome}") for name, arguments in not_run]
@@ -256,7 +254,6 @@ def test_an_error_record_fails_a_finished_turn(error: ServerError, detail: str) 
     said = [play.body["messages"][-1], {"role": "assistant", "content": "a"}]
     end = Ends("server_error", text="a", fail_detail=detail, conversation=said)
     assert play >> (error, Done()) << CLOSE << end
-    assert play.record is not None
     assert play.record.http_status == error.code
 
 
@@ -285,7 +282,6 @@ def test_a_report_of_malformed_output_accuses_no_server() -> None:
     ):
         play = asked(of)
         assert play >> TextDelta("a") >> event << CLOSE << Ends(outcome, text="a")
-        assert play.record is not None
         assert play.record.http_status is None
 
 
@@ -297,7 +293,6 @@ def test_full_context_shared_by_slots_accuses_no_server() -> None:
     for event, outcome in ((record, "server_error"), (refusal, "http_error")):
         play = asked()
         assert play >> event << CLOSE << Ends(outcome)
-        assert play.record is not None
         assert play.record.http_status is None
 
 
@@ -403,7 +398,6 @@ def test_only_what_was_sent_is_broken_off(
     play.drop_effects()
     play >> end
     play.drop_effects()
-    assert play.record is not None
     assert play.record.is_broken_off is is_broken_off
 
 
@@ -550,7 +544,6 @@ def test_a_follow_up_gives_new_call_ids() -> None:
         assert play >> 102.0 >> Done() << CLOSE << CallTool >> returned("1") << CallTool
         assert play >> returned("2") << PostChat >> TextDelta("Both.") >> STOP
         assert play >> Done() << CLOSE_SECOND << Ends("stop", tool_calls_count=2)
-        assert play.record is not None
         earlier += play.record.result["conversation"]
         ids = [each["id"] for message in earlier for each in message.get("tool_calls", ())]
         assert len(set(ids)) == len(ids) == 2 * calls_count
@@ -565,7 +558,6 @@ def test_a_follow_up_repeats_the_conversation() -> None:
     sent = play.body["messages"]
     assert play >> (ReasoningDelta("So it is."), TextDelta("It is 3."), STOP)
     assert play >> Done() << CLOSE_SECOND << Ends("stop")
-    assert play.record is not None
     conversation = play.record.result["conversation"]
     roles = [message["role"] for message in conversation]
     assert roles == ["user", "assistant", "tool", "assistant"]
@@ -581,23 +573,23 @@ def test_output_is_that_of_every_turn() -> None:
     usage = {"prompt_tokens": 30, "completion_tokens": 11, "cached_tokens": 2}
     end = Ends("stop", text="Let me add.It is 3.", reasoning="ok", usage=usage, tokens_received=11)
     assert play >> 104.0 >> said >> Done() << CLOSE_SECOND << end
-    assert play.record is not None
     assert play.record.result["timings"]["ttft_s"] == pytest.approx(1.0)
 
 
 def trace_of(play: Play, *names: str) -> list[Any]:
-    assert play.record is not None
     return [tuple(e.get(name) for name in names) for e in play.record.result["tool_trace"]]
 
 
+RAISED = "tool 'add' raised ValueError: no s3cret \ud800" + "." * 3000
+SHOWN = f"tool 'add' raised ValueError: no *** \ufffd{'.' * 3000}"[:2000]
+
+
 def test_a_failed_tool_fails_the_request() -> None:
-    play = in_tools()
-    detail, usage = "tool 'add' raised: no", UsageReport(10, 5, 2)
-    end = Ends("tool_execution_error", text="Let me add.", fail_detail=detail, tokens_received=5)
-    assert play >> 103.0 >> returned(detail, ok=False) << DROP << end
-    assert play.record is not None
-    assert play.record.result["usage"]["completion_tokens"] == usage.completion_tokens
-    assert trace_of(play, "started_at", "error") == [(1102.0, detail)]
+    play = in_tools(with_tools(api_key="s3cret"))
+    end = Ends("tool_execution_error", text="Let me add.", fail_detail=SHOWN, tokens_received=5)
+    assert play >> 103.0 >> returned(RAISED, ok=False) << DROP << end
+    assert play.record.result["usage"]["completion_tokens"] == 5
+    assert trace_of(play, "started_at", "error") == [(1102.0, SHOWN)]
 
 
 LATE = "tool 'add' did not return within tool_timeout_s 10 s"
@@ -610,17 +602,6 @@ def test_call_taking_too_long_fails_the_request() -> None:
     assert play >> 112.0 >> 121.8 >> 121.9 << DROP << end
     assert trace_of(play, "ok", "error") == [(True, None), (False, LATE)]
     assert play >> returned("too late")
-
-
-RAISED = "tool 'add' raised ValueError: no s3cret \ud800" + "." * 3000
-SHOWN = f"tool 'add' raised ValueError: no *** \ufffd{'.' * 3000}"[:2000]
-
-
-def test_tools_error_is_shown_as_it_may_be() -> None:
-    play = in_tools(with_tools(api_key="s3cret"))
-    end = Ends("tool_execution_error", fail_detail=SHOWN)
-    assert play >> returned(RAISED, ok=False) << DROP << end
-    assert trace_of(play, "error") == [(SHOWN,)]
 
 
 def test_the_model_may_be_told_an_error() -> None:
@@ -664,10 +645,8 @@ def test_a_turn_costs_one_iteration() -> None:
     assert play >> returned("1") << CallTool >> returned("2") << CallTool
     assert play >> returned("3") << PostChat
     assert play.request.status()["tool_iters_remaining"] == 0
-    end = Ends(
-        "tool_execution_error",
-        fail_detail="the tool iteration budget (max_tool_iterations) is exhausted",
-    )
+    detail = "the tool iteration budget (max_tool_iterations) is exhausted"
+    end = Ends("tool_execution_error", fail_detail=detail)
     assert play >> (TextDelta("a"), call("add"), CALLS, Done()) << CLOSE_SECOND << end
     exhausted = (2, "not run: tool_execution_error")
     assert trace_of(play, "iteration", "error") == [(1, None)] * 3 + [exhausted]
@@ -678,7 +657,6 @@ def test_calls_not_run_are_traced_as_written() -> None:
     calls = (call("add", '{"a": 1}'), call("signal", "{}", 1), call("zap", "{", 2))
     assert play >> (TextDelta("a"), *calls) >> 102.0
     assert play >> (CALLS, Done()) << CLOSE << Ends("tool_parse_error", text="a")
-    assert play.record is not None
     assert "zap" in play.record.result["fail_detail"]
     assert play.signals == [{}]
     not_run = {"iteration": 1, "started_at": 1102.0, "duration_s": 0.0, "ok": False}
@@ -745,11 +723,8 @@ def test_host_that_wants_no_calls_gets_their_text(prompted: bool) -> None:
 def test_exit_calls_alone_are_an_answer(said: StreamEvent, prompted: bool) -> None:
     play = asked(WITH_TOOLS, prompted=prompted)
     assert play >> (said, CALLS, Done()) << CLOSE << Ends("stop", text="")
-    assert play.record is not None
-    assert play.record.result["conversation"] == [
-        play.body["messages"][-1],
-        {"role": "assistant", "content": ""},
-    ]
+    answer = {"role": "assistant", "content": ""}
+    assert play.record.result["conversation"] == [play.body["messages"][-1], answer]
     play = asked()
     unanswered = [play.body["messages"][-1]]
     assert play >> CANCEL << CLOSE << Ends("canceled", conversation=unanswered)
@@ -779,7 +754,6 @@ in_every_ending = pytest.mark.parametrize("ending", ENDINGS)
 def test_exit_calls_and_text_are_kept(ending: str, said: StreamEvent, prompted: bool) -> None:
     play = asked(WITH_TOOLS, prompted=prompted)
     assert tell(play >> (TextDelta("kept\n"), said), ENDINGS[ending]) << CLOSE << RequestEnded
-    assert play.record is not None
     result = play.record.result
     assert [signal["arguments"] for signal in result["signals"]] == play.signals == [{"s": 1}]
     assert result["signals"] == play.record.status["signals"]
@@ -791,7 +765,6 @@ def test_exit_calls_and_text_are_kept(ending: str, said: StreamEvent, prompted: 
 def test_exit_call_without_arguments_counts_if_complete(ending: str) -> None:
     play = asked(WITH_TOOLS)
     assert tell(play >> call("signal", ""), ENDINGS[ending]) << CLOSE << RequestEnded
-    assert play.record is not None
     (signal,) = play.record.result["signals"]
     is_complete = ending == "completed" or ending.endswith("settling")
     assert signal.get("malformed") == (None if is_complete else "")
@@ -839,7 +812,6 @@ def test_a_refusal_without_another_way_is_an_error(of: Any, prompted: bool) -> N
     play = asked(of, prompted=prompted)
     end = Ends("http_error", fail_detail=TOOLS_REFUSED.detail)
     assert play >> closed(TOOLS_REFUSED) << CLOSE << end
-    assert play.record is not None
     assert play.record.http_status == 500
 
 
@@ -907,6 +879,7 @@ def test_the_template_opens_a_think_each_turn(
 # held back in native mode, behind a call that may turn out to be text
 HELD = f"{TAGGED}\n{LINE * 11}"
 PAIR = f"{LINE}z{LINE}"
+MORE = ToolCallDelta(0, None, None, "1, 2, ")  # arguments
 
 
 @pytest.mark.parametrize(
@@ -916,12 +889,7 @@ PAIR = f"{LINE}z{LINE}"
         ([TextDelta(PAIR * 30)], "line", ("", PAIR * 12), "a block of 2 lines"),
         ([ReasoningDelta(LINE * 30)], "line", (LINE * 12, ""), f"{LINE.strip()!r} came 12 times"),
         ([TextDelta("ha " * 9000)], "text", ("", ("ha " * 9000)[:8192]), "repeat the same 3,"),
-        (
-            [call("add", "{"), *[ToolCallDelta(0, None, None, "1, 2, ")] * 2000],
-            "text",
-            ("", ""),
-            "6",
-        ),
+        ([call("add", "{"), *[MORE] * 2000], "text", ("", ""), "6"),
         ([TextDelta(HELD), call("add"), TextDelta(LINE)], "line", ("", HELD + LINE), "12 times"),
         ([TextDelta(HELD), TextDelta(LINE * 300)], "text", ("", "\n" + LINE * 311), "the same"),
     ],
@@ -933,7 +901,6 @@ def test_a_loop_ends_the_request(
     play = asked(WITH_TOOLS)
     end = Ends(f"repeated_{loop}_loop", reasoning=output[0], text=output[1])
     assert play >> (*said, TextDelta("a")) << CLOSE << end
-    assert play.record is not None
     result = play.record.result
     assert detail in result["fail_detail"]
     assert result["loop"].keys() == {loop, "repeats"}
@@ -981,11 +948,10 @@ def test_a_conversation_ends_where_a_loop_was_cut(
     play = asked(WITH_TOOLS)
     play >> said
     play.drop_effects()
-    if play.record is None:
+    if not play.has_ended:
         assert play >> returned("3") << PostChat
         play >> TextDelta(LINE * 30)
         play.drop_effects()
-    assert play.record is not None
     answer = play.record.result["conversation"][-1]
     assert (answer.get("reasoning_content", ""), answer["content"]) == (reasoning, text)
 
@@ -994,7 +960,6 @@ def test_of_a_loop_200_characters_are_shown() -> None:
     play = asked(config(loop_detector=LoopDetector(long_line_repeats=2)))
     line = " ".join(map(str, range(1000)))
     assert play >> TextDelta(f"{line}\n" * 2) << CLOSE << Ends("repeated_line_loop")
-    assert play.record is not None
     result = play.record.result
     assert result["loop"] == {"line": line[:200], "repeats": 2}
     assert result["fail_detail"] == f"the line {line[:200]!r} came 2 times in a row"
@@ -1010,26 +975,21 @@ def test_a_loop_that_is_shown_is_valid_unicode() -> None:
 OPEN_CALL = '<tool_call>{"name": "add", "arguments": {"a": "'
 
 
-@pytest.mark.parametrize(
-    ("before", "again", "output"),
-    [
-        ((), TextDelta("\n"), ("", "")),
-        ((TextDelta("<think>"),), TextDelta("\n"), ("", "")),
-        ((TextDelta("<think>hm"),), TextDelta(" \n"), ("hm", "")),
-        ((TextDelta("<think>hm</think>"),), TextDelta("\n\n"), ("hm", "")),
-        ((), ReasoningDelta("\n"), ("", "")),
-        ((ReasoningDelta("hm"),), ReasoningDelta(" "), ("hm", "")),
-        ((ReasoningDelta("hm"),), TextDelta("\n"), ("hm", "")),
-        ((TextDelta("So: "),), TextDelta("ha "), None),
-        ((TextDelta(OPEN_CALL),), TextDelta("ha "), None),
-        ((TextDelta(TAGGED.replace("signal", "add")),), TextDelta("ha "), None),
-        ((), TextDelta(TAGGED.replace("1", f'"{"ha" * 50}"') + "\n"), None),
-    ],
-    ids=[
-        *("head", "in a thought", "thought's end", "behind a thought"),
-        *("reasoning_content", "its end", "between it and the text"),
-        *("shown", "open call", "behind a call", "calls"),
-    ],
+@cases(
+    "before, again, output",
+    {
+        "head": ((), TextDelta("\n"), ("", "")),
+        "in a thought": ((TextDelta("<think>"),), TextDelta("\n"), ("", "")),
+        "thought's end": ((TextDelta("<think>hm"),), TextDelta(" \n"), ("hm", "")),
+        "behind a thought": ((TextDelta("<think>hm</think>"),), TextDelta("\n\n"), ("hm", "")),
+        "reasoning_content": ((), ReasoningDelta("\n"), ("", "")),
+        "its end": ((ReasoningDelta("hm"),), ReasoningDelta(" "), ("hm", "")),
+        "between it and the text": ((ReasoningDelta("hm"),), TextDelta("\n"), ("hm", "")),
+        "shown": ((TextDelta("So: "),), TextDelta("ha "), None),
+        "open call": ((TextDelta(OPEN_CALL),), TextDelta("ha "), None),
+        "behind a call": ((TextDelta(TAGGED.replace("signal", "add")),), TextDelta("ha "), None),
+        "calls": ((), TextDelta(TAGGED.replace("1", f'"{"ha" * 50}"') + "\n"), None),
+    },
 )
 @pytest.mark.parametrize("piece", [1, 50])
 @pytest.mark.parametrize("prompted", [False, True])
@@ -1043,7 +1003,7 @@ def test_a_loop_that_nobody_sees_ends_the_request(
     play = asked(with_tools(max_tokens=None), prompted=prompted)
     assert play >> before
     chars = 0
-    while play.record is None:
+    while not play.has_ended:
         assert chars < 3 * 8192, "no end"
         play >> type(again)(again.text * piece, piece)
         chars += piece * len(again.text)
@@ -1063,7 +1023,6 @@ def test_what_was_held_back_is_no_loop(ending: str, prompted: bool) -> None:
     assert play >> TextDelta("a " + half_a_call)
     assert play.request.read_output(0, 0)["text"] == "a "
     assert tell(play, ENDINGS[ending]) << CLOSE << RequestEnded
-    assert play.record is not None
     result = play.record.result
     assert result["text"] == "a " + half_a_call
     assert result["fail_reason"] != "repeated_line_loop"
