@@ -4,6 +4,7 @@ server's journal and the few calls that most tests need."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import re
 import shlex
@@ -64,6 +65,16 @@ def eventually(check: Callable[[], T | None], what: str, timeout_s: float = WAIT
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     """In an event loop of its own, within a generous time."""
     return asyncio.run(asyncio.wait_for(main, WAIT_S))
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test as one that pytest runs; it finds the fixtures' names through `wraps`."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        run_async(test(**fixtures))
+
+    return run
 
 
 @contextmanager

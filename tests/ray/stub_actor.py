@@ -57,7 +57,7 @@ class StubActor:
         }
 
     def __getattr__(self, method: str) -> Any:
-        return _Method(self, method)
+        return SimpleNamespace(remote=lambda *_, **__: self.call(method))
 
     def set_reachable(self, reachable: bool) -> None:
         """Whether its answers arrive. Any thread."""
@@ -84,15 +84,6 @@ class StubActor:
         while method == "stop" and self.stops_slowly and self.calls.count("renew") == renewals:
             await asyncio.sleep(0.001)
         return self._values.get(method)
-
-
-class _Method:
-    def __init__(self, actor: StubActor, name: str) -> None:
-        self._actor = actor
-        self._name = name
-
-    def remote(self, *_: Any, **__: Any) -> Any:
-        return self._actor.call(self._name)
 
 
 async def _pieces(actor: StubActor) -> AsyncIterator[Ref]:

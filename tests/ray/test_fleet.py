@@ -60,6 +60,15 @@ class Stage:
         assert answer["ok"], answer
         return answer["request_id"]
 
+    def replacing_while_it_admits(self, first: StubActor) -> tuple[Any, Any]:
+        """What a submit and the replacement of replica 0 will answer."""
+        first.set_sends_pieces(False)
+        submitted = self.fleet.submit("job", "", "Hello?")
+        eventually(lambda: "follow" in first.calls, "its admission")
+        replaced = self.fleet.replace(0)
+        eventually(lambda: "drain" in first.calls, "its drain")
+        return submitted, replaced
+
     def ended(self, request_id: int) -> RequestResult:
         result = self.fleet.result(request_id).get(timeout=WAIT_S)
         assert result["ok"], result
@@ -192,11 +201,7 @@ def test_a_silent_replica_gets_no_requests_nor_a_replacement(stage: Stage) -> No
 def test_a_replica_is_not_replaced_while_it_admits(stage: Stage) -> None:
     """A request that it ran to its end, but whose first piece was not received, would run again."""
     with stage.started(2) as (first, second):
-        first.set_sends_pieces(False)
-        submitted = stage.fleet.submit("job", "", "Hello?")
-        eventually(lambda: "follow" in first.calls, "its admission")
-        stage.fleet.replace(0)
-        eventually(lambda: "drain" in first.calls, "its drain")
+        submitted, _ = stage.replacing_while_it_admits(first)
         for _ in range(3):  # turns of the fleet's loop
             stage.replicas()
         assert stage.killed == []
@@ -210,11 +215,7 @@ def test_death_during_replacement_is_not_the_next_ones(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stage.started(1) as (first,):
-        first.set_sends_pieces(False)
-        submitted = stage.fleet.submit("job", "", "Hello?")
-        eventually(lambda: "follow" in first.calls, "its admission")
-        replaced = stage.fleet.replace(0)
-        eventually(lambda: "drain" in first.calls, "its drain")
+        submitted, replaced = stage.replacing_while_it_admits(first)
         monkeypatch.setattr(first, "call", Mock(side_effect=ActorDiedError))
         eventually(lambda: len(stage.actors) == 2, "another actor")
         stage.wait_states(READY)

@@ -49,7 +49,7 @@ from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.host.threads import run_callback
 from llama_worker.types.request import RequestPhase, RequestStatus
-from tests.actors.conftest import HOST, WAIT_S, run_async
+from tests.actors.conftest import HOST, WAIT_S, in_a_loop
 
 # ---------------------------------------------------------------- a worker
 
@@ -87,112 +87,111 @@ def scripted_workers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedWorker]:
     return made
 
 
-def test_actor_that_cannot_be_created_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ray_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the fleet believes."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
+
+while_ray_runs = pytest.mark.usefixtures("ray_runs")
+
+
+def replica(actor: Any = None, create: Any = None) -> Replica:
+    made = Replica("f", 0, create or Mock(), retry_s=1e6, lease_s=30.0)
+    made._actor = actor
+    return made
+
+
+def breaks() -> Mock:
+    """The pieces of a request whose connection breaks."""
+    broken = ActorUnavailableError("the connection broke", b"\1" * 16)
+    return Mock(__anext__=Mock(side_effect=broken))
+
+
+SUBMISSION = validate_submit("j", "", "x", None, None)
+
+
+@while_ray_runs
+@in_a_loop
+async def test_actor_that_cannot_be_created_fails_the_start() -> None:
     """Ray checks some options, such as a runtime_env's folder, only when it creates the actor."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-
-    async def start() -> None:
-        create = Mock(side_effect=ValueError("no such working_dir"))
-        replica = Replica("f", 0, create, retry_s=1e6, lease_s=30.0)
-        try:
-            with pytest.raises(ReplicaLost, match="no such working_dir"):
-                await asyncio.wait_for(replica.start(), 5.0)
-        finally:
-            await replica.close(1.0)
-
-    run_async(start())
+    its = replica(create=Mock(side_effect=ValueError("no such working_dir")))
+    try:
+        with pytest.raises(ReplicaLost, match="no such working_dir"):
+            await asyncio.wait_for(its.start(), 5.0)
+    finally:
+        await its.close(1.0)
 
 
-def test_request_that_no_worker_can_take_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-
-    async def refuse(*_: Any, **__: Any) -> Any:
-        unfit = ConfigError("image_url parts need a model with vision")
-        error: Any = RayTaskError  # which has no annotations
-        raise error("submit", "a traceback", unfit).as_instanceof_cause()
-
-    async def admit() -> None:
-        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
-        replica._actor = Mock(submit=Mock(remote=refuse))
-        with pytest.raises(ConfigError, match="need a model with vision"):
-            await replica.admit(validate_submit("j", "", "x", None, None), iter(()))
-
-    run_async(admit())
+@while_ray_runs
+@in_a_loop
+async def test_request_that_no_worker_can_take_loses_nothing() -> None:
+    error: Any = RayTaskError  # which has no annotations
+    unfit = ConfigError("image_url parts need a model with vision")
+    refusal = error("submit", "a traceback", unfit).as_instanceof_cause()
+    its = replica(Mock(submit=Mock(remote=answers(refusal))))
+    with pytest.raises(ConfigError, match="need a model with vision"):
+        await its.admit(SUBMISSION, iter(()))
 
 
+@while_ray_runs
 @pytest.mark.parametrize("turns", range(8))
-def test_a_close_beside_the_actors_death_ends(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
-    """A task group that is about to end drops a cancel."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "kill", lambda actor: None)
-
-    async def close() -> None:
-        death = asyncio.Event()
-
-        async def wait_failed() -> Any:
-            await death.wait()
-            raise ActorDiedError
-
-        async def answer(value: Any) -> Any:
-            return value
-
-        def create() -> Any:
-            actor = Mock()
-            actor.get_place.remote = lambda: answer({"node_id": "n", "node_ip": "i", "pid": 1})
-            actor.start.remote = lambda: answer({"slots_total": 1})
-            actor.stop.remote = lambda: answer(None)
-            actor.wait_failed.remote = wait_failed
-            actor.renew.remote = lambda _: Mock(future=concurrent.futures.Future)
-            return actor
-
-        replica = Replica("f", 0, create, retry_s=1e6, lease_s=30.0)
-        await replica.start()
-        death.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        death.clear()  # the next actor lives
-        await asyncio.wait_for(replica.close(1.0), WAIT_S)
-
-    run_async(close())
-
-
-def test_cancelled_request_that_is_lost_was_not_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
+@in_a_loop
+async def test_a_close_beside_the_actors_death_ends(
+    monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    """A task group that is about to end drops a cancel."""
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    death = asyncio.Event()
 
-    async def yes(_: int) -> bool:
-        return True
+    async def wait_failed() -> Any:
+        await death.wait()
+        raise ActorDiedError
 
-    async def cancel() -> bool:
-        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
-        replica._actor = Mock(cancel=Mock(remote=yes))
-        request = RequestCopy(7, progress("Once"))
-        canceling = asyncio.create_task(replica.cancel(request))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        request.lose("its node is gone", 5.0)
-        return await canceling
+    def create() -> Any:
+        actor = Mock()
+        actor.get_place.remote = answers({"node_id": "n", "node_ip": "i", "pid": 1})
+        actor.start.remote = answers({"slots_total": 1})
+        actor.stop.remote = answers(None)
+        actor.wait_failed.remote = wait_failed
+        actor.renew.remote = lambda _: Mock(future=concurrent.futures.Future)
+        return actor
 
-    assert run_async(cancel()) is False
+    its = replica(create=create)
+    await its.start()
+    death.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    death.clear()  # the next actor lives
+    await asyncio.wait_for(its.close(1.0), WAIT_S)
 
 
+@while_ray_runs
+@in_a_loop
+async def test_cancelled_request_that_is_lost_was_not_cancelled() -> None:
+    its = replica(Mock(cancel=Mock(remote=answers(True))))
+    request = RequestCopy(7, progress("Once"))
+    canceling = asyncio.create_task(its.cancel(request))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    request.lose("its node is gone", 5.0)
+    assert await canceling is False
+
+
+@while_ray_runs
 def test_an_actor_of_an_earlier_ray_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "kill", Mock(side_effect=ActorHandleNotFoundError("of before")))
     kill(Mock())
 
 
-def test_kill_does_not_wait_for_an_unresponsive_head(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@while_ray_runs
+def test_kill_does_not_wait_for_an_unresponsive_head(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answers = threading.Event(), threading.Event()
 
     def wait(actor: object) -> None:
         asked.set()
         answers.wait(WAIT_S)
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "kill", wait)
     kill(Mock())
     assert asked.wait(WAIT_S)
@@ -200,33 +199,25 @@ def test_kill_does_not_wait_for_an_unresponsive_head(
     answers.set()
 
 
-def test_a_replica_without_a_place_is_not_asked() -> None:
-    async def ask() -> None:
-        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
-        replica._actor = Mock()
-        with pytest.raises(ReplicaLost, match="no place for it yet"):
-            await replica.ask(RayWorker.get_worker_status)
-        assert replica._actor.mock_calls == []
-
-    run_async(ask())
+@in_a_loop
+async def test_a_replica_without_a_place_is_not_asked() -> None:
+    actor = Mock()
+    with pytest.raises(ReplicaLost, match="no place for it yet"):
+        await replica(actor).ask(RayWorker.get_worker_status)
+    assert actor.mock_calls == []
 
 
-def test_a_request_is_cancelled_at_its_own_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+@while_ray_runs
+@in_a_loop
+async def test_a_request_is_cancelled_at_its_own_actor() -> None:
     """Another may have taken its place meanwhile, with another request of that id."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-
-    async def follow() -> None:
-        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
-        its, replica._actor = Mock(), Mock()
-        request = replica.requests[7] = RequestCopy(7, progress("Once"))
-        broken = Mock(side_effect=ActorUnavailableError("the connection broke", b"\1" * 16))
-        pieces = Mock(__anext__=broken)
-        await replica._follow(its, replica._lost, request, pieces)
-        its.cancel.remote.assert_called_once_with(request.remote_id)
-        assert replica._actor.mock_calls == []
-        assert request.is_over
-
-    run_async(follow())
+    its, other = Mock(), Mock()
+    current = replica(other)
+    request = current.requests[7] = RequestCopy(7, progress("Once"))
+    await current._follow(its, current._lost, request, breaks())
+    its.cancel.remote.assert_called_once_with(request.remote_id)
+    assert other.mock_calls == []
+    assert request.is_over
 
 
 @pytest.mark.parametrize(
@@ -234,121 +225,106 @@ def test_a_request_is_cancelled_at_its_own_actor(monkeypatch: pytest.MonkeyPatch
     [(False, "Ray was shut down"), (True, "Failed to submit")],
     ids=["shut down", "initialised anew"],
 )
-def test_an_actor_that_ray_cannot_call_is_lost(
+@in_a_loop
+async def test_an_actor_that_ray_cannot_call_is_lost(
     monkeypatch: pytest.MonkeyPatch, *, is_initialized: bool, why: str
 ) -> None:
     """Ray itself would start a new cluster for the call, or raises a plain Exception."""
     monkeypatch.setattr(ray, "is_initialized", lambda: is_initialized)
     called = Mock(side_effect=Exception("Failed to submit task"))
-
-    async def call() -> None:
-        replica = Replica("f", 0, Mock(), retry_s=1e6, lease_s=30.0)
-        methods = ("submit", "get_debug_info", "cancel")
-        replica._actor = Mock(**{method: Mock(remote=called) for method in methods})
-        replica._place = {"node_id": "n", "node_ip": "i", "pid": 1}
-        with pytest.raises(ReplicaLost, match=why):
-            await replica.admit(validate_submit("j", "", "x", None, None), iter(()))
-        with pytest.raises(ReplicaLost, match=why):
-            await replica.ask(RayWorker.get_debug_info)
-        request = replica.requests[7] = RequestCopy(7, progress("Once"))
-        assert await replica.cancel(request) is False
-        broken = Mock(side_effect=ActorUnavailableError("the connection broke", b"\1" * 16))
-        await replica._follow(replica._actor, replica._lost, request, Mock(__anext__=broken))
-        assert request.is_over
-
-    run_async(call())
+    methods = ("submit", "get_debug_info", "cancel")
+    actor = Mock(**{method: Mock(remote=called) for method in methods})
+    its = replica(actor)
+    its._place = {"node_id": "n", "node_ip": "i", "pid": 1}
+    with pytest.raises(ReplicaLost, match=why):
+        await its.admit(SUBMISSION, iter(()))
+    with pytest.raises(ReplicaLost, match=why):
+        await its.ask(RayWorker.get_debug_info)
+    request = its.requests[7] = RequestCopy(7, progress("Once"))
+    assert await its.cancel(request) is False
+    await its._follow(actor, its._lost, request, breaks())
+    assert request.is_over
     assert called.called is is_initialized
 
 
-def test_a_subscription_that_is_cancelled_is_forgotten(
+@in_a_loop
+async def test_a_subscription_that_is_cancelled_is_forgotten(
     scripted_workers: list[ScriptedWorker],
 ) -> None:
-    async def subscribe() -> None:
-        worker = ray_worker()
-        waiting = asyncio.create_task(anext(worker.events()))
-        await asyncio.sleep(0)
-        assert len(worker._listeners) == 1
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert worker._listeners == []
-
-    run_async(subscribe())
+    worker = ray_worker()
+    waiting = asyncio.create_task(anext(worker.events()))
+    await asyncio.sleep(0)
+    assert len(worker._listeners) == 1
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert worker._listeners == []
 
 
 def ray_worker(**settings: Any) -> RayWorker:
     return RayWorker(lambda port: WorkerConfig("w", HOST, port, ["llama-server"], **settings))
 
 
-def test_concurrent_starts_share_the_next_port(scripted_workers: list[ScriptedWorker]) -> None:
-    async def start_twice() -> Any:
-        worker = ray_worker()
-        first = asyncio.create_task(worker.start())
-        await asyncio.sleep(0)
-        (under_way,) = scripted_workers[0].starts
-        second = asyncio.create_task(worker.start())  # it begins before the first hears of that:
-        under_way.fail(WorkerStartError(StartFailReason.PORT_IN_USE, "taken"))
-        return (await first, await second)
-
-    assert run_async(start_twice()) == ({"state": WorkerState.READY},) * 2
+@in_a_loop
+async def test_concurrent_starts_share_the_next_port(
+    scripted_workers: list[ScriptedWorker],
+) -> None:
+    worker = ray_worker()
+    first = asyncio.create_task(worker.start())
+    await asyncio.sleep(0)
+    (under_way,) = scripted_workers[0].starts
+    second = asyncio.create_task(worker.start())  # it begins before the first hears of that:
+    under_way.fail(WorkerStartError(StartFailReason.PORT_IN_USE, "taken"))
+    started: Any = (await first, await second)
+    assert started == ({"state": WorkerState.READY},) * 2
     assert [len(each.starts) for each in scripted_workers] == [2, 2]
 
 
-def test_a_close_ends_the_search_for_a_port(scripted_workers: list[ScriptedWorker]) -> None:
-    async def close_while_it_starts() -> None:
-        worker = ray_worker()
-        starting = asyncio.create_task(worker.start())
-        await asyncio.sleep(0)
-        closing = asyncio.create_task(worker.close())
-        (under_way,) = scripted_workers[0].starts
-        under_way.fail(WorkerStartError(StartFailReason.PORT_IN_USE, "taken"))
-        await closing
-        with pytest.raises(WorkerStartError, match="taken"):
-            await starting
-
-    run_async(close_while_it_starts())
+@in_a_loop
+async def test_a_close_ends_the_search_for_a_port(scripted_workers: list[ScriptedWorker]) -> None:
+    worker = ray_worker()
+    starting = asyncio.create_task(worker.start())
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(worker.close())
+    (under_way,) = scripted_workers[0].starts
+    under_way.fail(WorkerStartError(StartFailReason.PORT_IN_USE, "taken"))
+    await closing
+    with pytest.raises(WorkerStartError, match="taken"):
+        await starting
     assert len(scripted_workers) == 1  # none that nobody would close
 
 
-def test_events_are_whole_and_end_with_the_worker(scripted_workers: list[ScriptedWorker]) -> None:
-    async def listen() -> Any:
-        worker = ray_worker(on_event=dict.clear)
-
-        async def events() -> list[dict[str, Any]]:
-            return [event async for event in worker.events()]
-
-        listening = asyncio.create_task(events())
-        await asyncio.sleep(0)
-        handler = scripted_workers[0].config.on_event
-        assert handler is not None
-        handler({"event": "launched"})
-        await worker.close()
-        return await listening, await events()
-
-    assert run_async(listen()) == ([{"event": "launched"}], [])
+async def events_of(worker: RayWorker) -> list[dict[str, Any]]:
+    return [event async for event in worker.events()]
 
 
-def test_events_awaiting_host_code_come_before_the_end(
+@in_a_loop
+async def test_events_are_whole_and_end_with_the_worker(
     scripted_workers: list[ScriptedWorker],
 ) -> None:
-    blocked = threading.Event()
+    worker = ray_worker(on_event=dict.clear)
+    listening = asyncio.create_task(events_of(worker))
+    await asyncio.sleep(0)
+    handler = scripted_workers[0].config.on_event
+    assert handler is not None
+    handler({"event": "launched"})
+    await worker.close()
+    assert (await listening, await events_of(worker)) == ([{"event": "launched"}], [])
 
-    async def listen() -> Any:
-        worker = ray_worker()
 
-        async def events() -> list[dict[str, Any]]:
-            return [event async for event in worker.events()]
-
-        listening = asyncio.create_task(events())
-        await asyncio.sleep(0)
-        handler = scripted_workers[0].config.on_event
-        assert handler is not None
-        run_callback(lambda: blocked.wait(WAIT_S))
-        run_callback(lambda: handler({"event": "exited"}))
-        await worker.close()
-        blocked.set()
-        return await listening
-
-    assert run_async(listen()) == [{"event": "exited"}]
+@in_a_loop
+async def test_events_awaiting_host_code_come_before_the_end(
+    scripted_workers: list[ScriptedWorker],
+) -> None:
+    blocked, worker = threading.Event(), ray_worker()
+    listening = asyncio.create_task(events_of(worker))
+    await asyncio.sleep(0)
+    handler = scripted_workers[0].config.on_event
+    assert handler is not None
+    run_callback(lambda: blocked.wait(WAIT_S))
+    run_callback(lambda: handler({"event": "exited"}))
+    await worker.close()
+    blocked.set()
+    assert await listening == [{"event": "exited"}]
 
 
 def answers(*values: Any) -> Any:
@@ -364,55 +340,42 @@ def answers(*values: Any) -> Any:
     return answer
 
 
-def test_no_update_says_more_than_its_output(scripted_workers: list[ScriptedWorker]) -> None:
+@in_a_loop
+async def test_no_update_says_more_than_its_output(scripted_workers: list[ScriptedWorker]) -> None:
     """The request ends between two questions."""
     whole: Any = {"text_offset": 1, "reasoning_offset": 0, "text": "a", "reasoning": "", "ok": True}
     done = status(state=RequestState.COMPLETED, phase=RequestPhase.DONE)
     outputs = [{**whole, "done": is_done} for is_done in (False, False, True, True)]
 
-    async def follow() -> list[RequestUpdate]:
-        worker: Any = ray_worker()
-        worker._worker = Mock(
-            read_output=answers(*outputs),
-            get_status=answers(done, done),
-            result=answers({"ok": True}),
-        )
-        return [update async for update in worker.follow(3)]
-
-    assert ["result" in update for update in run_async(follow())] == [True]
+    worker: Any = ray_worker()
+    worker._worker = Mock(
+        read_output=answers(*outputs),
+        get_status=answers(done, done),
+        result=answers({"ok": True}),
+    )
+    assert ["result" in update async for update in worker.follow(3)] == [True]
 
 
-def test_worker_that_failed_itself_is_found_without_events(
+@in_a_loop
+async def test_worker_that_failed_itself_is_found_without_events(
     scripted_workers: list[ScriptedWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_worker.ray.worker._LOOK_INTERVAL_S", 0.001)
 
-    async def wait() -> Any:
-        worker: Any = ray_worker()
-        ready = {"state": WorkerState.READY}
-        worker._worker = Mock(get_worker_status=answers(ready, WorkerClosed("w")))
-        return await worker.wait_failed()
-
+    worker: Any = ray_worker()
+    ready = {"state": WorkerState.READY}
+    worker._worker = Mock(get_worker_status=answers(ready, WorkerClosed("w")))
     with pytest.raises(WorkerClosed):
-        run_async(wait())
+        await worker.wait_failed()
 
 
 # ---------------------------------------------------------------- the copy
 
 
 def status(**more: Any) -> RequestStatus:
-    told: dict[str, Any] = {
-        "ok": True,
-        "request_id": 3,
-        "job_name": "job",
-        "state": RequestState.RUNNING,
-    }
-    told |= {
-        "phase": RequestPhase.GENERATING,
-        "created_at": 100.0,
-        "signals": [],
-        "output_chars": 0,
-    }
+    told: dict[str, Any] = {"ok": True, "request_id": 3, "job_name": "job", "created_at": 100.0}
+    told |= {"state": RequestState.RUNNING, "phase": RequestPhase.GENERATING}
+    told |= {"signals": [], "output_chars": 0}
     return {**told, **more}  # type: ignore[typeddict-item]
 
 
@@ -423,10 +386,8 @@ def progress(text: str, reasoning: str = "", **more: Any) -> RequestUpdate:
 
 def finished(text: str) -> RequestUpdate:
     result: Any = {"state": RequestState.COMPLETED, "text": text, "signals": []}
-    return {
-        **progress(text, state=RequestState.COMPLETED, phase=RequestPhase.DONE),
-        "result": result,
-    }
+    done = progress(text, state=RequestState.COMPLETED, phase=RequestPhase.DONE)
+    return {**done, "result": result}
 
 
 def test_a_copy_grows_under_the_fleets_id() -> None:
@@ -450,11 +411,8 @@ def test_a_copy_with_a_result_cannot_be_lost() -> None:
 
 
 def test_a_lost_copy_keeps_everything_that_came() -> None:
-    signal = {
-        "tool_name": "declare_outcome",
-        "arguments": {"outcome": "success"},
-        "emitted_at": 101.0,
-    }
+    signal: dict[str, Any] = {"tool_name": "declare_outcome", "emitted_at": 101.0}
+    signal["arguments"] = {"outcome": "success"}
     request = RequestCopy(7, progress("one ", "hm"))
     request.update(progress("two", signals=[signal]))
     request.lose("its node burned down", 200.0)
@@ -579,9 +537,9 @@ def config_for(port: int) -> WorkerConfig:
     return WorkerConfig("w", "127.0.0.1", port, ["llama-server"])
 
 
-def test_unknown_id_that_becomes_a_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    fleet = Fleet(lambda port: WorkerConfig("w", HOST, port, ["llama-server"]), replicas=1)
+@while_ray_runs
+def test_unknown_id_that_becomes_a_request_is_refused() -> None:
+    fleet = Fleet(config_for, replicas=1)
     try:
         unknown = fleet.result(7)
         assert unknown.wait(WAIT_S)
