@@ -45,11 +45,8 @@ def test_a_proxy_configured_by_the_environment(
     make_worker: MakeWorker, free_port: Callable[[], int]
 ) -> None:
     server, port = make_worker(), free_port()
-    env = {
-        "LLAMA_CPP_URL": f"http://{HOST}:{server.config.port}",
-        "PROXY_HOST": "localhost",
-        "PROXY_PORT": str(port),
-    }
+    env = {"PROXY_HOST": "localhost", "PROXY_PORT": str(port)}
+    env["LLAMA_CPP_URL"] = f"http://{HOST}:{server.config.port}"
     with proxy("--api-key-env", "MY_KEY", **env, MY_KEY="sk-hush") as (process, output):
         assert output.readline().split()[0] == f"http://localhost:{port}/v1"
         assert answer(f"http://127.0.0.1:{port}/v1") == "Hello"
@@ -67,10 +64,8 @@ def command_of(script: Script, journal: JournalReader) -> str:
 
 def test_a_proxys_own_server_ends_with_it(tmp_path: Path) -> None:
     journal = JournalReader(tmp_path / "journal")
-    with proxy("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0") as (
-        process,
-        output,
-    ):
+    words = ("--server-cmd", command_of(Script(), journal), "--slots", "2", "--port", "0")
+    with proxy(*words) as (process, output):
         assert answer(output.readline().split()[0]) == "Hello"
         assert end(process)[0] == 0
     assert not psutil.pid_exists(journal.wait("launched")["pid"])
@@ -145,50 +140,38 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        ([], 2, "give --upstream (or LLAMA_CPP_URL), --model or --server-cmd"),
-        (["--upstream", "http://a", "--model", "b"], 2, "give one of"),
-        (["--upstream", "http://a", "--server", "b"], 2, "--server needs --model"),
-        (["--server-cmd", "a", "--server", "b"], 2, "--server needs --model"),
-        (["--upstream", "http://a", "--slots", "2"], 2, "--slots needs --model or --server-cmd"),
-        (["--model", "MODEL", "--ca-file", "MODEL"], 2, "--ca-file needs --upstream"),
-        (["--upstream", "ftp://a"], 2, "upstream must be a URL"),
-        (["--upstream", "http://user:hush@a"], 2, "must not contain a user or password"),
+        ("", 2, "give --upstream (or LLAMA_CPP_URL), --model or --server-cmd"),
+        ("--upstream http://a --model b", 2, "give one of"),
+        ("--upstream http://a --server b", 2, "--server needs --model"),
+        ("--server-cmd a --server b", 2, "--server needs --model"),
+        ("--upstream http://a --slots 2", 2, "--slots needs --model or --server-cmd"),
+        ("--model MODEL --ca-file MODEL", 2, "--ca-file needs --upstream"),
+        ("--upstream ftp://a", 2, "upstream must be a URL"),
+        ("--upstream http://user:hush@a", 2, "must not contain a user or password"),
+        ("--upstream http://a --api-key-env NO_SUCH_VARIABLE", 2, "NO_SUCH_VARIABLE is not set"),
+        ("--upstream http://a --max-concurrent 0", 2, "--max-concurrent"),
+        ("--upstream http://a --port 99999", 2, "--port"),
+        ("--upstream https://a --ca-file /no/such/file", 2, "--ca-file: /no/such/file has no"),
+        ("--upstream https://a --ca-file MODEL", 2, "has no certificates"),
+        ('--server-cmd "llama-server \'x"', 2, "--server-cmd: No closing quotation"),
+        ("--server-cmd 'llama-server --port 1'", 2, "make them agree"),
+        ("--upstream http://a --host 192.0.2.1", 1, "192.0.2.1"),
+        ("--model /no/such/file", 1, "there is no file /no/such/file"),
+        ("--model MODEL --server /no/such/server", 1, "--server: /no/such/server does not exist"),
         (
-            ["--upstream", "http://a", "--api-key-env", "NO_SUCH_VARIABLE"],
-            2,
-            "NO_SUCH_VARIABLE is not set",
-        ),
-        (["--upstream", "http://a", "--max-concurrent", "0"], 2, "--max-concurrent"),
-        (["--upstream", "http://a", "--port", "99999"], 2, "--port"),
-        (
-            ["--upstream", "https://a", "--ca-file", "/no/such/file"],
-            2,
-            "--ca-file: /no/such/file has no",
-        ),
-        (["--upstream", "https://a", "--ca-file", "MODEL"], 2, "has no certificates"),
-        (["--server-cmd", "llama-server 'x"], 2, "--server-cmd: No closing quotation"),
-        (["--server-cmd", "llama-server --port 1"], 2, "make them agree"),
-        (["--upstream", "http://a", "--host", "192.0.2.1"], 1, "192.0.2.1"),
-        (["--model", "/no/such/file"], 1, "there is no file /no/such/file"),
-        (
-            ["--model", "MODEL", "--server", "/no/such/server"],
-            1,
-            "--server: /no/such/server does not exist",
-        ),
-        (
-            ["--server-cmd", "no-such-server --port {port}"],
+            "--server-cmd 'no-such-server --port {port}'",
             1,
             "there is no program 'no-such-server' on the PATH",
         ),
-        (["--upstream", "http://a", "--port", "TAKEN"], 1, "what to do: give another --port"),
+        ("--upstream http://a --port TAKEN", 1, "what to do: give another --port"),
     ],
 )
 def test_what_cannot_work_is_said_and_ends_it(
-    run: Run, model: str, args: list[str], code: int, said: str
+    run: Run, model: str, args: str, code: int, said: str
 ) -> None:
     with socket.create_server((HOST, 0)) as taken:
         known = {"MODEL": model, "TAKEN": str(taken.getsockname()[1])}
-        done = run("responses-proxy", *(known.get(arg, arg) for arg in args))
+        done = run("responses-proxy", *(known.get(arg, arg) for arg in shlex.split(args)))
     assert done.returncode == code
     assert said in done.stderr
     assert "hush" not in done.stderr

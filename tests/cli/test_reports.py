@@ -54,22 +54,10 @@ def test_what_a_server_is_doing(log: list[str], label: str) -> None:
 
 
 def result(state: str = "completed", **more: Any) -> Any:
-    whole = {
-        "ok": True,
-        "request_id": 1,
-        "job_name": "run",
-        "state": RequestState(state),
-        "tool_trace": [],
-        "fail_reason": None,
-    }
-    return {
-        **whole,
-        "finish_reason": RequestFinishReason.STOP,
-        "text": "Hi",
-        "reasoning": "",
-        "signals": [],
-        **more,
-    }
+    whole: dict[str, Any] = {"ok": True, "request_id": 1, "job_name": "run", "fail_reason": None}
+    whole |= {"state": RequestState(state), "finish_reason": RequestFinishReason.STOP}
+    whole |= {"text": "Hi", "reasoning": "", "signals": [], "tool_trace": []}
+    return whole | more
 
 
 def failed(reason: str, detail: str = "why") -> Any:

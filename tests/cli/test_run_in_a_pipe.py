@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,20 +40,10 @@ def test_the_text_is_all_that_stdout_gets(run: Run, program: MakeProgram, model:
 
 def test_what_was_given_reaches_the_server(run: Run, program: MakeProgram, model: str) -> None:
     server = program()
-    options = (
-        "--system",
-        "Be terse.",
-        "--max-tokens",
-        "7",
-        "--temperature",
-        "0",
-        "--seed",
-        "3",
-        "--ctx-size",
-        "512",
-    )
-    more = ("--gpu-layers", "all", "--slots", "2", "--server-arg", "--threads", "--server-arg", "1")
-    done = run("run", model, "--server", server.path, *options, *more, stdin="from\nstdin\n")
+    options = "--system 'Be terse.' --max-tokens 7 --temperature 0 --seed 3 --ctx-size 512"
+    options += " --gpu-layers all --slots 2 --server-arg --threads --server-arg 1"
+    words = ("--server", server.path, *shlex.split(options))
+    done = run("run", model, *words, stdin="from\nstdin\n")
     assert done.returncode == 0, done.stderr
     (body,) = (request["body"] for request in server.journal.facts("request", n=1))
     messages = [(message["role"], message["content"]) for message in body["messages"]]
@@ -189,40 +180,41 @@ def test_a_failure_is_told_with_what_to_do(
 @pytest.mark.parametrize(
     ("args", "code", "said", "todo"),
     [
-        (["/no/such.gguf", "Hi"], 1, "there is no file /no/such.gguf", "GGUF"),
-        (["PAGE", "Hi"], 1, "it is a web page", "download"),
+        ("/no/such.gguf Hi", 1, "there is no file /no/such.gguf", "GGUF"),
+        ("PAGE Hi", 1, "it is a web page", "download"),
         (
-            ["MODEL", "Hi", "--server", "/no/such/server"],
+            "MODEL Hi --server /no/such/server",
             1,
             "--server: /no/such/server does not exist",
             "LLAMA_SERVER",
         ),
-        (["MODEL"], 2, "the prompt is empty", ""),
-        (["MODEL", "Hi", "--chat", "--json"], 2, "--chat and --json cannot be combined", ""),
+        ("MODEL", 2, "the prompt is empty", ""),
+        ("MODEL Hi --chat --json", 2, "--chat and --json cannot be combined", ""),
         (
-            ["MODEL", "Hi", "--server-arg=-np", "--server-arg=3"],
+            "MODEL Hi --server-arg=-np --server-arg=3",
             2,
             "-np 3, but slots is 1",
             "cannot be set by it",
         ),
         (
-            ["MODEL", "Hi", "--server-arg=-c 512"],
+            "MODEL Hi --server-arg='-c 512'",
             2,
             "two words, '-c', '512'",
             "needs its own --server-arg",
         ),
-        (["MODEL", "Hi", "--slots", "0"], 2, "--slots", ""),
-        (["MODEL", "Hi", "--temperature", "inf"], 2, "--temperature", "less than or equal"),
-        ([], 2, "Missing", "run [OPTIONS]"),
+        ("MODEL Hi --slots 0", 2, "--slots", ""),
+        ("MODEL Hi --temperature inf", 2, "--temperature", "less than or equal"),
+        ("", 2, "Missing", "run [OPTIONS]"),
     ],
 )
 def test_wrong_usage_says_what_to_do(
-    run: Run, model: str, tmp_path: Path, args: list[str], code: int, said: str, todo: str
+    run: Run, model: str, tmp_path: Path, args: str, code: int, said: str, todo: str
 ) -> None:
     page = tmp_path / "page.gguf"
     page.write_text("<!DOCTYPE html>")
     files = {"MODEL": model, "PAGE": str(page)}
-    done = run("run", *(files.get(arg, arg) for arg in args), LLAMA_SERVER=sys.executable)
+    words = (files.get(arg, arg) for arg in shlex.split(args))
+    done = run("run", *words, LLAMA_SERVER=sys.executable)
     assert (done.returncode, done.stdout) == (code, "")
     assert said in done.stderr
     assert todo in done.stderr
