@@ -6,11 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from llama_worker import WorkerConfig
 from llama_worker.actors.base import LiveSet
 from llama_worker.actors.process import ProcessActor
 from llama_worker.server.messages import Exited, Launch, Launched, MeasureMemory, Terminate
 from llama_worker.server.roll_call import Member
+from tests.unit.config.cases import config
 
 PID = 7
 
@@ -19,8 +19,7 @@ PID = 7
 def test_nothing_is_read_of_a_gone_servers_pid(has_ended: bool) -> None:
     """It may be another program's by now. An order may cross the report of its end."""
     runtime = Mock(now=lambda: 0.0)
-    config = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-server",))
-    actor = ProcessActor(Mock(), Member(1, "process", None), {}, LiveSet(), runtime, config)
+    actor = ProcessActor(Mock(), Member(1, "process", None), {}, LiveSet(), runtime, config())
     actor.handle(Launch(epoch=1))
     actor.handle(Launched(epoch=1, pid=PID))
     if has_ended:

@@ -23,6 +23,10 @@ def config(**changed: Any) -> WorkerConfig:
     return WorkerConfig(**(given | changed))
 
 
+def tool(name: Any = "add", **function: Any) -> Any:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
 def bad(field: str, value: Any, error: type[Exception], *says: str) -> Any:
     """One line of a table; `says`: what is in the message beside the field's name."""
     # every process that runs tests must name them alike

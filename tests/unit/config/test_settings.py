@@ -28,10 +28,9 @@ from llama_worker import (
 from llama_worker.config.command import llama_server_cmd
 from llama_worker.errors import MASK
 from llama_worker.runtime.probes.liveness_probes import ProcessProbe
-from llama_worker.types.chat import ToolDef
 from llama_worker.worker import LlamaWorker
 from tests.conftest import OwnText
-from tests.unit.config.cases import CMD, SURROGATE, bad, config, refuses
+from tests.unit.config.cases import CMD, SURROGATE, bad, config, refuses, tool
 
 
 async def async_call(*_: Any, **__: Any) -> str:
@@ -53,10 +52,6 @@ OLD_PROBE = SimpleNamespace(probe=lambda pid: None, reset=print)
 ASYNC_PROBE = SimpleNamespace(probe=async_call, reset=print)
 RUNNER = SimpleNamespace(run_tool=lambda **call: call)
 OLD_RUNNER = SimpleNamespace(run_tool=lambda name, args: None)
-
-
-def tool(name: str, **function: Any) -> ToolDef:
-    return {"type": "function", "function": {"name": name, **function}}  # type: ignore[typeddict-item]
 
 
 # ---------------------------------------------------------------- the shape of it

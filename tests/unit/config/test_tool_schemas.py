@@ -9,7 +9,7 @@ import pytest
 from llama_worker import ConfigError
 from llama_worker.config.tool_schemas import checked_tools
 from llama_worker.exit_tools import ALL_EXIT_TOOLS
-from tests.unit.config.cases import refuses
+from tests.unit.config.cases import refuses, tool
 
 NUMBER = {"type": "number"}
 DRAFT_3 = {
@@ -18,11 +18,7 @@ DRAFT_3 = {
 }
 
 
-def tool(name: Any = "add", **function: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **function}}
-
-
-def taking(**schema: Any) -> dict[str, Any]:
+def taking(**schema: Any) -> Any:
     """A tool with these parameters."""
     return tool(parameters=schema)
 

@@ -49,18 +49,15 @@ from llama_worker.stream.events import (
 from llama_worker.stream.failure import StreamFailure
 from llama_worker.types.chat import ChatMessage, ToolDef
 from llama_worker.types.request import RequestFailReason
+from tests.unit.config.cases import config, tool
 
 UNIX = 1000.0  # what makes Unix seconds of the clock here
 NOBODY: Any = object()  # a reply: the request itself answers nobody
-ADD: ToolDef = {"type": "function", "function": {"name": "add"}}
-SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
+ADD: ToolDef = tool("add")
+SIGNAL: ToolDef = tool("signal")
 LINE = "0123456789" * 4 + "\n"
 
 Event = RequestInput | StreamEvent | float | Callable[["Play"], RequestInput]
-
-
-def config(**changed: Any) -> WorkerConfig:
-    return WorkerConfig("w", "127.0.0.1", 9001, ("llama-server",), **changed)
 
 
 def with_tools(**changed: Any) -> WorkerConfig:

@@ -24,7 +24,8 @@ from llama_worker.stream.calls import ParsedCall
 from llama_worker.types.chat import ChatMessage
 from llama_worker.types.hooks import BiosText, SystemPromptMode
 from tests.tables import cases
-from tests.unit.request.playbook import ADD, PLAIN, SIGNAL, WITH_TOOLS, Play, config
+from tests.unit.config.cases import config
+from tests.unit.request.playbook import ADD, PLAIN, SIGNAL, WITH_TOOLS, Play
 
 CALLS = (
     ParsedCall("c00000001", "add", {"a": 1}, '{"a":1}'),

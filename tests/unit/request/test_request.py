@@ -44,6 +44,7 @@ from llama_worker.stream.turn_end import NO_FINISH_REASON, TurnEnd
 from llama_worker.types.hooks import BiosContext, BiosText
 from llama_worker.types.request import RequestFailReason
 from tests.tables import cases
+from tests.unit.config.cases import config
 from tests.unit.request.playbook import (
     ADD,
     BOOM,
@@ -71,7 +72,6 @@ from tests.unit.request.playbook import (
     bios,
     call,
     closed,
-    config,
     disconnected,
     failure,
     generating,

@@ -12,21 +12,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from llama_worker import WorkerConfig
 from llama_worker.request.messages import RunTool, StuckToolThreads
 from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread, look
 from llama_worker.server.messages import Look
 from llama_worker.stream.calls import ParsedCall
-from llama_worker.types.chat import ToolDef
 from llama_worker.types.hooks import LivenessEvidence, RunningCall
 from tests.conftest import Speechless
 from tests.tables import cases
+from tests.unit.config.cases import config, tool
 
-TOOL: ToolDef = {
-    "type": "function",
-    "function": {"name": "search", "parameters": {"type": "object"}},
-}
+TOOL = tool("search", parameters={"type": "object"})
 
 
 class Probe:
@@ -136,13 +132,11 @@ def run_tool(
     runner: Any, reply_to: Any, happens: Callable[[], object] = lambda: None
 ) -> ToolCallThread:
     """Its only tool is called; something may happen to a runner that was well when it was named."""
-    config = WorkerConfig(
-        "w", "127.0.0.1", 8080, ("llama-server",), normal_tools=(TOOL,), tool_runner=runner
-    )
+    configured = config(normal_tools=(TOOL,), tool_runner=runner)
     happens()
     call = ParsedCall("c00000001", "search", {}, "{}")
     order = RunTool(turn_id=(1, 1), job_name="job", call=call, reply_to=reply_to)
-    return ToolCallThread(order, config, "test")
+    return ToolCallThread(order, configured, "test")
 
 
 def raises(error: BaseException) -> Mock:

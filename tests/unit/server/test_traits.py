@@ -17,8 +17,7 @@ from llama_worker.server.traits import (
     unsupported,
     visibility_warnings,
 )
-from llama_worker.types.chat import ToolDef
-from tests.unit.config.cases import config
+from tests.unit.config.cases import config, tool
 
 
 def caps(**told: Any) -> dict[str, Any]:
@@ -114,8 +113,7 @@ def test_parts_that_the_model_cannot_take(
     assert (says or "") in (refusal or "")
 
 
-SIGNAL: ToolDef = {"type": "function", "function": {"name": "signal"}}
-OFFERS = {"exit_tools": [SIGNAL]}
+OFFERS = {"exit_tools": [tool("signal")]}
 NATIVE, PROMPTED = ({**OFFERS, "tool_call_mode": mode} for mode in ("native", "prompted"))
 TWO_OF_4096 = {"server_cmd": ("s.sh", "-c", "8192"), "slots": 2}
 NO_TOOLS, SMALL = ServerTraits(tools=False), ServerTraits(n_ctx=512)
