@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -182,6 +183,14 @@ def wait_traced(tid: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.WIFSTOPPED(os.waitpid(tid, _WALL)[1]):
             pass
+
+
+def run_python(
+    program: str, *words: str, timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, to its end."""
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 # For the text of a test's program: another thread of it forks a child, which stays.

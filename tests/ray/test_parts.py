@@ -8,8 +8,6 @@ import concurrent.futures
 import copy
 import inspect
 import pickle
-import subprocess
-import sys
 import threading
 from typing import Any, ClassVar
 from unittest.mock import Mock
@@ -50,6 +48,7 @@ from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.host.threads import run_callback
 from llama_worker.types.request import RequestPhase, RequestStatus
 from tests.actors.conftest import HOST, WAIT_S, in_a_loop
+from tests.conftest import run_python
 
 # ---------------------------------------------------------------- a worker
 
@@ -492,9 +491,7 @@ asyncio.run(main())
 
 
 def test_a_lease_ends_a_held_up_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HELD_UP], capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
+    done = run_python(HELD_UP, timeout_s=WAIT_S)
     assert (done.returncode, "no lease renewal for 0.2 s" in done.stderr) == (1, True), done.stderr
 
 

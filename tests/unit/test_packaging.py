@@ -13,10 +13,12 @@ import tomllib
 import zipfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import llama_worker
+from tests.conftest import run_python
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -92,9 +94,8 @@ def test_what_is_not_needed_yet_is_not_imported(module: str, left_out: set[str])
     program = (
         f"import sys; before = set(sys.modules); import {module}; print(*set(sys.modules) - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
     imported = {name.partition(".")[0] for name in done.stdout.split()}
     assert "llama_worker" in imported
     assert not imported & left_out
@@ -110,8 +111,7 @@ def test_what_is_not_needed_yet_is_not_imported(module: str, left_out: set[str])
     ],
 )
 def test_a_missing_extra_says_how_to_install_it(package: str, extra: str, program: str) -> None:
-    command = [sys.executable, "-c", HIDE.format(package) + program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_python(HIDE.format(package) + program)
     assert done.returncode == 1
     assert f"{package} is missing" in done.stderr
     assert f"pip install 'llama-worker[{extra}]'" in done.stderr
@@ -139,19 +139,16 @@ def checkout(at: Path) -> Path:
     return at
 
 
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+
+
+def ran(*command: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, **how)
+
+
 def build(source: Path, wheels: Path) -> subprocess.CompletedProcess[str]:
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--quiet",
-    )
-    command = (*pip, "--disable-pip-version-check", "--wheel-dir", str(wheels), str(source))
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    alone = ("--no-deps", "--no-build-isolation", "--no-index")
+    return ran(*PIP, "wheel", *alone, "--wheel-dir", str(wheels), str(source), timeout=100)
 
 
 @pytest.fixture(scope="module")
@@ -185,38 +182,19 @@ def test_the_fixtures_are_there(scripted_server, scripted_worker):
 def test_a_wheel_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
     python = str(tmp_path / "bin" / "python")
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    )
-    subprocess.run([*pip, str(wheel), "pytest"], check=True)
+    subprocess.run([*PIP, "--python", python, "install", str(wheel), "pytest"], check=True)
     program = (
         "import llama_worker.actors.worker as actors; from llama_worker import *; "
         "print(actors.__file__)"
     )
-    told = subprocess.run(
-        [python, "-I", "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
+    told = ran(python, "-I", "-c", program, cwd=tmp_path, check=True)
     (installed,) = tmp_path.glob("lib/python*/site-packages/llama_worker/actors/worker.py")
     assert told.stdout.strip() == str(installed)
-    command = subprocess.run(
-        [str(tmp_path / "bin" / "llama-worker")], capture_output=True, text=True
-    )
+    command = ran(str(tmp_path / "bin" / "llama-worker"))
     assert command.returncode == 1
     assert "llama-worker[cli]" in command.stderr, "without the extra it says how to get it"
     (tmp_path / "test_host.py").write_text(PLUGIN_TEST)
-    done = subprocess.run(
-        [python, "-I", "-m", "pytest", "-q", "test_host.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = ran(python, "-I", "-m", "pytest", "-q", "test_host.py", cwd=tmp_path)
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from unittest.mock import Mock
 
@@ -12,7 +10,7 @@ import pytest
 
 import llama_worker
 from llama_worker.runtime.process import free_port as ports
-from tests.conftest import FORK_A_CHILD
+from tests.conftest import FORK_A_CHILD, run_python
 
 HOST = "127.0.0.1"
 
@@ -48,9 +46,8 @@ def test_a_forked_process_is_given_another_port() -> None:
     program = (
         "import os; from llama_worker import free_port; os.fork() and os.wait(); print(free_port())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
     childs, parents = done.stdout.split()
     assert childs != parents
 
@@ -72,9 +69,6 @@ finally:
 """
 
 
-def test_child_forked_meanwhile_does_not_keep_the_port(
-    free_port: Callable[[], int],
-) -> None:
-    command = [sys.executable, "-c", _FORKS_MEANWHILE, str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+def test_child_forked_meanwhile_does_not_keep_the_port(free_port: Callable[[], int]) -> None:
+    done = run_python(_FORKS_MEANWHILE, str(free_port()))
     assert done.returncode == 0, done.stderr
