@@ -25,6 +25,7 @@ from llama_worker.runtime.probes.readiness import owns_port
 from llama_worker.types.hooks import LivenessEvidence
 from tests.conftest import no_descriptors
 from tests.scripted_nvml import NVMLError, ScriptedNvml
+from tests.tables import cases
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -217,15 +218,15 @@ def test_unreadable_proc_files_give_no_evidence(proc: Path) -> None:
         assert [probe.probe(ME, now) for now in (1.0, 2.0)] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("after", "read_bytes", "alive"),
-    [
-        pytest.param(stat_line(utime=3, stime=2), 0, True, id="CPU time"),
-        pytest.param(stat_line(utime=2, stime=2), 0, False, id="too little of it"),
-        pytest.param(stat_line(faults=100), 0, True, id="major faults"),
-        pytest.param(stat_line(), 1 << 20, True, id="reads"),
-        pytest.param(stat_line(), None, False, id="nothing, and reads that cannot be seen"),
-    ],
+@cases(
+    "after, read_bytes, alive",
+    {
+        "CPU time": (stat_line(utime=3, stime=2), 0, True),
+        "too little of it": (stat_line(utime=2, stime=2), 0, False),
+        "major faults": (stat_line(faults=100), 0, True),
+        "reads": (stat_line(), 1 << 20, True),
+        "nothing, and reads that cannot be seen": (stat_line(), None, False),
+    },
 )
 def test_counts_cpu_faults_and_reads(
     proc: Path, after: bytes, read_bytes: int | None, alive: bool
@@ -297,49 +298,32 @@ def mine(at: int, **use: int) -> Sample:
 WORK, OLD_WORK, STRANGERS = mine(2, smUtil=50), mine(1, smUtil=99), Sample(NOBODY, 2, smUtil=100)
 
 
-@pytest.mark.parametrize(
-    (
-        "looks",
-        "seen",
-    ),  # what the devices answer at each look; whether our process was at work, None: no news of it
-    [
-        pytest.param(
-            [[[OLD_WORK]], [[OLD_WORK]]], [None, None], id="what was before the first look"
-        ),
-        pytest.param(
-            [[[]], [[mine(1, memUtil=4)]]],
-            [None, True],
-            id="a device that was idle at the first look",
-        ),
-        pytest.param(
+@cases(
+    "looks, seen",
+    {
+        "what was before the first look": ([[[OLD_WORK]], [[OLD_WORK]]], [None, None]),
+        "a device that was idle at the first look": ([[[]], [[mine(1, memUtil=4)]]], [None, True]),
+        "idle, and a stranger": (
             [[[]], [[STRANGERS, mine(2)]], [[STRANGERS]]],
             [None, False, None],
-            id="idle, and a stranger",
         ),
-        pytest.param(
-            [[[OLD_WORK]], [[]], [[OLD_WORK]]],
-            [None, None, None],
-            id="what was before an idle look",
-        ),
-        pytest.param(
-            [[NVMLError(15)], [[OLD_WORK]], [[WORK]]],
-            [None, None, True],
-            id="a device that recovers",
-        ),
-        pytest.param([[], []], [None, None], id="devices that cannot even be counted"),
-        *(
-            pytest.param(
+        "what was before an idle look": ([[[OLD_WORK]], [[]], [[OLD_WORK]]], [None, None, None]),
+        "a device that recovers": ([[NVMLError(15)], [[OLD_WORK]], [[WORK]]], [None, None, True]),
+        "devices that cannot even be counted": ([[], []], [None, None]),
+        **{
+            f"error {code}": (
                 [[NVMLError(code), [OLD_WORK]], [NVMLError(code), [WORK]]],
                 [None, True],
-                id=f"error {code}",
             )
             for code in (3, 6, 15, 999)
-        ),
-    ],
+        },
+    },
 )
 def test_gpu_use_is_evidence_errors_affect_one_device(
     looks: list[list[Device]], seen: list[bool | None]
 ) -> None:
+    """At each look: what the devices answer, and whether our process was at work (None: no news of
+    it)."""
     nvml = NvmlOfSamples()
     probe = NvidiaProbe(nvml)
     for now, (nvml.devices, alive) in enumerate(zip(looks, seen, strict=True)):
