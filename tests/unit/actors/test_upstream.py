@@ -27,6 +27,7 @@ from llama_worker.stream.events import PromptReport, StreamEvent, TextDelta
 from llama_worker.stream.failure import disconnected
 from llama_worker.types.request import SubmitResult
 from tests.simulation.leases import SimAbort
+from tests.tables import cases
 
 NORMAL = TimeoutProfile.normal()
 HOUR_S = 3600.0
@@ -202,17 +203,21 @@ READS: Slots = (Slot(slot_id=1, is_processing=True, prompt_tokens=20),)
 TEXT = TextDelta("Once ")
 
 
-@pytest.mark.parametrize(
-    ("hears", "world", "reason", "by"),
-    [
-        pytest.param([], {}, "headers_timeout", 1205.0, id="no headers"),
-        pytest.param([(0.0, None)], {}, "stall_timeout", 605.0, id="headers, and no more"),
-        pytest.param(every(1.0, 9.0, report), {}, "stall_timeout", 134.0, id="reports end"),
-        pytest.param([(0.0, None), (1.0, TEXT)], {}, "stall_timeout", 126.0, id="text ends"),
-        pytest.param(
-            [], {"answers": lambda now: now < 1}, "stall_timeout", 95.0, id="nothing is answered"
+@cases(
+    "hears, world, reason, by",
+    {
+        "no headers": ([], {}, "headers_timeout", 1205.0),
+        "headers, and no more": ([(0.0, None)], {}, "stall_timeout", 605.0),
+        "reports end": (every(1.0, 9.0, report), {}, "stall_timeout", 134.0),
+        "text ends": ([(0.0, None), (1.0, TEXT)], {}, "stall_timeout", 126.0),
+        "text ends, and its user chose the shortest timeouts": (
+            [(0.0, None), (1.0, TEXT)],
+            {"timeouts": TimeoutProfile.fast()},
+            "stall_timeout",
+            36.0,
         ),
-    ],
+        "nothing is answered": ([], {"answers": lambda now: now < 1}, "stall_timeout", 95.0),
+    },
 )
 def test_a_hang_is_found_in_time(hears: Any, world: Any, reason: str, by: float) -> None:
     client, upstream = Client(*hears), World(**world)
@@ -221,30 +226,22 @@ def test_a_hang_is_found_in_time(hears: Any, world: Any, reason: str, by: float)
     assert client.given_up == reason
 
 
-def test_the_shortest_timeouts_are_the_users_choice() -> None:
-    client, upstream = Client((0.0, None), (1.0, TEXT)), World(TimeoutProfile.fast())
-    upstream.begin(client)
-    assert upstream.run(client) <= 36.0
-
-
-@pytest.mark.parametrize(
-    ("clients", "world"),
-    [
-        pytest.param([Client()], {"slots": reads}, id="a long prompt behind held-back headers"),
-        pytest.param([Client((0.0, None))], {"slots": reads}, id="a long prompt without reports"),
-        pytest.param([Client(*every(90.0, HOUR_S, report))], {}, id="a long prompt, no /slots"),
-        pytest.param([Client(in_one_piece=True)], {"slots": reads}, id="a reply in one piece"),
-        pytest.param(
+@cases(
+    "clients, world",
+    {
+        "a long prompt behind held-back headers": ([Client()], {"slots": reads}),
+        "a long prompt without reports": ([Client((0.0, None))], {"slots": reads}),
+        "a long prompt, no /slots": ([Client(*every(90.0, HOUR_S, report))], {}),
+        "a reply in one piece": ([Client(in_one_piece=True)], {"slots": reads}),
+        "a neighbour's long prompt": (
             [Client(*every(90.0, HOUR_S, report)), Client((0.0, None)), Client()],
             {},
-            id="a neighbour's long prompt",
         ),
-        pytest.param(
+        "a server too busy to answer anything else": (
             [Client(*every(60.0, HOUR_S, lambda n: TEXT))],
             {"answers": lambda now: False},
-            id="a server too busy to answer anything else",
         ),
-    ],
+    },
 )
 def test_slow_servers_are_not_given_up(clients: list[Client], world: Any) -> None:
     upstream = World(**world)
@@ -254,14 +251,14 @@ def test_slow_servers_are_not_given_up(clients: list[Client], world: Any) -> Non
 
 
 @pytest.mark.parametrize("hears", [[(0.0, None)], every(1.0, 9.0, report)], ids=["none", "some"])
-@pytest.mark.parametrize(
+@cases(
     "slots",
-    [
-        pytest.param(lambda now: IDLE, id="idle"),
-        pytest.param(lambda now: GENERATES, id="hung"),
-        pytest.param(lambda now: (generates(now), *READS), id="one hangs, one does not"),
-        pytest.param(lambda now: GENERATES if now < 70 else SlotsTimeout(), id="silent"),
-    ],
+    {
+        "idle": lambda now: IDLE,
+        "hung": lambda now: GENERATES,
+        "one hangs, one does not": lambda now: (generates(now), *READS),
+        "silent": lambda now: GENERATES if now < 70 else SlotsTimeout(),
+    },
 )
 def test_slots_of_another_server_give_no_verdict(
     hears: Any, slots: Callable[[float], Slots | SlotsTimeout]

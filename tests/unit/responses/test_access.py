@@ -13,10 +13,8 @@ POLICY = AccessPolicy("box.lan", [PAGE])
 
 
 def head(**headers: str) -> HttpRequest:
-    named = {
-        "Host": "localhost",
-        **{name.replace("_", "-"): value for name, value in headers.items()},
-    }
+    named = {"Host": "localhost"}
+    named |= {name.replace("_", "-"): value for name, value in headers.items()}
     by_name = {name.lower(): (name, value) for name, value in named.items()}
     return HttpRequest(method="GET", target="/", headers=by_name, body=b"")
 

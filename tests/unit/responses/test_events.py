@@ -27,6 +27,7 @@ from llama_worker.stream.events import (
     UsageReport,
 )
 from tests.responses.oracle import Event, check_events, read_sse
+from tests.tables import cases
 
 HEARTBEAT = object()
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
@@ -205,50 +206,40 @@ GROWING = [call(0, "{", "read", "c1"), call(0, None, "read_file", "c1")]
 HM = ("reasoning", "hm")
 
 
-@pytest.mark.parametrize(
-    ("said", "items"),
-    [
-        pytest.param(
-            [TextDelta("<think>hm</think>\n\nA")], [HM, ("message", "A")], id="tagged reasoning"
-        ),
-        pytest.param(
+@cases(
+    "said, items",
+    {
+        "tagged reasoning": ([TextDelta("<think>hm</think>\n\nA")], [HM, ("message", "A")]),
+        "all kinds, and text after a call": (
             [THOUGHT, TextDelta("I "), TextDelta("add."), *CALLS, TextDelta("Wait")],
             [HM, ("message", "I add."), ("f", '{"a": 1}'), ("g", "{}"), ("message", "Wait")],
-            id="all kinds, and text after a call",
         ),
-        pytest.param([call(0, None, "f", "c1")], [("f", "{}")], id="no arguments"),
-        pytest.param(LATE_NAME, [("f", "{}")], id="a late name, twice"),
-        pytest.param(
-            [*GROWING, call(0, '"a": 1}')], [("read_file", '{"a": 1}')], id="a name that grows"
-        ),
-        pytest.param(
+        "no arguments": ([call(0, None, "f", "c1")], [("f", "{}")]),
+        "a late name, twice": (LATE_NAME, [("f", "{}")]),
+        "a name that grows": ([*GROWING, call(0, '"a": 1}')], [("read_file", '{"a": 1}')]),
+        "a name that grows before another call": (
             [*GROWING, call(1, "{}", "f", "c2"), call(0, "}")],
             [("read_file", "{}"), ("f", "{}")],
-            id="a name that grows before another call",
         ),
-        pytest.param(
+        "a name that grows before a text": (
             [*GROWING, TextDelta("Wait"), call(0, "}")],
             [("read_file", "{}"), ("message", "Wait")],
-            id="a name that grows before a text",
         ),
-        pytest.param(
+        "equal ids": (
             [call(0, "{}", "f", "c"), call(1, "{}", "g", "c")],
             [("f", "{}"), ("g", "{}")],
-            id="equal ids",
         ),
-        pytest.param(
+        "one index for all calls": (
             [call(0, "{}", "f", "c1"), call(0, '{"a":', "f", "c2"), call(0, " 1}")],
             [("f", "{}"), ("f", '{"a": 1}')],
-            id="one index for all calls",
         ),
-        pytest.param(
+        "a late id": (
             [call(0, "{}", "f", "c1"), call(0, "", "f", "c2"), call(0, " ", "f", "c2")],
             [("f", "{} ")],
-            id="a late id",
         ),
-        pytest.param([], [("message", "")], id="nothing"),
-        pytest.param([THOUGHT], [HM, ("message", "")], id="no answer"),
-    ],
+        "nothing": ([], [("message", "")]),
+        "no answer": ([THOUGHT], [HM, ("message", "")]),
+    },
 )
 def test_items_are_what_the_model_meant(
     said: list[StreamEvent], items: list[tuple[str, ...]]

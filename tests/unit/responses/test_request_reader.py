@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +18,7 @@ from llama_worker.responses.http.request_reader import (
     Phase,
     RequestReader,
 )
+from tests.tables import cases
 
 T = TypeVar("T")
 HEAD = b"POST /v1/responses?a=%2F HTTP/1.1\r\nHost: localhost\r\n"
@@ -26,8 +27,8 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
 
 
-def connection() -> RequestReader:
-    return RequestReader(max_body_bytes=100, allowed_origin=lambda _: None)
+def connection(max_body_bytes: int = 100) -> Any:
+    return RequestReader(max_body_bytes=max_body_bytes, allowed_origin=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -48,18 +49,13 @@ def test_a_request_in_any_pieces_is_one_request(rest: bytes, data: st.DataObject
     client = connection()
     *early, request = [client.receive(whole[a:b]) for a, b in pairwise(cuts)]
     assert not any(early)
-    assert request is not None
-    assert (request.method, request.target, request.body) == (
-        "POST",
-        "/v1/responses?a=%2F",
-        b"hello",
-    )
+    line = (request.method, request.target)
+    assert (line, request.body) == (("POST", "/v1/responses?a=%2F"), b"hello")
     assert request.header("host") == "localhost"
     client.reply.begin(204, [])
     client.reply.end()
     assert client.reply.keep_alive
     again = client.next_request() or client.receive(whole)
-    assert again is not None
     assert again.body == b"hello"
 
 
@@ -159,12 +155,9 @@ def test_the_head_is_checked_before_the_body() -> None:
 
 def test_what_follows_a_request_waits_for_its_reply() -> None:
     client = connection()
-    post, get = (
-        HEAD + CHUNKED + b"2\r\nok\r\n0\r\n\r\n",
-        b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    )
+    post = HEAD + CHUNKED + b"2\r\nok\r\n0\r\n\r\n"
+    get = b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
     first = client.receive(post + get % 2 + get % 3 + b"GET /4")
-    assert first is not None
     assert first.body == b"ok"
     targets: list[str] = []
     for _ in range(3):
@@ -179,7 +172,6 @@ def test_what_follows_a_request_waits_for_its_reply() -> None:
 def test_a_body_may_look_like_a_head() -> None:
     body = b"\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n"
     request = connection().receive(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    assert request is not None
     assert request.body == body
 
 
@@ -206,27 +198,26 @@ def measured(action: Callable[[], T]) -> tuple[T, int]:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    ("rest", "pieces", "counted"),
-    [
-        pytest.param(CHUNKED, [b"2\r\nab\r\n" * 8192] * 4, 2 * 8192 * 4, id="tiny chunks"),
-        pytest.param(b"Content-Length: 1000000\r\n\r\n", [b"ab"] * 5000, 10_000, id="tiny pieces"),
-        pytest.param(
+@cases(
+    "rest, pieces, counted",
+    {
+        "tiny chunks": (CHUNKED, [b"2\r\nab\r\n" * 8192] * 4, 2 * 8192 * 4),
+        "tiny pieces": (b"Content-Length: 1000000\r\n\r\n", [b"ab"] * 5000, 10_000),
+        "trailers": (
             CHUNKED,
             [
                 b"80000\r\n" + b"x" * 0x80000 + b"\r\n0\r\n",
                 *[b"X-A: " + b"a" * 4000 + b"\r\n"] * 800,
             ],
             0x80000,
-            id="trailers",
         ),
-        pytest.param(b"X-A: ", [b"a" * 10] * 2000, 20_000, id="head"),
-    ],
+        "head": (b"X-A: ", [b"a" * 10] * 2000, 20_000),
+    },
 )
 def test_counted_bytes_are_close_to_held_bytes(
     rest: bytes, pieces: list[bytes], counted: int
 ) -> None:
-    client = RequestReader(max_body_bytes=1_000_000, allowed_origin=lambda _: None)
+    client = connection(max_body_bytes=1_000_000)
     is_whole, held = measured(
         lambda: any(client.receive(piece) for piece in [HEAD + rest, *pieces])
     )
@@ -236,7 +227,7 @@ def test_counted_bytes_are_close_to_held_bytes(
 
 
 def test_a_running_requests_body_is_held_once() -> None:
-    client = RequestReader(max_body_bytes=1_000_000, allowed_origin=lambda _: None)
+    client = connection(max_body_bytes=1_000_000)
     client.receive(HEAD + b"Content-Length: 1000000\r\n\r\n" + b"x" * 500_000)
     request, held = measured(lambda: client.receive(b"x" * 500_000))
     assert request is not None

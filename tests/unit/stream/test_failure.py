@@ -85,21 +85,19 @@ def test_refusal_of_sent_content_is_no_server_error(message: str, status: int) -
 
 
 MESSAGE = "the request exceeds the available context size"
+SIZES = {"n_prompt_tokens": 5000, "n_ctx": 4096}
 OVERFLOW = {"code": 400, "message": MESSAGE, "type": "exceed_context_size_error"}
 
 
 @pytest.mark.parametrize(
     ("error", "context"),
     [
-        (
-            OVERFLOW | {"n_prompt_tokens": 5000, "n_ctx": 4096},
-            {"n_prompt_tokens": 5000, "n_ctx": 4096},
-        ),
+        (OVERFLOW | SIZES, SIZES),
         (OVERFLOW | {"message": "request (5000 tokens) is too long"}, None),
         (OVERFLOW | {"type": "invalid_request_error"}, None),  # builds before September 2025
-        (OVERFLOW | {"n_prompt_tokens": "5000", "n_ctx": 4096}, None),
-        (OVERFLOW | {"n_prompt_tokens": True, "n_ctx": 4096}, None),
-        (OVERFLOW | {"n_prompt_tokens": 5000, "n_ctx": -1}, None),
+        (OVERFLOW | SIZES | {"n_prompt_tokens": "5000"}, None),
+        (OVERFLOW | SIZES | {"n_prompt_tokens": True}, None),
+        (OVERFLOW | SIZES | {"n_ctx": -1}, None),
     ],
 )
 def test_a_prompt_too_long_is_told_with_numbers(error: dict[str, Any], context: Any) -> None:

@@ -24,6 +24,7 @@ from llama_worker.stream.loops import (
     TextLoopFound,
     TextLoopWatch,
 )
+from tests.tables import cases
 
 SHORT = "qrstuvwxyz" * 3 + "qr"  # the shortest line that counts
 # the shortest that need fewer repeats
@@ -71,31 +72,29 @@ def test_a_block_loops_at_its_last_repeat(block: list[str], count: int) -> None:
     assert watch(text + "more") == LoopFound(block[-1], count, len(block), len(text))
 
 
-@pytest.mark.parametrize(
-    ("before", "loop", "after", "period"),
-    [
-        (
+SPACED = "".join(f"{' ' * i}y {LONG[:63]}{' ' * i}\r\n" for i in range(8))
+
+
+@cases(
+    "before, loop, after, period",
+    {
+        "empty lines are skipped": (
             "",
             lines(LONG, "", " \t", times=7) + lines(LONG),
             lines("", LONG),
             1,
-        ),  # empty lines are skipped
-        (
-            "",
-            "".join(f"{' ' * i}y {LONG[:63]}{' ' * i}\r\n" for i in range(8)),
-            "",
-            1,
-        ),  # whitespace is collapsed
-        ("", lines(LONG, LONG, times=4), "", 1),  # a block of equal lines has period 1
-        ("", lines(LONG, LONG_2, LONG, LONG_2, times=4), "", 2),
-        (
+        ),
+        "whitespace is collapsed": ("", SPACED, "", 1),
+        "a block of equal lines has period 1": ("", lines(LONG, LONG, times=4), "", 1),
+        "equal pairs have period 2": ("", lines(LONG, LONG_2, LONG, LONG_2, times=4), "", 2),
+        "entered in its middle": (
             lines(LONG_2),
             lines(LONG, LONG_2, times=7) + lines(LONG),
             lines(LONG_2),
             2,
-        ),  # entered in its middle
-        (lines(LONG, SHORT), lines(LONG, LONG_2, times=8), "", 2),
-    ],
+        ),
+        "behind one of its lines": (lines(LONG, SHORT), lines(LONG, LONG_2, times=8), "", 2),
+    },
 )
 def test_what_else_is_a_loop(before: str, loop: str, after: str, period: int) -> None:
     found = watch(before + loop + after)
@@ -157,25 +156,20 @@ def test_any_block_of_counted_lines_found_after_twelve(prefix: str, block: list[
 # ---------------------------------------------------------------- text without line ends
 
 
-@pytest.mark.parametrize(
+@cases(
     "block",
-    [
-        pytest.param("/", id="one character"),
-        pytest.param("items ", id="a word"),
-        pytest.param("\n", id="empty lines"),
-        pytest.param("- yes\n- no\n- maybe\n", id="short lines"),
+    {
+        "one character": "/",
+        "a word": "items ",
+        "empty lines": "\n",
+        "short lines": "- yes\n- no\n- maybe\n",
         # llama.cpp#26039
-        pytest.param(
-            "".join(f"{n}. {words(3, n)}\n" for n in range(92)), id="more lines than max_period"
-        ),
-        pytest.param(words(800), id="a long paragraph"),
-        pytest.param("思考" * 40 + words(10), id="not ASCII"),
-        pytest.param(" " * 3000 + "x" + " " * 2000, id="mostly blanks"),
-        pytest.param(
-            lines("a" * 59, times=100) + lines("b" * 59),
-            id="it repeats itself but for its last line",
-        ),
-    ],
+        "more lines than max_period": "".join(f"{n}. {words(3, n)}\n" for n in range(92)),
+        "a long paragraph": words(800),
+        "not ASCII": "思考" * 40 + words(10),
+        "mostly blanks": " " * 3000 + "x" + " " * 2000,
+        "it repeats itself but for its last line": lines("a" * 59, times=100) + lines("b" * 59),
+    },
 )
 def test_any_block_that_keeps_repeating_is_found(block: str) -> None:
     needed = max(8192, 4 * len(block))
