@@ -28,12 +28,7 @@ from tests.server.thin_model import write_thin_model
 from tools.found import find_model, find_server
 
 # One per host process, for as long as it lives.
-PROCESS_WIDE_THREADS = {
-    "llama_worker-timers",
-    "llama_worker-callbacks",
-    "llama_worker-log",
-    "llama_worker-spare",
-}
+PROCESS_WIDE_THREADS = {f"llama_worker-{kind}" for kind in ("timers", "callbacks", "log", "spare")}
 _SETTLE_S = 60.0  # only a leak takes so long
 
 # an example that takes long shows nothing there

@@ -28,22 +28,16 @@ from tests.docs.pages import DOCS, names_in, table
 # Every state in which a request can be.
 WAITING = Progress(request_id=1, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0)
 PREFILL = replace(WAITING, phase=RequestPhase.PREFILL, headers_at=0.0)
+WRITES = replace(PREFILL, phase=RequestPhase.GENERATING, first_token_at=0.0, last_data_at=0.0)
+REPEATED = (1.0, 2.0, 3.0)
 STATES = {
     "waiting": WAITING,
     "waiting for one piece": replace(WAITING, in_one_piece=True),
     "silent prefill": PREFILL,
     "reporting prefill": replace(PREFILL, prompt_progress_at=0.0),
-    "generating": replace(
-        PREFILL, phase=RequestPhase.GENERATING, first_token_at=0.0, last_data_at=0.0
-    ),
-    "repeating prefill": replace(PREFILL, prompt_progress_at=0.0, repeated_at=(1.0, 2.0, 3.0)),
-    "generating repeats": replace(
-        PREFILL,
-        phase=RequestPhase.GENERATING,
-        first_token_at=0.0,
-        last_data_at=0.0,
-        repeated_at=(1.0, 2.0, 3.0),
-    ),
+    "generating": WRITES,
+    "repeating prefill": replace(PREFILL, prompt_progress_at=0.0, repeated_at=REPEATED),
+    "generating repeats": replace(WRITES, repeated_at=REPEATED),
     "in a tool": replace(WAITING, phase=RequestPhase.TOOL),
 }
 LIMITS = (

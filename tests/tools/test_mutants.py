@@ -32,9 +32,9 @@ AT_THE_LIMIT, NEVER = ("now > limit", "(now >= limit)"), ("now > limit", "(now <
 FOR_EVER = ("1", "0 * 1")
 
 
-def repository(folder: Path, **changed: str) -> Path:
-    """The small tree, one file of it with another text."""
-    for path, text in (FILES | {ITS_TEST: changed.get("test", FILES[ITS_TEST])}).items():
+def repository(folder: Path, test: str = FILES[ITS_TEST], **more: str) -> Path:
+    """The small tree, perhaps with another test, and more files."""
+    for path, text in (FILES | {ITS_TEST: test} | more).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     subprocess.run(("git", "init", "--quiet"), cwd=folder, check=True)
@@ -46,14 +46,18 @@ def mutant(before: str, after: str) -> Mutation:
     return Mutation(MODULE, "is_late", before, after, begin, begin + len(before))
 
 
+def hunter(tree: Tree, **how: bool) -> Hunter:
+    return Hunter(tree, 1.0, 1, **({"simulator_only": False} | how))
+
+
 def killer(origin: Path, folder: Path, *texts: str) -> str | None:
     """Who kills the mutant."""
     tree = Tree(origin, folder / "tree")
-    hunter = Hunter(tree, 1.0, 1, simulator_only=False)
+    hunts = hunter(tree)
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     copies.put(copy := tree.copied(folder / "copy"))
-    assert hunter.measure(copy)
-    name = hunter.hunt(mutant(*texts), copies)
+    assert hunts.measure(copy)
+    name = hunts.hunt(mutant(*texts), copies)
     assert (copy / MODULE).read_bytes() == tree.read(MODULE)
     return name
 
@@ -84,15 +88,14 @@ def test_a_failure_without_the_mutant_counts_for_nothing(tmp_path: Path) -> None
 
 
 def test_campaign_itself_says_how_long_it_took(tmp_path: Path) -> None:
-    origin = repository(tmp_path / "origin")
-    campaign = origin / "tests/simulation/__main__.py"
-    campaign.write_text("print('within 2.5 worker-hours')\nraise SystemExit(1)\n")
+    says = "print('within 2.5 worker-hours')\nraise SystemExit(1)\n"
+    origin = repository(tmp_path / "origin", **{"tests/simulation/__main__.py": says})
     tree = Tree(origin, tmp_path / "tree")
-    hunter = Hunter(tree, 1.0, 1, simulator_only=True, campaign_only=True)
+    hunts = hunter(tree, simulator_only=True, campaign_only=True)
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     copies.put(tree.copied(tmp_path / "copy"))
-    assert hunter.hunt(mutant(*NEVER), copies) == "campaign"
-    assert hunter.found_within_h == {mutant(*NEVER): 2.5}
+    assert hunts.hunt(mutant(*NEVER), copies) == "campaign"
+    assert hunts.found_within_h == {mutant(*NEVER): 2.5}
 
 
 def test_what_a_test_orphans_is_reaped(tmp_path: Path) -> None:
@@ -112,14 +115,12 @@ def test_what_fails_without_a_mutant_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = Tree(repository(tmp_path / "origin", test="def test_it(): assert 0"), tmp_path / "tree")
-    hunter = Hunter(tree, 1.0, 1, simulator_only=False)
-    assert not hunter.measure(tree.folder)
+    assert not hunter(tree).measure(tree.folder)
     assert "def test_it(): assert 0" in capsys.readouterr().out
 
 
 def test_only_tests_that_execute_the_line_are_asked(tmp_path: Path) -> None:
-    origin = repository(tmp_path / "origin")
-    for path, text in {
+    more = {
         "tests/runtime/test_threads.py": (
             "from llama_worker.runtime.host.threads import due\ndef test_it(): assert due() == 0\n"
         ),
@@ -133,15 +134,13 @@ def test_only_tests_that_execute_the_line_are_asked(tmp_path: Path) -> None:
             "from llama_worker.runtime.host.clock import is_late\n"
             "def test_it(): assert not is_late(0, 1)\n"
         ),
-    }.items():
-        (origin / path).parent.mkdir(parents=True, exist_ok=True)
-        (origin / path).write_text(text)
-    tree = Tree(origin, tmp_path / "tree")
-    hunter = Hunter(tree, 1.0, 1, simulator_only=False)
-    assert hunter.measure(tree.folder)
+    }
+    tree = Tree(repository(tmp_path / "origin", **more), tmp_path / "tree")
+    hunts = hunter(tree)
+    assert hunts.measure(tree.folder)
 
     def asked(mutation: Mutation) -> dict[str, tuple[str, ...]]:
-        return {stage.name: stage.tests for stage in hunter.stages(mutation)}
+        return {stage.name: stage.tests for stage in hunts.stages(mutation)}
 
     nearest, its_own = "tests/unit/runtime/test_clock.py::test_it", f"{ITS_TEST}::test_it"
     others = [f"tests/unit/test_first.py::test_it[{now}]" for now in (-1, 0)]

@@ -116,13 +116,10 @@ def test_the_parser_reads_the_convention_that_is_shown(shown: str, strict: bool)
     assert "<tool_call>" not in text
 
 
-@pytest.mark.parametrize("bios", ["text", "", BiosText("a", "b"), BiosText("a")])
-def test_the_text_of_a_provider_is_unchanged(bios: BiosText | str) -> None:
-    assert run_bios(lambda ctx: bios, CONTEXT) == bios
-
-
-@pytest.mark.parametrize("bios", [OwnText("a"), BiosText(OwnText("a"), OwnText("b"))])
-def test_the_text_of_a_provider_is_plain(bios: BiosText | str) -> None:
+@pytest.mark.parametrize(
+    "bios", ["", OwnText("a"), BiosText("a"), BiosText(OwnText("a"), OwnText("b"))]
+)
+def test_the_text_of_a_provider_is_unchanged_and_plain(bios: BiosText | str) -> None:
     text = run_bios(lambda ctx: bios, CONTEXT)
     assert text == bios
     parts = (text.stable, text.volatile) if isinstance(text, BiosText) else (text,)

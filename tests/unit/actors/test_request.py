@@ -15,7 +15,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.prompt import write_bios
 from llama_worker.request.request import Request
-from llama_worker.request.submission import Submission
+from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.roll_call import Member
 from llama_worker.stream.events import TextDelta
@@ -53,16 +53,15 @@ class Bench:
         self.actor.handle(write_bios(order, PLAIN, 0.0))
 
     def begin(self, request_id: int) -> None:
-        prompt = Submission(
-            job_name="j", system_prompt="", user_prompt="Hi", params={}, messages=()
-        )
+        asked = validate_submit("j", "", "Hi", None, None)
         order = messages.Begin(
-            request_id=request_id,
-            submission=prompt,
-            prompted=False,
-            opens_thinking=False,
+            request_id=request_id, submission=asked, prompted=False, opens_thinking=False
         )
         self.actor.handle(order)
+
+    def opened(self, request_id: int) -> None:
+        """The stream of its first turn."""
+        self.actor.handle(messages.StreamOpened(turn_id=(request_id, 1), at=0.0))
 
     def report(self) -> Told:
         asker = Told()
@@ -80,8 +79,8 @@ def test_late_stream_does_not_reach_next_request() -> None:
     bench.begin(1)
     bench.cancel(1)  # while its headers are on their way
     bench.begin(2)
-    bench.actor.handle(messages.StreamOpened(turn_id=(2, 1), at=0.0))
-    bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))
+    bench.opened(2)
+    bench.opened(1)
     closed = messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0, is_aborted=True)
     bench.actor.handle(closed)
     bench.cancel(2)
@@ -92,7 +91,7 @@ def test_late_stream_does_not_reach_next_request() -> None:
 def test_progress_is_reported_after_pending_output() -> None:
     bench = Bench()
     bench.begin(1)
-    bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))
+    bench.opened(1)
     watchdog = bench.report()
     assert isinstance(bench.transport[-1], messages.FlushStream)
     text = messages.StreamEvents(turn_id=(1, 1), events=(TextDelta("a"),), at=7.0)
@@ -106,11 +105,10 @@ def test_progress_is_reported_after_pending_output() -> None:
 def test_an_ended_request_reports_no_progress() -> None:
     bench = Bench()
     bench.begin(1)
-    bench.actor.handle(messages.StreamOpened(turn_id=(1, 1), at=0.0))
+    bench.opened(1)
     watchdog = bench.report()
     bench.actor.handle(messages.Abandon(reason=RequestFailReason.SERVER_DIED, detail="it died"))
-    closed = messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0)
-    bench.actor.handle(closed)
+    bench.actor.handle(messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0))
     assert watchdog == bench.report() == []
 
 

@@ -19,7 +19,7 @@ from llama_worker.request.prompt import (
     needs_specific_slots,
     params_warnings,
 )
-from llama_worker.request.submission import Submission
+from llama_worker.request.submission import Submission, validate_submit
 from llama_worker.stream.calls import ParsedCall
 from llama_worker.types.chat import ChatMessage
 from llama_worker.types.hooks import BiosText, SystemPromptMode
@@ -253,9 +253,7 @@ def test_a_plain_bios_is_put_first_anew() -> None:
 def body(
     of: WorkerConfig = PLAIN, params: dict[str, Any] | None = None, *, prompted: bool = False
 ) -> dict[str, Any]:
-    submission = Submission(
-        job_name="j", system_prompt="", user_prompt="u", params=params or {}, messages=()
-    )
+    submission = validate_submit("j", "", "u", params, None)
     return Prompts(of, submission, prompted=prompted).next_body("")
 
 

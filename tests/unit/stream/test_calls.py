@@ -103,16 +103,13 @@ def test_arguments_are_a_json_object_or_nothing(text: str, value: dict[str, obje
 @pytest.mark.parametrize(
     "text",
     [
-        "[]", "1", "null", '"{}"', "{", '{"a": 1', '{"a": 1}}', "{'a': 1}", '{"a": NaN}', ('{"a": '
-        '-Infinity}'),
-        '{"a": 1e999}', '{"a": 1' + "0" * 400 + "}", '{"a": 1' + "0" * 5000 + "}", ('{"a": '
-        '"\\ud800"}'),
-        ('{"a": '
-        '"\ud800"}'), ('{"a": "\n'
-        '"}'), '{"a": ' * 100_000, '{"a": ' + "[" * 5000 + "]" * 5000 + "}", "x",
+        *("[]", "1", "null", '"{}"', "{", '{"a": 1', '{"a": 1}}', "{'a': 1}", "x"),
+        *('{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": "\ud800"}'),
+        *('{"a": "\n"}', '{"a": 1' + "0" * 400 + "}", '{"a": 1' + "0" * 5000 + "}"),
+        *('{"a": ' * 100_000, '{"a": ' + "[" * 5000 + "]" * 5000 + "}"),
     ],
     ids=itertools.count(),
-)  # fmt: skip
+)
 def test_anything_else_is_refused_with_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_arguments(text)
@@ -144,6 +141,10 @@ def test_kimis_ids_are_kept_but_not_twice() -> None:
     assert [call.id for call in parts.normal] == ["functions.add:0", "c00000002", "c00000003"]
 
 
+UNCLOSED = '<tool_call>{"name": "add", "arguments": {"a": "signal_issue"}</tool_call>'
+PYTHONIC = "<tool_call>add(signal_issue)</tool_call>"
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -153,16 +154,8 @@ def test_kimis_ids_are_kept_but_not_twice() -> None:
         (raw("add", "[]"), r"'add'.*'\[\]'"),
         (raw("add", '{"a": '), """'add'.*'{"a": '"""),
         (raw("add", "x" * 10_000), "'add'.*'xxx"),
-        (
-            MalformedCall(
-                '<tool_call>{"name": "add", "arguments": {"a": "signal_issue"}</tool_call>'
-            ),
-            '"name": "add"',
-        ),
-        (
-            MalformedCall("<tool_call>add(signal_issue)</tool_call>"),
-            r"add\(signal_issue\)</tool_call>",
-        ),
+        (MalformedCall(UNCLOSED), '"name": "add"'),
+        (MalformedCall(PYTHONIC), r"add\(signal_issue\)</tool_call>"),
         (MalformedCall("<tool_call>my_signal_issue()</tool_call>"), "my_signal_issue"),
         (MalformedCall("<tool_call>"), "<tool_call>"),
     ],
