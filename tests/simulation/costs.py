@@ -15,7 +15,6 @@ from llama_worker.server.messages import Stalled
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import WorkerState
 from tests.simulation.promises import Promise
-from tests.simulation.scheduler import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.invariants import Invariants, Truth
@@ -213,7 +212,7 @@ class Costs:
         }
         if too_few.get(reason):
             what = f"launch {epoch} is restarted for {reason}, with {launch}: {detail}"
-            raise Violation(Promise.HUNG_OR_SLOW, what)
+            raise Promise.HUNG_OR_SLOW(what)
 
     # ------------------------------------------------------------
 
@@ -229,4 +228,4 @@ class Costs:
 
     def _fail(self, stalled: Stalled, what: str) -> None:
         detail = f"request {stalled.request_id} {what}: {stalled.verdict.detail}"
-        raise Violation(Promise.HUNG_OR_SLOW, detail)
+        raise Promise.HUNG_OR_SLOW(detail)

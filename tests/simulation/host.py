@@ -29,7 +29,6 @@ from tests.simulation.dice import Dice
 from tests.simulation.invariants import QUICK_S
 from tests.simulation.leases import ProxiedClient
 from tests.simulation.promises import Promise
-from tests.simulation.scheduler import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -114,7 +113,7 @@ class Host:
             state = self._invariants.lifecycle.public_state
             if expected not in (state, None):
                 what = f"start() resolved, and the worker is {state}, not {expected}"
-                raise Violation(Promise.KILLS_AND_RESTARTS, what)
+                raise Promise.KILLS_AND_RESTARTS(what)
 
         future._add_waker(resolved)
         return future
@@ -211,7 +210,7 @@ class Host:
         self._world.worker.close()
         took_s = elapsed_s()
         if took_s > self.stop_bound_s + 5.0:
-            raise Violation(Promise.ANSWERS, f"close() took {took_s:.1f} s")
+            raise Promise.ANSWERS(f"close() took {took_s:.1f} s")
 
     # ------------------------------------------------------------ plans
 
@@ -310,13 +309,10 @@ class Host:
             if self._may_be_gone(request_id):
                 return
             if had_ended and not may_be_gone:
-                raise Violation(
-                    Promise.ENDS_ONCE, f"release({request_id}) is False, and the request had ended"
-                )
+                what = f"release({request_id}) is False, and the request had ended"
+                raise Promise.ENDS_ONCE(what)
         if truth.ended_at is None:
-            raise Violation(
-                Promise.ENDS_ONCE, f"release({request_id}) is True, and the request runs"
-            )
+            raise Promise.ENDS_ONCE(f"release({request_id}) is True, and the request runs")
         yield from self._is_gone(request_id, "it was released")
 
     def client(self, *, every_s: float) -> Plan:
@@ -335,9 +331,7 @@ class Host:
                 continue
             request_id = answer["request_id"]
             if request_id not in self._invariants.requests:
-                raise Violation(
-                    Promise.ENDS_ONCE, f"request {request_id} was admitted and holds no slot"
-                )
+                raise Promise.ENDS_ONCE(f"request {request_id} was admitted and holds no slot")
             follow = dice.weighted(
                 {
                     self._await: 4.0,
@@ -407,10 +401,8 @@ class Host:
         self.outcomes[str(reason or truth.record.result["finish_reason"])] += 1
         may_differ = truth.canceled or client.has_finish
         if told is not None and not may_differ and told.reason is not reason:
-            raise Violation(
-                Promise.WATCHES_CLIENTS,
-                f"the client was told {told.reason}, the record says {reason}",
-            )
+            what = f"the client was told {told.reason}, the record says {reason}"
+            raise Promise.WATCHES_CLIENTS(what)
 
     def _took(self, request_id: int, result: Any) -> None:
         if result["ok"]:
@@ -432,9 +424,7 @@ class Host:
         also = self.result(request_id) if self._dice.chance(0.1) else None
         result = yield future
         if self._invariants.requests[request_id].ended_at is None:
-            raise Violation(
-                Promise.ENDS_ONCE, f"result({request_id}) resolved before the request had ended"
-            )
+            raise Promise.ENDS_ONCE(f"result({request_id}) resolved before the request had ended")
         self._took(request_id, result)
         if also is not None:
             self._took(request_id, (yield also))
@@ -444,7 +434,7 @@ class Host:
     def _is_gone(self, request_id: int, since: str) -> Plan:
         gone = yield self.quick(self._world.worker.get_result(request_id), "get_result()")
         if gone.get("error") != "NOT_FOUND":
-            raise Violation(Promise.ENDS_ONCE, f"request {request_id} is still there after {since}")
+            raise Promise.ENDS_ONCE(f"request {request_id} is still there after {since}")
 
     def _ask(self) -> Plan:
         """`submit` and `result` in one; its future must be resolved once the worker is at rest."""
@@ -458,9 +448,8 @@ class Host:
         except RequestFailed as failed:
             result = failed.result
             if result["state"] is RequestState.COMPLETED:
-                raise Violation(
-                    Promise.SHOWS_FAILURES, f"ask() raised, and completed: {result}"
-                ) from failed
+                what = f"ask() raised, and completed: {result}"
+                raise Promise.SHOWS_FAILURES(what) from failed
         self._took(result["request_id"], result)
         yield from self._is_gone(result["request_id"], "ask() resolved")
 
@@ -474,9 +463,7 @@ class Host:
             if result["error"] == "NOT_FOUND":
                 if self._may_be_gone(request_id):
                     return
-                raise Violation(
-                    Promise.ENDS_ONCE, f"request {request_id} is gone, and nobody took its result"
-                )
+                raise Promise.ENDS_ONCE(f"request {request_id} is gone, and nobody took its result")
 
     def _read(self, request_id: int) -> Plan:
         text, reasoning, done = "", "", False
@@ -496,27 +483,22 @@ class Host:
             if not chunk["ok"]:
                 if self._may_be_gone(request_id):
                     return
-                raise Violation(
-                    Promise.ENDS_ONCE, f"request {request_id} is gone, and nobody took its result"
-                )
+                raise Promise.ENDS_ONCE(f"request {request_id} is gone, and nobody took its result")
             text, reasoning, done = (
                 text + chunk["text"],
                 reasoning + chunk["reasoning"],
                 chunk["done"],
             )
             if len(text) != chunk["text_offset"]:
-                raise Violation(
-                    Promise.KEEPS_OUTPUT,
-                    f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read",
-                )
+                what = f"request {request_id}: text_offset {chunk['text_offset']}, {len(text)} read"
+                raise Promise.KEEPS_OUTPUT(what)
         result = yield self.result(request_id)
         self._took(request_id, result)
         if not result["ok"] and self._may_be_gone(request_id):
             return
         if (result["text"], result["reasoning"]) != (text, reasoning):
-            raise Violation(
-                Promise.KEEPS_OUTPUT, f"request {request_id}: what was read differs from the result"
-            )
+            what = f"request {request_id}: what was read differs from the result"
+            raise Promise.KEEPS_OUTPUT(what)
 
     def _cancel(self, request_id: int) -> Plan:
         yield self._dice.log_between(0.001, 120.0)
@@ -534,7 +516,7 @@ class Host:
         result = yield self.result(request_id)
         self._took(request_id, result)
         if result["ok"] and was_canceled and result["state"] is not RequestState.CANCELED:
-            raise Violation(Promise.ENDS_ONCE, f"cancel({request_id}) said True: {result['state']}")
+            raise Promise.ENDS_ONCE(f"cancel({request_id}) said True: {result['state']}")
 
     def _forget(self, request_id: int) -> Plan:
         """The result is kept for ever, or as long as the configuration says."""
@@ -581,7 +563,5 @@ class Host:
             if what == "get_worker_status()" and answer["slots_used"] != len(
                 answer["active_request_ids"]
             ):
-                raise Violation(
-                    Promise.ENDS_ONCE,
-                    f"slots_used {answer['slots_used']}: {answer['active_request_ids']}",
-                )
+                what = f"slots_used {answer['slots_used']}: {answer['active_request_ids']}"
+                raise Promise.ENDS_ONCE(what)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from llama_worker.config.profiles import RestartPolicy
 from llama_worker.server.termination import Signal
 from tests.simulation.promises import Promise
-from tests.simulation.scheduler import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.invariants import Invariants
@@ -36,7 +35,7 @@ class Looks:
     def asked(self, now: float) -> None:
         if now < self._not_before - _EARLY_S:
             early_s = self._not_before - now
-            raise Violation(Promise.HUNG_OR_SLOW, f"/slots is asked for {early_s:.2f} s too soon")
+            raise Promise.HUNG_OR_SLOW(f"/slots is asked for {early_s:.2f} s too soon")
         self._not_before = now + LOOKS_APART_S
 
     def refused(self, now: float) -> None:
@@ -113,7 +112,7 @@ class Signals:
         )
 
     def _fail(self, process: SimServerProcess, what: str) -> None:
-        raise Violation(Promise.KILLS_AND_RESTARTS, f"launch {process.epoch}: {what}")
+        raise Promise.KILLS_AND_RESTARTS(f"launch {process.epoch}: {what}")
 
 
 def _is_gone(process: SimServerProcess) -> bool:
@@ -156,10 +155,9 @@ class Backoff:
         else:
             expected_s = self._next_s(now)
         if delay_s != expected_s:
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS,
+            raise Promise.KILLS_AND_RESTARTS(
                 f"restart for {reason} after {delay_s} s, it should be {expected_s}: number "
-                f"{self._row} in a row, {len(self._recent)} lately",
+                f"{self._row} in a row, {len(self._recent)} lately"
             )
         self.decided_at = now
         self.resume_at = math.inf if delay_s is None else now + delay_s

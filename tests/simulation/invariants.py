@@ -63,7 +63,7 @@ from tests.simulation.faults import Kind, Scope
 from tests.simulation.instants import LATEST_TIMER_S, Backoff, Signals
 from tests.simulation.promises import Promise
 from tests.simulation.runtime import UNIX_EPOCH, SimServerProcess
-from tests.simulation.scheduler import SimulatedActor, Violation
+from tests.simulation.scheduler import SimulatedActor
 from tests.simulation.server import Exchange, LlamaServer
 from tests.simulation.told import Told
 from tests.simulation.verdicts import check_words
@@ -264,7 +264,7 @@ class Invariants:
         rang_at.append(self.now)
         if len(rang_at) == _MOST_TICKS and self.now - rang_at[0] < 1.0:
             what = f"the alarm of {actor.name} rings {_MOST_TICKS} times within a second"
-            raise Violation(Promise.ANSWERS, what)
+            raise Promise.ANSWERS(what)
 
     def on_told(self, message: Any) -> None:
         teller = self._scheduler.serving
@@ -285,7 +285,7 @@ class Invariants:
             self._observed_at = message.at
         elif type(message) in _GIVES_UP and self._observed_at != self.now:
             what = f"{message} is told, and what is known of it was told at {self._observed_at}"
-            raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
+            raise Promise.SAYS_WHAT_HAPPENS(what)
 
     def after_message(self, actor: SimulatedActor, message: Any) -> None:
         if actor.actor is not self._worker:
@@ -295,10 +295,8 @@ class Invariants:
                 raise violation
         if self._stale_before is not None:
             if self._stale_before != self.lifecycle:
-                raise Violation(
-                    Promise.KILLS_AND_RESTARTS,
-                    f"{type(message).__name__} of an old launch changed the worker's state",
-                )
+                what = f"{type(message).__name__} of an old launch changed the worker's state"
+                raise Promise.KILLS_AND_RESTARTS(what)
             self._stale_before = None
         active = self.active
         if active != self._active:
@@ -331,7 +329,7 @@ class Invariants:
             kept_at = self.killed_with_evidence[-1][0] if self.killed_with_evidence else -math.inf
             if is_killed and kept_at < self.now:
                 what = f"launch {epoch} is killed for {cause}, and no evidence is kept"
-                raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
+                raise Promise.SAYS_WHAT_HAPPENS(what)
             for process in self._machine.launched[-1:]:
                 if process.epoch == epoch:
                     self._signals.expect_some(process)
@@ -352,13 +350,13 @@ class Invariants:
         self._slot_waiters = [future for future in self._slot_waiters if not future.done()]
         if self._slot_waiters and self._slot_answer() != _TO_WAIT:
             what = f"wait_slot() has not resolved, and the answer is {self._slot_answer()}"
-            raise Violation(Promise.ANSWERS, what)
+            raise Promise.ANSWERS(what)
 
     def slot_waited(self, error: str | None) -> None:
         """A `wait_slot()` resolves: a slot is free, or none will be for this reason."""
         if error != self._slot_answer():
             what = f"wait_slot() resolved with {error}, the answer is {self._slot_answer()}"
-            raise Violation(Promise.ENDS_ONCE, what)
+            raise Promise.ENDS_ONCE(what)
 
     def _slot_answer(self) -> str | None:
         """What who waits for a slot is told now: that one is free (None), why none will be without
@@ -379,7 +377,7 @@ class Invariants:
 
     def _check_table(self, active: tuple[int, ...]) -> None:
         if len(active) > self._slots or len(set(active)) != len(active):
-            raise Violation(Promise.ENDS_ONCE, f"requests {active} hold {self._slots} slots")
+            raise Promise.ENDS_ONCE(f"requests {active} hold {self._slots} slots")
         for request_id in active:
             if request_id not in self.requests:
                 truth = Truth(request_id, self.now, epoch=self.lifecycle.epoch)
@@ -387,9 +385,7 @@ class Invariants:
                 self.requests[request_id] = truth
                 self.on_admitted(truth)
             elif self.requests[request_id].record is not None:
-                raise Violation(
-                    Promise.ENDS_ONCE, f"request {request_id} has ended and holds a slot again"
-                )
+                raise Promise.ENDS_ONCE(f"request {request_id} has ended and holds a slot again")
         for request_id in set(self._active) - set(active):
             self._ended(self.requests[request_id])
         self._active = active
@@ -434,13 +430,10 @@ class Invariants:
 
     def _check_arrow(self, state: WorkerState) -> None:
         if state not in ARROWS[self.state]:
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS, f"the worker went from {self.state} to {state}"
-            )
+            raise Promise.KILLS_AND_RESTARTS(f"the worker went from {self.state} to {state}")
         if state is WorkerState.READY and self._active:
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS, f"READY with requests {self._active} of the life before"
-            )
+            what = f"READY with requests {self._active} of the life before"
+            raise Promise.KILLS_AND_RESTARTS(what)
         if state is WorkerState.READY:
             self.ready_at, self.ready_unix = self.now, self.unix_now
             self._backoff.ready(self.ready_at)
@@ -462,30 +455,26 @@ class Invariants:
                 lacked = server is not None and server.oom_evidence is not None
                 if lacked is not (reason == "out_of_memory"):
                     what = f"launch {epoch} is restarted for {reason}; it lacked memory: {lacked}"
-                    raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
+                    raise Promise.SAYS_WHAT_HAPPENS(what)
             case _:
                 self._costs.restarted(epoch, reason, detail)
 
     def _check_requested(self, epoch: int) -> None:
         if self.restarts_ordered == 0:
-            raise Violation(Promise.SWAPS, f"launch {epoch} is restarted by hand, and nobody asked")
+            raise Promise.SWAPS(f"launch {epoch} is restarted by hand, and nobody asked")
         self.restarts_ordered -= 1
         self._replaced.add(epoch)
 
     def _check_recycled(self, epoch: int, detail: str) -> None:
         policy = self._policy.recycle
         if self.active or policy is None:
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS,
-                f"launch {epoch} is recycled under requests {self.active}: {detail}",
-            )
+            what = f"launch {epoch} is recycled under requests {self.active}: {detail}"
+            raise Promise.KILLS_AND_RESTARTS(what)
         is_old = (
             policy.max_age_s is not None and self.now - self.ready_at >= policy.max_age_s - 1e-6
         )
         if not (is_old or self._has_served_enough(epoch) or self._is_too_large()):
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS, f"launch {epoch} is recycled too early: {detail}"
-            )
+            raise Promise.KILLS_AND_RESTARTS(f"launch {epoch} is recycled too early: {detail}")
         self._replaced.add(epoch)
 
     def _check_degenerate(self, epoch: int, detail: str) -> None:
@@ -496,10 +485,8 @@ class Invariants:
         ]
         jobs = {record.job_name for record in records if is_degenerate(record)}
         if len(jobs) < (self._policy.degenerate_outputs_before_restart or math.inf):
-            raise Violation(
-                Promise.HUNG_OR_SLOW,
-                f"launch {epoch} is restarted for the nonsense of jobs {jobs}: {detail}",
-            )
+            what = f"launch {epoch} is restarted for the nonsense of jobs {jobs}: {detail}"
+            raise Promise.HUNG_OR_SLOW(what)
         self._replaced.add(epoch)
 
     # ------------------------------------------------------------ requests
@@ -507,9 +494,7 @@ class Invariants:
     def _ended(self, truth: Truth) -> None:
         record = self._records.get(truth.request_id)
         if record is None:
-            raise Violation(
-                Promise.ENDS_ONCE, f"request {truth.request_id} lost its slot without a record"
-            )
+            raise Promise.ENDS_ONCE(f"request {truth.request_id} lost its slot without a record")
         truth.record, truth.ended_at = record, self.now
         result = record.result
         self._check_excuse(truth, result["state"], result.get("fail_reason"))
@@ -558,10 +543,8 @@ class Invariants:
             and truth.exchanges
             and truth.exchanges[-1].died
         ):
-            raise Violation(
-                Promise.HUNG_OR_SLOW,
-                f"request {request_id} was disconnected, it says, and its server had died",
-            )
+            what = f"request {request_id} was disconnected, it says, and its server had died"
+            raise Promise.HUNG_OR_SLOW(what)
         if reason is RequestFailReason.CANCELED:
             excused = truth.canceled
         elif reason is RequestFailReason.WORKER_STOPPED:
@@ -579,12 +562,9 @@ class Invariants:
             by_time = reason in _BY_TIME or reason is RequestFailReason.REQUEST_LOST
             excused = planned or halted or self._has_excuse(truth.epoch, request_id, by_time)
         if not excused:
-            raise Violation(
-                Promise.HUNG_OR_SLOW,
-                (
-                    f"request {request_id} was given up with {reason}, by no call and no fault: "
-                    f"{detail}"
-                ),
+            raise Promise.HUNG_OR_SLOW(
+                f"request {request_id} was given up with {reason}, by no call and no fault: "
+                f"{detail}"
             )
 
     def _check_output(self, truth: Truth, record: RequestRecord) -> None:
@@ -605,9 +585,7 @@ class Invariants:
                 else (result["reasoning"], reasoning)
             )
             shown = f"{ended[:40]!r}...{ended[-40:]!r}, and {came[:40]!r}...{came[-40:]!r} had come"
-            raise Violation(
-                Promise.KEEPS_OUTPUT, f"request {truth.request_id} ({reason}) ended with {shown}"
-            )
+            raise Promise.KEEPS_OUTPUT(f"request {truth.request_id} ({reason}) ended with {shown}")
         sent = "".join(words for each in truth.exchanges for words in each.said)
         whole = (
             result["state"] is RequestState.COMPLETED
@@ -618,22 +596,16 @@ class Invariants:
             whole = self._scheduler.now - self._scheduler.halted_until > 5.0
         if record.is_leased:
             if whole and record.status["output_chars"] != len(sent):
-                raise Violation(
-                    Promise.WATCHES_CLIENTS,
-                    f"lease {truth.request_id} ({reason}) missed a part of the text",
-                )
+                what = f"lease {truth.request_id} ({reason}) missed a part of the text"
+                raise Promise.WATCHES_CLIENTS(what)
             return
         if whole and result["text"] != sent:
-            raise Violation(
-                Promise.KEEPS_OUTPUT,
-                f"request {truth.request_id} ended ({reason}) without a part of what was sent",
-            )
+            what = f"request {truth.request_id} ended ({reason}) without a part of what was sent"
+            raise Promise.KEEPS_OUTPUT(what)
         signals = sum(each.signals for each in truth.exchanges)
         if whole and len(result["signals"]) != signals:
-            raise Violation(
-                Promise.TOOLS,
-                f"request {truth.request_id} ended ({reason}) without one of {signals} signals",
-            )
+            what = f"request {truth.request_id} ended ({reason}) without one of {signals} signals"
+            raise Promise.TOOLS(what)
 
     def awaits_result(self, request_id: int, future: Any) -> None:
         truth = self.requests[request_id]
@@ -652,23 +624,19 @@ class Invariants:
         else:
             expected = None if error is None else "NO_SLOT_AVAILABLE" if full else "to be admitted"
         if error != expected or (error is None) is (self.active == self._active):
-            raise Violation(
-                Promise.ENDS_ONCE,
-                f"submit() answered {error} while {state}, {len(self.active)} slots in use",
-            )
+            what = f"submit() answered {error} while {state}, {len(self.active)} slots in use"
+            raise Promise.ENDS_ONCE(what)
 
     def took_result(self, request_id: int, result: Any) -> None:
         truth = self.requests[request_id]
         if truth.record is None:
-            raise Violation(
-                Promise.ENDS_ONCE, f"request {request_id} has a result and has not ended"
-            )
+            raise Promise.ENDS_ONCE(f"request {request_id} has a result and has not ended")
         completed = result["state"] is RequestState.COMPLETED
         if completed is not (result["fail_reason"] is None):
             what = f"request {request_id}: {result['state']}, fail_reason {result['fail_reason']}"
-            raise Violation(Promise.SHOWS_FAILURES, what)
+            raise Promise.SHOWS_FAILURES(what)
         if truth.result is not None and truth.result != result:
-            raise Violation(Promise.ENDS_ONCE, f"request {request_id} has two results")
+            raise Promise.ENDS_ONCE(f"request {request_id} has two results")
         truth.result = result
 
     # ------------------------------------------------------------ faults and bounds
@@ -715,13 +683,13 @@ class Invariants:
             hurried = self.stop_called_at >= launched_at or self._has_excuse(epoch, None)
             if not hurried and waited_s < self._grace_s - LATE_S:
                 what = f"launch {epoch} is killed {waited_s:.1f} s after SIGTERM"
-                raise Violation(Promise.KILLS_AND_RESTARTS, what)
+                raise Promise.KILLS_AND_RESTARTS(what)
         # at the instant of its launch it has done nothing that could be evidence
         elif signal is Signal.KILL and self._grace_s > 0.0 and now > launched_at:
             kept_at = self.killed_with_evidence[-1][0] if self.killed_with_evidence else -math.inf
             if kept_at < launched_at and not self._has_excuse(epoch, None):
                 what = f"launch {epoch} is killed without SIGTERM before, and without evidence"
-                raise Violation(Promise.KILLS_AND_RESTARTS, what)
+                raise Promise.KILLS_AND_RESTARTS(what)
         self.server_killed(epoch, launched_at)
 
     def server_killed(self, epoch: int, launched_at: float) -> None:
@@ -731,10 +699,8 @@ class Invariants:
         since = launched_at - QUICK_S
         drained = self.drain_called_at >= since and not self.active
         if self.stop_called_at < since and not drained and not self._has_excuse(epoch, None):
-            raise Violation(
-                Promise.HUNG_OR_SLOW,
-                f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}",
-            )
+            what = f"launch {epoch} is killed without a fault: {self.lifecycle.last_error}"
+            raise Promise.HUNG_OR_SLOW(what)
 
     def expect_warning(self, words: str, epoch: int) -> None:
         """Soon the status has a line with these words, unless the launch ends first."""
@@ -790,7 +756,7 @@ class Invariants:
                 allowed_s, elapsed_s = left_s, scheduler.stopwatch()
                 began_at, blocked_s = scheduler.host_time, self._blocked_s
             if left_s <= 0:
-                raise Violation(promise, f"not within {bound_s:.1f} s: {what}")
+                raise promise(f"not within {bound_s:.1f} s: {what}")
             scheduler.after(left_s, check, "a bound is due", of_host=False)
 
         scheduler.after(bound_s, check, "a bound is due", of_host=False)
@@ -854,17 +820,13 @@ class Invariants:
             self.called_at < self._backoff.decided_at - QUIET_S
             and self.now < self._backoff.resume_at - 1e-6
         ):
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS,
-                f"launch {epoch} begins {self._backoff.resume_at - self.now:.3f} s early",
-            )
+            what = f"launch {epoch} begins {self._backoff.resume_at - self.now:.3f} s early"
+            raise Promise.KILLS_AND_RESTARTS(what)
 
     def check_gone(self, processes: Sequence[Any], what: str) -> None:
         for process in processes:
             if process.server is not None and not process.server.gone:
-                raise Violation(
-                    Promise.LEAVES_NOTHING, f"{what} while launch {process.epoch} still lives"
-                )
+                raise Promise.LEAVES_NOTHING(f"{what} while launch {process.epoch} still lives")
 
 
 def _is_closed(exchange: Exchange) -> bool:

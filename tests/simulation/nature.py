@@ -19,7 +19,7 @@ from tests.simulation.faults import KINDS, Kind, Scope, Stage, longest_load_s
 from tests.simulation.invariants import QUICK_S, Fault, Truth
 from tests.simulation.promises import Promise
 from tests.simulation.runtime import SimServerProcess
-from tests.simulation.scheduler import SimulatedActor, Violation
+from tests.simulation.scheduler import SimulatedActor
 from tests.simulation.server import Exchange, LlamaServer, Reply
 
 if TYPE_CHECKING:
@@ -550,9 +550,7 @@ class Nature:
                 return
             busy_s = (busy_s or scheduler.stopwatch()) if self._invariants.active else None
             if busy_s is not None and busy_s() > _GIVEN_UP_S:
-                raise Violation(
-                    Promise.HUNG_OR_SLOW, f"not given up within {_GIVEN_UP_S:g} s: {what}"
-                )
+                raise Promise.HUNG_OR_SLOW(f"not given up within {_GIVEN_UP_S:g} s: {what}")
             self._later(10.0 if busy_s is None else 1.0, look, "the blocked actor")
 
         look()

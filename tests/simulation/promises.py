@@ -20,3 +20,18 @@ class Promise(Enum):
     SWAPS = "Swaps a model"
     CANCELS = "Cancels for real"
     TOOLS = "Tools"
+
+    def __call__(self, what: str) -> Violation:
+        """What to raise where it is broken."""
+        return Violation(self, what)
+
+
+class Violation(AssertionError):
+    """An invariant is broken: the run ends, wherever that was found."""
+
+    def __init__(self, promise: Promise, what: str) -> None:
+        super().__init__(promise, what)
+        self.promise, self.what = promise, what
+
+    def __str__(self) -> str:
+        return f"{self.promise.value}: {self.what}"

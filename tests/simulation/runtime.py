@@ -56,7 +56,8 @@ from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice
 from tests.simulation.instants import Looks
 from tests.simulation.machine import Machine
-from tests.simulation.scheduler import Event, Scheduler, Violation
+from tests.simulation.promises import Violation
+from tests.simulation.scheduler import Event, Scheduler
 from tests.simulation.server import Exchange, LlamaServer
 
 UNIX_EPOCH = 1_700_000_000.0

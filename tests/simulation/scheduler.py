@@ -23,21 +23,10 @@ from typing import Any
 from llama_worker.actors.base import Child
 from llama_worker.clock import PAUSE_AFTER_GAP_S, ClockTimer, PausingClock
 from llama_worker.mailbox import Tick
-from tests.simulation.promises import Promise
+from tests.simulation.promises import Promise, Violation
 from tests.simulation.trace import Trace
 
 _LATEST_TIMER_S = 0.8
-
-
-class Violation(AssertionError):
-    """An invariant is broken: the run ends, wherever that was found."""
-
-    def __init__(self, promise: Promise, what: str) -> None:
-        super().__init__(promise, what)
-        self.promise, self.what = promise, what
-
-    def __str__(self) -> str:
-        return f"{self.promise.value}: {self.what}"
 
 
 @dataclass
@@ -202,7 +191,7 @@ class Scheduler:
         while (timer := self._clock.due(self.now)) is not None:
             timer.fire()
         if self.lost_s > self._most_lost_s:
-            raise Violation(Promise.HUNG_OR_SLOW, f"the clock has lost {self.lost_s:.1f} s")
+            raise Promise.HUNG_OR_SLOW(f"the clock has lost {self.lost_s:.1f} s")
         self._set_alarm()
 
     def halt_host(self, seconds: float) -> None:

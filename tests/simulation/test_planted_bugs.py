@@ -30,7 +30,7 @@ from llama_worker.server.lifecycle_states import BackingOff, Ending, Resolve
 from llama_worker.server.messages import Exited, Stalled, Stop, Unkillable, Watch
 from llama_worker.types.request import RequestPhase
 from tests.simulation.faults import KINDS
-from tests.simulation.scheduler import Violation
+from tests.simulation.promises import Violation
 from tests.simulation.world import Failure, Setting, World
 
 Function = Callable[..., Any]

@@ -23,9 +23,8 @@ def test_every_guarantee_is_simulated_or_excused() -> None:
 
 def test_every_promise_is_looked_after() -> None:
     checks = "".join(path.read_text() for path in HERE.glob("*.py"))
-    assert {name for name in Promise.__members__ if f"Promise.{name}," in checks} == set(
-        Promise.__members__
-    )
+    looked_after = set(re.findall(r"Promise\.(\w+)[,(]", checks))
+    assert looked_after >= set(Promise.__members__)
 
 
 def test_what_covers_the_rest_exists() -> None:

@@ -12,7 +12,7 @@ from llama_worker.request.table import RequestTable
 from llama_worker.server.lifecycle_states import BackingOff, Draining, State, Stopped
 from llama_worker.server.messages import Start
 from tests.simulation.bench import quiet_bench
-from tests.simulation.scheduler import Violation
+from tests.simulation.promises import Violation
 from tests.simulation.worker_state import violations
 from tests.simulation.world import Failure, Setting, World
 from tests.tables import cases

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 from tests.simulation.promises import Promise
-from tests.simulation.scheduler import Violation
 from tests.simulation.server import Build
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Told:
                 self.restarts[event["reason"]] += 1
             case "actor_died", _ if not any(each in event["detail"] for each in _PLANTED):
                 what = f"{event['role']} died, and nobody did it: {event['detail']}"
-                raise Violation(Promise.KILLS_AND_RESTARTS, what)
+                raise Promise.KILLS_AND_RESTARTS(what)
             case "admitted", request_id if request_id not in endings:
                 endings[request_id] = None
             case "ended", request_id if request_id in endings and endings[request_id] is None:
@@ -223,4 +222,4 @@ def _compare(what: str, told: object, happened: object) -> None:
 
 
 def _fail(what: str) -> None:
-    raise Violation(Promise.SAYS_WHAT_HAPPENS, what)
+    raise Promise.SAYS_WHAT_HAPPENS(what)

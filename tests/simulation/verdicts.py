@@ -9,7 +9,6 @@ from itertools import islice
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import REPEATS_APART_S, REPEATS_KEPT
 from tests.simulation.promises import Promise
-from tests.simulation.scheduler import Violation
 
 _WAITED = re.compile(r" for ([\d.]+) s \(limit: (?:(\d+) x )?(\w+) ([\d.e+]+)\)")
 _STILL = re.compile(r"no slot of the server made progress for ([\d.]+) s")
@@ -66,4 +65,4 @@ def _repeated_at(records_at: Iterable[float], since: float) -> float:
 
 def _require(detail: str, is_so: bool) -> None:
     if not is_so:
-        raise Violation(Promise.HUNG_OR_SLOW, f"the verdict's words are wrong: {detail}")
+        raise Promise.HUNG_OR_SLOW(f"the verdict's words are wrong: {detail}")

@@ -9,18 +9,17 @@ from llama_worker.actors.server_life import ServerLife
 from llama_worker.actors.worker import WorkerActor
 from llama_worker.request.table import RequestTable
 from llama_worker.server import lifecycle_states as states
-from tests.simulation.promises import Promise
-from tests.simulation.scheduler import Violation
+from tests.simulation.promises import Promise, Violation
 
 
 def violations(actor: WorkerActor) -> Iterator[Violation]:
     """One for each invariant that does not hold."""
     for what in _of_table(actor._table, actor._config.slots):
-        yield Violation(Promise.ENDS_ONCE, what)
+        yield Promise.ENDS_ONCE(what)
     for what in _of_dispatcher(actor._dispatcher, actor._table):
-        yield Violation(Promise.ENDS_ONCE, what)
+        yield Promise.ENDS_ONCE(what)
     for what in (*_of_lifecycle(actor._server.lifecycle), *_of_server(actor._server)):
-        yield Violation(Promise.KILLS_AND_RESTARTS, what)
+        yield Promise.KILLS_AND_RESTARTS(what)
 
 
 def _of_table(table: RequestTable, slots: int) -> Iterator[str]:

@@ -26,7 +26,7 @@ from tests.simulation.leases import IN_ONE_PIECE
 from tests.simulation.many_runs import Figures
 from tests.simulation.nature import HOUR_S, Nature
 from tests.simulation.promises import Promise
-from tests.simulation.scheduler import Choices, Violation
+from tests.simulation.scheduler import Choices
 from tests.simulation.server import (
     BUSY_USE,
     FROM_DISK,
@@ -283,34 +283,25 @@ class World(Bench):
             if self._is_at_rest():  # nobody has come at the last moment
                 break
         else:
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS,
-                (
-                    f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after "
-                    "the faults"
-                ),
+            raise Promise.KILLS_AND_RESTARTS(
+                f"{self.invariants.state} with {self.invariants.active} {rest_s:.0f} s after "
+                "the faults"
             )
         if not all(future.done() for future in self.host.asked):
-            raise Violation(
-                Promise.KILLS_AND_RESTARTS, "an ask() has not resolved, and nothing is in flight"
-            )
+            raise Promise.KILLS_AND_RESTARTS("an ask() has not resolved, and nothing is in flight")
         # what a fault left behind (a frozen server, say) may have to be found first
         for _ in range(4):
             done: list[str] = []
             self.host.run(self._fresh_request(done))
             if not self.scheduler.run_until(partial(bool, done), self.scheduler.now + 2 * rest_s):
-                raise Violation(
-                    Promise.KILLS_AND_RESTARTS,
-                    f"a fresh request has no answer {2 * rest_s:.0f} s after the faults",
-                )
+                what = f"a fresh request has no answer {2 * rest_s:.0f} s after the faults"
+                raise Promise.KILLS_AND_RESTARTS(what)
             if done[0] == "completed":
                 self._check_told()
                 return
             self.scheduler.run_for(300.0)
-        raise Violation(
-            Promise.KILLS_AND_RESTARTS,
-            f"fresh requests do not complete after the faults: {done[0]}",
-        )
+        what = f"fresh requests do not complete after the faults: {done[0]}"
+        raise Promise.KILLS_AND_RESTARTS(what)
 
     def _check_told(self) -> None:
         """What the host can hear of, or ask for, is what happened."""
@@ -328,7 +319,7 @@ class World(Bench):
         counted = debug["stuck_tool_threads_count"]
         stuck = sum(thread.is_stuck for thread in self.runtime.tool_threads)
         if counted != stuck:
-            raise Violation(Promise.TOOLS, f"{counted} stuck tool threads, it says, of {stuck}")
+            raise Promise.TOOLS(f"{counted} stuck tool threads, it says, of {stuck}")
 
     def _is_at_rest(self) -> bool:
         rest = (WorkerState.READY, WorkerState.FAILED, WorkerState.STOPPED)
@@ -368,7 +359,7 @@ class World(Bench):
                 if truth.ended_at is None
             ]
         if left:
-            raise Violation(Promise.LEAVES_NOTHING, f"left after close(): {', '.join(left)}")
+            raise Promise.LEAVES_NOTHING(f"left after close(): {', '.join(left)}")
 
     def _worker_dies(self) -> None:
         """In the middle of a request; every future is answered, every later call raises
@@ -392,10 +383,10 @@ class World(Bench):
         # the actor's end, too.
         self.scheduler.run_for(self.profile.kill_timeout_s + QUICK_S)
         if not all(future.done() for future in open_futures):
-            raise Violation(Promise.ANSWERS, "the worker's actor died, and a future has no answer")
+            raise Promise.ANSWERS("the worker's actor died, and a future has no answer")
         with suppress(WorkerClosed):
             self.worker.get_worker_status()
-            raise Violation(Promise.ANSWERS, "the worker's actor died, and its handle takes calls")
+            raise Promise.ANSWERS("the worker's actor died, and its handle takes calls")
 
 
 def _profile(dice: Dice, *, idle: bool) -> TimeoutProfile:
