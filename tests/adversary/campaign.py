@@ -11,16 +11,13 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from typing import NamedTuple
 
 from tests.adversary.case import Case, Outcome
 from tests.adversary.wedges import WEDGES
-from tests.simulation.many_runs import Figures, collected_at_the_end
+from tests.simulation.many_runs import Figures, collected_at_the_end, done_by
 from tests.simulation.trace import Trace
 
 SHOWN_STEPS = 40
@@ -69,16 +66,10 @@ def run(count: int, seed: int, kinds: Sequence[str] = (), *, jobs: int = 1) -> C
     parts = [range(at, min(at + size, count)) for at in range(0, count, size)]
     play = partial(_play_part, seed, kinds or tuple(WEDGES))
     total = CaseFigures()
-    with (
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
-        if jobs > 1
-        else nullcontext() as pool
-    ):
-        # not `map`, which a StopIteration of a case would end as if all were done
-        for part in pool.map(play, parts) if pool else (play(part) for part in parts):
-            total.add(part)
-            print(*part.wrong, sep="\n", end="\n" * bool(part.wrong), flush=True)
-            print(f"{len(total.found):,} of {count:,} found", end="\r", file=sys.stderr, flush=True)
+    for part in done_by(jobs, play, parts):
+        total.add(part)
+        print(*part.wrong, sep="\n", end="\n" * bool(part.wrong), flush=True)
+        print(f"{len(total.found):,} of {count:,} found", end="\r", file=sys.stderr, flush=True)
     return total
 
 

@@ -369,7 +369,6 @@ class Case(Bench):
         reply = Reply(
             key=f"r{request_id}",
             prompt_tokens=1 + int(dice.log_between(1, longest)),
-            reasoning_tokens=0,
             text_tokens=steps * step_tokens,
             step_tokens=step_tokens,
             fetch_s=self.for_links.log_between(0.1, 300.0),

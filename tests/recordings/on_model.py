@@ -108,7 +108,6 @@ class _Play:
             key=ask.request,
             prompt_tokens=total,
             cached_tokens=cached,
-            reasoning_tokens=0,
             text_tokens=min(ask.answer, room),
             step_tokens=1,
             finish="length",

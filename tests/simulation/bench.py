@@ -18,7 +18,7 @@ from tests.simulation.dice import Dice
 from tests.simulation.machine import Machine
 from tests.simulation.runtime import SimRuntime
 from tests.simulation.scheduler import Choices, Scheduler, SimulatedActor
-from tests.simulation.server import Build, LlamaServer
+from tests.simulation.server import Build, LlamaServer, Reply
 from tests.simulation.trace import Trace
 
 IMAGE: list[dict[str, Any]] = [
@@ -122,3 +122,15 @@ def quiet_bench(
         timeouts=timeouts,
         **config,
     )
+
+
+@contextmanager
+def ready_bench(
+    build: Build = FAST, reply: Reply | None = None, **config: Any
+) -> Iterator[tuple[Bench, Scheduler, LlamaWorker]]:
+    """A quiet one whose worker is READY, and whose server says `reply` to every request."""
+    bench = quiet_bench(build, **config)
+    if reply is not None:
+        bench.machine.reply_to = lambda request_id, turn: reply
+    with bench.ready():
+        yield bench, bench.scheduler, bench.worker

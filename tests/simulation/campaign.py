@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from hashlib import sha256
-from multiprocessing import get_context
 
 from tests.simulation.dice import Dice
-from tests.simulation.many_runs import collected_at_the_end, times_by_name
+from tests.simulation.many_runs import collected_at_the_end, done_by, times_by_name
 from tests.simulation.world import Report, Setting, World
 
 
@@ -48,13 +45,8 @@ def settings(
 def run_all(chosen: Iterable[Setting], jobs: int = 1) -> Report:
     """Every run, by so many processes; raises the first Failure."""
     total = Report()
-    with (
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
-        if jobs > 1
-        else nullcontext() as pool
-    ):
-        for report in pool.map(_run, chosen) if pool else map(_run, chosen):
-            total.add(report)
+    for report in done_by(jobs, _run, chosen):
+        total.add(report)
     total.digest = sha256(total.digest.encode()).hexdigest()[:16]
     return total
 

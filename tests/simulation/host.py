@@ -120,26 +120,25 @@ class Host:
 
     def stop(self) -> WorkerFuture[Any]:
         self._crowd()
-        invariants = self._invariants
-        invariants.stop_called_at = invariants.called_at = self._scheduler.host_time
-        launched = tuple(self._world.machine.launched)
-        future = self._world.worker.stop()
-        invariants.expect_answer(future, self.stop_bound_s, "stop()")
-        return self._checked(
-            future, lambda answer: invariants.check_gone(launched, "stop() resolved")
-        )
+        self._invariants.stop_called_at = self._scheduler.host_time
+        future = self._ends_launches(self._world.worker.stop, "stop()")
+        self._invariants.expect_answer(future, self.stop_bound_s, "stop()")
+        return future
 
     def drain(self) -> WorkerFuture[Any]:
         """`drain()`, which resolves soon after the last request has ended."""
         self._crowd()
-        invariants = self._invariants
-        invariants.drain_called_at = invariants.called_at = self._scheduler.host_time
-        launched = tuple(self._world.machine.launched)
-        future = self._world.worker.drain()
+        self._invariants.drain_called_at = self._scheduler.host_time
+        future = self._ends_launches(self._world.worker.drain, "drain()")
         self._drains.append(future)
-        return self._checked(
-            future, lambda answer: invariants.check_gone(launched, "drain() resolved")
-        )
+        return future
+
+    def _ends_launches(self, call: Callable[[], WorkerFuture[Any]], what: str) -> WorkerFuture[Any]:
+        """When it resolves, nothing is left of what was launched before."""
+        self._invariants.called_at = self._scheduler.host_time
+        launched = tuple(self._world.machine.launched)
+        check_gone = self._invariants.check_gone
+        return self._checked(call(), lambda answer: check_gone(launched, f"{what} resolved"))
 
     def restart(self) -> WorkerFuture[Any]:
         self._invariants.restarts_ordered += 1

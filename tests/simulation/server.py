@@ -110,9 +110,9 @@ class Build:
 class Reply:
     """What the server says to one request, were nothing in the way."""
 
-    key: str  # makes its words unlike those of every other
+    key: str = "r"  # makes its words unlike those of every other
     prompt_tokens: int
-    reasoning_tokens: int
+    reasoning_tokens: int = 0
     text_tokens: int
     step_tokens: int = 8  # of the answer, in one record
     calls_tool: bool = False  # behind the text

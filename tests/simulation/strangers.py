@@ -63,7 +63,6 @@ class Strangers:
         return Reply(
             key="stranger",
             prompt_tokens=1 + int(dice.log_between(1, longest)),
-            reasoning_tokens=0,
             text_tokens=min(steps, 200) * step_tokens,
             step_tokens=step_tokens,
         )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +21,7 @@ from llama_worker.server.messages import Died
 from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, ASK_INTERVAL_S
 from llama_worker.server.termination import Signal
 from llama_worker.types.request import RequestFailReason, RequestResult, RequestState
-from tests.simulation.bench import Bench, quiet_bench
+from tests.simulation.bench import Bench, ready_bench
 from tests.simulation.runtime import SimServerProcess, SimStream
 from tests.simulation.server import Reply
 from tests.simulation.world import TOOL
@@ -47,16 +50,11 @@ class LongAnswer:
 
 @contextmanager
 def in_a_long_answer() -> Iterator[LongAnswer]:
-    bench = quiet_bench()
-    bench.machine.reply_to = lambda request_id, turn: Reply(
-        key=f"r{request_id}",
-        prompt_tokens=100,
-        reasoning_tokens=0,
-        text_tokens=10_000 if request_id == 1 else 20,
-        step_tokens=1,
-    )
-    with bench.ready():
-        yield LongAnswer(bench)
+    long = Reply(prompt_tokens=100, text_tokens=10_000, step_tokens=1)
+    with ready_bench(reply=long) as (bench, _, _):
+        request = LongAnswer(bench)
+        bench.machine.reply_to = lambda request_id, turn: replace(long, text_tokens=20)
+        yield request
 
 
 @pytest.mark.parametrize("name", ["request[0]", "process", "transport", "watchdog", "tool_loop"])
@@ -112,17 +110,16 @@ def test_unflushable_stream_holds_nothing_up(
 
 
 def test_two_deaths_at_once_end_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = quiet_bench()
-    scheduler, whole = bench.scheduler, TransportActor.on_crash
+    whole = TransportActor.on_crash
 
     def on_crash(actor: TransportActor, detail: str) -> None:
         scheduler.after(1.0, lambda: whole(actor, detail), "the news is late")
 
-    with bench.ready():
+    with ready_bench() as (bench, scheduler, worker):
         monkeypatch.setattr(TransportActor, "on_crash", on_crash)
         scheduler.break_actor(bench.actor_of("transport"))
         scheduler.run_for(0.1)
-        answer = bench.worker.ask("a question")
+        answer = worker.ask("a question")
         scheduler.run_for(0.1)
         bench.server.die(-9)
         with pytest.raises(RequestFailed, match="server_died"):
@@ -130,14 +127,6 @@ def test_two_deaths_at_once_end_requests(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = quiet_bench()
-    posted: list[int] = []
-
-    def reply_to(request_id: int, turn: int) -> Reply:
-        posted.append(request_id)
-        return Reply(key="r", prompt_tokens=10, reasoning_tokens=0, text_tokens=5, step_tokens=1)
-
-    bench.machine.reply_to = reply_to
     whole = Request.step
 
     def step(request: Request, message: RequestInput, now: float) -> Sequence[RequestOutput]:
@@ -146,12 +135,13 @@ def test_a_handler_that_returns_too_late_begins_nothing(monkeypatch: pytest.Monk
             assert give_up_request(bench, "meanwhile its parent gives it up")
         return effects
 
-    with bench.ready():
+    with ready_bench() as (bench, scheduler, worker):
+        reply_to = bench.machine.reply_to = Mock()
         monkeypatch.setattr(Request, "step", step)
         with pytest.raises(RequestFailed):
-            bench.answer(bench.worker.ask("a question"), RESTARTED_S)
-        bench.scheduler.run_for(5.0)
-        assert not posted
+            bench.answer(worker.ask("a question"), RESTARTED_S)
+        scheduler.run_for(5.0)
+        reply_to.assert_not_called()
 
 
 def give_up_request(bench: Bench, why: str) -> bool:
@@ -162,12 +152,11 @@ def give_up_request(bench: Bench, why: str) -> bool:
 
 def test_a_given_up_requests_signal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    bench = quiet_bench(
-        exit_tools=(TOOL,), on_signal=lambda signal, **_: heard.append(signal["tool_name"])
-    )
-    bench.machine.reply_to = lambda request_id, turn: Reply(
-        key="r", prompt_tokens=10, reasoning_tokens=0, text_tokens=5, step_tokens=1, calls_tool=True
-    )
+    tools: dict[str, Any] = {
+        "exit_tools": (TOOL,),
+        "on_signal": lambda signal, **_: heard.append(signal["tool_name"]),
+    }
+    reply = Reply(prompt_tokens=10, text_tokens=5, step_tokens=1, calls_tool=True)
     whole = Request._step
 
     def step(request: Request, message: RequestInput, now: float) -> Sequence[RequestOutput]:
@@ -176,11 +165,11 @@ def test_a_given_up_requests_signal_is_told(monkeypatch: pytest.MonkeyPatch) -> 
             give_up_request(bench, "before it can tell")
         return effects
 
-    with bench.ready():
+    with ready_bench(reply=reply, **tools) as (bench, scheduler, worker):
         monkeypatch.setattr(Request, "_step", step)
         with pytest.raises(RequestFailed):
-            bench.answer(bench.worker.ask("a question"), RESTARTED_S)
-        bench.scheduler.run_for(1.0)
+            bench.answer(worker.ask("a question"), RESTARTED_S)
+        scheduler.run_for(1.0)
         assert heard == ["search"]
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 from llama_worker.types.request import RequestFailReason, RequestPhase, RequestState
-from tests.simulation.bench import FAST, Bench, quiet_bench
+from tests.simulation.bench import FAST, Bench, ready_bench
 from tests.simulation.server import Build, Reply
 from tests.simulation.world import TOOL
 from tests.tables import cases
 
-LONG = Reply(key="long", prompt_tokens=9000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
+LONG = Reply(prompt_tokens=9000, text_tokens=20, step_tokens=1)
 A_LONG_BATCH = Build(  # of 100 s, on a GPU
     slots=2,
     prefill_tokens_per_s=20.0,
@@ -21,6 +22,7 @@ A_LONG_BATCH = Build(  # of 100 s, on a GPU
     load_s=1.0,
     cpu_shows=False,
 )
+WITHOUT_SLOTS = replace(FAST, shows_slots=False)
 ERROR = b'data: {"error":{"code":400,"message":"it is too long","type":"invalid_request"}}\n\n'
 
 
@@ -75,26 +77,23 @@ def lacks_a_thread(bench: Bench) -> None:
 def test_only_broken_off_work_may_hold_headers_back(
     first: Callable[[Bench], None], limit: str
 ) -> None:
-    bench = quiet_bench(replace(FAST, shows_slots=False), normal_tools=(TOOL,), tool_runner=Mock())
-    bench.machine.reply_to = lambda request_id, turn: LONG
-    with bench.ready():
+    tools: dict[str, Any] = {"normal_tools": (TOOL,), "tool_runner": Mock()}
+    with ready_bench(WITHOUT_SLOTS, LONG, **tools) as (bench, scheduler, worker):
         first(bench)
-        bench.answer(bench.worker.result(1), 1.0)
+        bench.answer(worker.result(1), 1.0)
         bench.server.freeze(spins=False)
-        submitted = bench.answer(bench.worker.submit("job", "", "the second"))
-        sent_at = bench.scheduler.now
-        result = bench.answer(bench.worker.result(submitted["request_id"]), 3600.0)
+        submitted = bench.answer(worker.submit("job", "", "the second"))
+        sent_at = scheduler.now
+        result = bench.answer(worker.result(submitted["request_id"]), 3600.0)
         assert result["fail_reason"] is RequestFailReason.HEADERS_TIMEOUT
         limit_s = getattr(bench.config.timeouts, limit)
-        assert 0.0 <= bench.scheduler.now - sent_at - limit_s <= 15.0
+        assert 0.0 <= scheduler.now - sent_at - limit_s <= 15.0
 
 
 def test_batch_begun_after_latest_report_holds_headers_back() -> None:
-    bench = quiet_bench(A_LONG_BATCH)
-    scheduler, worker = bench.scheduler, bench.worker
     short = replace(LONG, prompt_tokens=120, text_tokens=1)
-    bench.machine.reply_to = lambda request_id, turn: short if request_id == 1 else LONG
-    with bench.ready():
+    with ready_bench(A_LONG_BATCH) as (bench, scheduler, worker):
+        bench.machine.reply_to = lambda request_id, turn: short if request_id == 1 else LONG
         first = worker.ask("in the way for 6 s")
         scheduler.run_for(0.1)
         worker.submit("job", "", "waits when it is asked, after 5 s")
@@ -116,10 +115,7 @@ def test_headers_are_held_back_where_two_were_cancelled(
     build: Build, sent_s: float, gone_s: float
 ) -> None:
     """Each `sent_s` after it was sent; the second comes `gone_s` after the first is gone."""
-    bench = quiet_bench(build)
-    scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: LONG
-    with bench.ready():
+    with ready_bench(build, LONG) as (bench, scheduler, worker):
         for request_id, pause_s in ((1, gone_s), (2, 0.1)):
             worker.submit("job", "", "cancelled")
             scheduler.run_for(sent_s)
@@ -140,10 +136,7 @@ def test_batches_of_requests_canceled_while_queued_hold_headers(
     build: Build, waited_s: tuple[float, ...]
 ) -> None:
     """Behind the batch of another canceled request."""
-    bench = quiet_bench(build, slots=3)
-    scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: LONG
-    with bench.ready():
+    with ready_bench(build, LONG, slots=3) as (bench, scheduler, worker):
         is_cancelled(bench)
         scheduler.run_for(0.1)
         for request_id, each_s in enumerate(waited_s, 2):
@@ -155,10 +148,7 @@ def test_batches_of_requests_canceled_while_queued_hold_headers(
 
 
 def test_request_without_batch_holds_no_headers_when_still() -> None:
-    bench = quiet_bench(replace(FAST, shows_slots=False))
-    scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: LONG
-    with bench.ready():
+    with ready_bench(WITHOUT_SLOTS, LONG) as (bench, scheduler, worker):
         bench.server.freeze(spins=False)
         worker.submit("job", "", "cancelled while it waits")
         scheduler.run_for(6.0)

@@ -15,7 +15,7 @@ from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.events import TextDelta
 from llama_worker.stream.failure import disconnected
 from llama_worker.types.request import SubmitResult
-from tests.simulation.bench import Bench, quiet_bench
+from tests.simulation.bench import Bench, ready_bench
 from tests.simulation.leases import SimAbort
 
 
@@ -30,9 +30,7 @@ def granted(bench: Bench) -> tuple[Ref[WorkerMessage], LeasedExchange]:
 
 
 def test_lease_that_is_heard_out_ends_by_alarm() -> None:
-    bench = quiet_bench()
-    scheduler = bench.scheduler
-    with bench.ready():
+    with ready_bench() as (bench, scheduler, worker):
         mailbox, exchange = granted(bench)
         exchange.opened(scheduler.now)
         exchange.received([TextDelta("Once")], scheduler.now)
@@ -42,12 +40,11 @@ def test_lease_that_is_heard_out_ends_by_alarm() -> None:
         assert not exchange.has_ended  # the server's death might be told
         scheduler.run_for(0.1)
         assert exchange.has_ended
-        assert bench.answer(bench.worker.get_worker_status())["slots_used"] == 0
+        assert bench.answer(worker.get_worker_status())["slots_used"] == 0
 
 
 def test_an_unrecorded_lease_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = quiet_bench()
-    with bench.ready():
+    with ready_bench() as (bench, _, worker):
         granted(bench)
         monkeypatch.setattr(leased, "build_record", Mock(side_effect=MemoryError))
-        bench.answer(bench.worker.cancel(1), 1.0)
+        bench.answer(worker.cancel(1), 1.0)

@@ -311,16 +311,9 @@ def hunt(under: str) -> None:
     """Hours in which everything goes wrong, nothing, or only things of one kind."""
     requests, faults = {ANYTHING: (40.0, 40.0), NOTHING: (20.0, 0.0)}.get(under, (12.0, 12.0))
     kinds = {under: 1.0} if under in KINDS else {}
+    rates: dict[str, Any] = {"requests_per_hour": requests, "faults_per_hour": faults}
     for seed in range(RUNS):
-        World(
-            Setting(
-                seed=seed,
-                hours=1.0,
-                requests_per_hour=requests,
-                faults_per_hour=faults,
-                kinds=kinds,
-            )
-        ).run()
+        World(Setting(seed=seed, hours=1.0, kinds=kinds, **rates)).run()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

@@ -8,10 +8,10 @@ from llama_worker import RequestFailed, WorkerStartError
 from llama_worker.server.pace import PACE_MIN_S
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import StartFailReason, WorkerState
-from tests.simulation.bench import FAST, quiet_bench
+from tests.simulation.bench import quiet_bench, ready_bench
 from tests.simulation.server import Reply
 
-A_PROMPT = Reply(key="r", prompt_tokens=4000, reasoning_tokens=0, text_tokens=20, step_tokens=1)
+A_PROMPT = Reply(prompt_tokens=4000, text_tokens=20, step_tokens=1)
 FOUND_S = 4 * PACE_MIN_S  # a fraction of `silent_work_timeout_s`
 
 
@@ -33,10 +33,7 @@ def test_a_call_beside_a_launch_without_threads(call: str) -> None:
 
 
 def test_what_was_learnt_outlives_a_launch() -> None:
-    bench = quiet_bench(FAST)
-    scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: A_PROMPT
-    with bench.ready():
+    with ready_bench(reply=A_PROMPT) as (bench, scheduler, worker):
         assert bench.answer(worker.ask("a long prompt"))["state"] is RequestState.COMPLETED
         bench.answer(worker.restart())
         worker.submit("job", "", "a long prompt")
@@ -48,9 +45,7 @@ def test_what_was_learnt_outlives_a_launch() -> None:
 
 @pytest.mark.parametrize("until_the_gap_s", [0.0, 0.001, 0.01, 0.1])
 def test_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: float) -> None:
-    bench = quiet_bench()
-    scheduler, worker = bench.scheduler, bench.worker
-    with bench.ready():
+    with ready_bench() as (bench, scheduler, worker):
         scheduler.break_actor(bench.actor_of("watchdog"))
         worker.submit("job", "", "a prompt")  # the actor dies of it, and its launch with it
         scheduler.run_for(until_the_gap_s)
@@ -63,17 +58,14 @@ def test_gap_behind_the_last_kill_makes_nothing_unkillable(until_the_gap_s: floa
 
 def test_server_found_dead_by_request_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its guard was killed, and the rest of its tree does not end: the worker is told late."""
-    bench = quiet_bench()
-    worker = bench.worker
-    bench.machine.reply_to = lambda request_id, turn: A_PROMPT
-    with bench.ready():
+    with ready_bench(reply=A_PROMPT) as (bench, scheduler, worker):
         launch = bench.machine.launched[-1]
         monkeypatch.setattr(launch, "_later", lambda *_: None)
         monkeypatch.setattr(launch, "_look_at_guard", lambda: None)
         first = worker.ask("a question")
-        bench.scheduler.run_for(0.1)
+        scheduler.run_for(0.1)
         second = worker.ask("another")
-        bench.scheduler.run_for(0.1)
+        scheduler.run_for(0.1)
         bench.server.die(-9)
         for answer in (first, second):
             with pytest.raises(RequestFailed, match="server_died"):
@@ -90,11 +82,8 @@ def test_server_dying_after_each_answer_avoids_lockout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its death is told before the end of the answer was read."""
-    bench = quiet_bench()
-    scheduler, worker = bench.scheduler, bench.worker
-    bench.machine.reply_to = lambda request_id, turn: A_PROMPT
-    monkeypatch.setattr(bench.machine, "read_delay_s", lambda: 0.25)
-    with bench.ready():
+    with ready_bench(reply=A_PROMPT) as (bench, scheduler, worker):
+        monkeypatch.setattr(bench.machine, "read_delay_s", lambda: 0.25)
         for _ in range(2 * bench.config.restart.max_restarts_per_window):
             answer = worker.ask("a question")
             scheduler.run_until(lambda: bool(bench.server.busy), scheduler.now + 60.0)

@@ -74,15 +74,8 @@ def test_a_run_that_once_broke_an_invariant(
     seed: int, hours: float, rates: tuple[float, float]
 ) -> None:
     requests, faults = rates
-    World(
-        Setting(
-            seed=seed,
-            hours=hours,
-            requests_per_hour=requests,
-            faults_per_hour=faults,
-            is_early=True,
-        )
-    ).run()
+    run = partial(Setting, seed=seed, hours=hours, is_early=True)
+    World(run(requests_per_hour=requests, faults_per_hour=faults)).run()
 
 
 def test_a_run_leaves_nothing_behind() -> None:

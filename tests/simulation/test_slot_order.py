@@ -10,16 +10,14 @@ import pytest
 
 from llama_worker.errors import RequestFailed
 from llama_worker.types.request import RequestState
-from tests.simulation.bench import FAST, quiet_bench
+from tests.simulation.bench import FAST, ready_bench
 from tests.simulation.server import Build, Headers, Reply
 from tests.simulation.strangers import FOREIGN, Unheard
 
 B11434 = Build(
     slots=2, prefill_tokens_per_s=20.0, decode_tokens_per_s=2.0, batch_tokens=512, load_s=1.0
 )
-A_LONG_PROMPT = partial(
-    Reply, prompt_tokens=7000, reasoning_tokens=0, text_tokens=40, step_tokens=1
-)
+A_LONG_PROMPT = partial(Reply, prompt_tokens=7000, text_tokens=40, step_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +33,9 @@ A_LONG_PROMPT = partial(
     ],
 )
 def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
-    bench = quiet_bench(build)
-    bench.machine.reply_to = lambda request_id, turn: A_LONG_PROMPT(key=f"r{request_id}")
-    with bench.ready():
-        answers = [bench.worker.ask("the first"), bench.worker.ask("the second")]
+    with ready_bench(build) as (bench, _, worker):
+        bench.machine.reply_to = lambda request_id, turn: A_LONG_PROMPT(key=f"r{request_id}")
+        answers = [worker.ask("the first"), worker.ask("the second")]
         results = [bench.answer(each, 2 * 3600.0) for each in answers]
         assert [each["state"] for each in results] == [RequestState.COMPLETED] * 2
         assert max(each["timings"]["ttft_s"] or 0.0 for each in results) > 690.0
@@ -46,25 +43,23 @@ def test_two_long_prompts_side_by_side_both_complete(build: Build) -> None:
 
 def test_prompt_behind_strangers_is_spared_without_slots() -> None:
     """After each of that one's batches it gets its old report again."""
-    bench = quiet_bench(replace(B11434, shows_slots=False))
-    bench.machine.reply_to = lambda request_id, turn: A_LONG_PROMPT(key="r", prompt_tokens=9000)
-    with bench.ready():
-        own = bench.worker.ask("its slot is the higher one")
-        bench.scheduler.run_for(30.0)
+    build, reply = replace(B11434, shows_slots=False), A_LONG_PROMPT(prompt_tokens=9000)
+    with ready_bench(build, reply) as (bench, scheduler, worker):
+        own = worker.ask("its slot is the higher one")
+        scheduler.run_for(30.0)
         stranger: Any = Unheard()
         bench.server.accept(stranger, (FOREIGN, 1), {})
         assert bench.answer(own, 2 * 3600.0)["state"] is RequestState.COMPLETED
-        assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
+        assert bench.answer(worker.get_worker_status())["restart_count"] == 0
 
 
 def test_request_whose_slot_never_has_turn_ends_alone() -> None:
     """Reported of llama-server: its slot is taken, and only the others go on. It has no headers."""
-    bench = quiet_bench(replace(FAST, slots=3))  # with one that is idle, it cannot be queued
-    endless = Reply(key="r", prompt_tokens=9, reasoning_tokens=0, text_tokens=10**9, step_tokens=1)
-    bench.machine.reply_to = lambda request_id, turn: endless
-    with bench.ready():
-        bench.worker.submit("job", "", "the first")
-        bench.scheduler.run_for(5.0)
+    endless = Reply(prompt_tokens=9, text_tokens=10**9, step_tokens=1)
+    idle_too = replace(FAST, slots=3)  # with one that is idle, it cannot be queued
+    with ready_bench(idle_too, endless) as (bench, scheduler, worker):
+        worker.submit("job", "", "the first")
+        scheduler.run_for(5.0)
 
         def forget(slot: int, what: str) -> None:
             for exchange in bench.server.busy:
@@ -72,48 +67,46 @@ def test_request_whose_slot_never_has_turn_ends_alone() -> None:
 
         bench.server.on_slot = forget
         with pytest.raises(RequestFailed, match="its slot makes no progress"):
-            bench.answer(bench.worker.ask("the second"), 90.0)
-        bench.scheduler.run_for(1.0)
+            bench.answer(worker.ask("the second"), 90.0)
+        scheduler.run_for(1.0)
         (first,) = bench.server.exchanges
         assert first.request_id == 1
-        assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
+        assert bench.answer(worker.get_worker_status())["restart_count"] == 0
 
 
 def test_request_queued_behind_exclusive_task_is_spared() -> None:
     """Such as `/infill`: its slot is taken, and stands still while a chat generates."""
-    bench = quiet_bench(replace(FAST, decode_tokens_per_s=10.0))
-    chat = Reply(key="r", prompt_tokens=9, reasoning_tokens=0, text_tokens=4000, step_tokens=1)
+    chat = Reply(prompt_tokens=9, text_tokens=4000, step_tokens=1)
     infill = replace(chat, text_tokens=50, is_infill=True)
     short = replace(chat, text_tokens=50)
     replies = {FOREIGN: infill, 1: chat}
-    bench.machine.reply_to = lambda request_id, turn: replies.get(request_id, short)
-    with bench.ready():
-        first = bench.worker.ask("the first")
-        bench.scheduler.run_for(5.0)
+    with ready_bench(replace(FAST, decode_tokens_per_s=10.0)) as (bench, scheduler, worker):
+        bench.machine.reply_to = lambda request_id, turn: replies.get(request_id, short)
+        first = worker.ask("the first")
+        scheduler.run_for(5.0)
         stranger: Any = Unheard()
         bench.server.accept(stranger, (FOREIGN, 1), {})
-        second = bench.worker.ask("the second")
-        bench.scheduler.run_for(300.0)
+        second = worker.ask("the second")
+        scheduler.run_for(300.0)
         assert len(bench.server.queue) == 1
         for answer in (first, second):
             assert bench.answer(answer, 600.0)["state"] is RequestState.COMPLETED
-        assert bench.answer(bench.worker.get_worker_status())["restart_count"] == 0
+        assert bench.answer(worker.get_worker_status())["restart_count"] == 0
 
 
 def test_half_read_prompt_repeats_report_beside_exclusive_task() -> None:
     """Its slot is part of no batch, and sends a report after each (b11434)."""
-    bench = quiet_bench(FAST)
-    chat = Reply(key="r", prompt_tokens=2000, reasoning_tokens=0, text_tokens=9, step_tokens=1)
+    chat = Reply(prompt_tokens=2000, text_tokens=9, step_tokens=1)
     infill = replace(chat, prompt_tokens=9, text_tokens=20_000, is_infill=True)
-    bench.machine.reply_to = lambda request_id, turn: infill if request_id == FOREIGN else chat
-    with bench.ready():
-        answer = bench.worker.ask("in the higher slot")
-        bench.scheduler.run_for(1.5)
+    with ready_bench() as (bench, scheduler, worker):
+        bench.machine.reply_to = lambda request_id, turn: infill if request_id == FOREIGN else chat
+        answer = worker.ask("in the higher slot")
+        scheduler.run_for(1.5)
         stranger: Any = Unheard()
         bench.server.accept(stranger, (FOREIGN, 1), {})
-        bench.scheduler.run_for(390.0)
+        scheduler.run_for(390.0)
         waits = bench.server.slots[1]
         assert waits is not None
         assert 0 < waits.processed < 2000
-        assert bench.scheduler.now - waits.sent_at < 1.0
+        assert scheduler.now - waits.sent_at < 1.0
         assert bench.answer(answer, 600.0)["state"] is RequestState.COMPLETED

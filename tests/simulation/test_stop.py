@@ -10,25 +10,21 @@ from llama_worker import WorkerStartError
 from llama_worker.clock import ClockTimer
 from llama_worker.server.termination import Signal
 from llama_worker.types.worker import WorkerState
-from tests.simulation.bench import quiet_bench
+from tests.simulation.bench import ready_bench
 from tests.simulation.runtime import SimServerProcess
 from tests.simulation.server import Reply
 
 
 def test_sigterm_comes_once_every_stream_is_closed() -> None:
-    bench = quiet_bench()
-    scheduler, worker = bench.scheduler, bench.worker
     signals: list[tuple[Signal, float]] = []
 
     def signaled(process: SimServerProcess, signal: Signal) -> None:
         assert not bench.runtime.streams
         signals.append((signal, scheduler.now))
 
-    bench.machine.on_signal = signaled
-    bench.machine.reply_to = lambda request_id, turn: Reply(
-        key=f"r{request_id}", prompt_tokens=10, reasoning_tokens=0, text_tokens=900, step_tokens=1
-    )
-    with bench.ready():
+    long = Reply(prompt_tokens=10, text_tokens=900, step_tokens=1)
+    with ready_bench(reply=long) as (bench, scheduler, worker):
+        bench.machine.on_signal = signaled
         for _ in range(2):
             worker.submit("job", "", "a long answer")
         scheduler.run_for(5.0)
@@ -43,9 +39,7 @@ def test_sigterm_comes_once_every_stream_is_closed() -> None:
 
 @pytest.mark.parametrize("ignores_term", [True, False])
 def test_evidence_is_kept_of_what_sigterm_cannot_end(ignores_term: bool) -> None:
-    bench = quiet_bench()
-    worker = bench.worker
-    with bench.ready():
+    with ready_bench() as (bench, _, worker):
         pid, bench.server.ignores_term = bench.server.pid, ignores_term
         bench.answer(worker.stop())
         evidence = bench.answer(worker.get_debug_info())["evidence"]
@@ -57,9 +51,7 @@ def test_evidence_is_kept_of_what_sigterm_cannot_end(ignores_term: bool) -> None
 
 
 def test_what_is_stuck_has_no_next_restart() -> None:
-    bench = quiet_bench()
-    worker = bench.worker
-    with bench.ready():
+    with ready_bench() as (bench, _, worker):
         bench.server.unkillable = True
         with pytest.raises(WorkerStartError, match="unkillable"):
             bench.answer(worker.restart())
@@ -68,17 +60,15 @@ def test_what_is_stuck_has_no_next_restart() -> None:
 
 
 def test_no_alarm_outlives_server_whose_handle_was_lost() -> None:
-    bench = quiet_bench()
-    scheduler, runtime = bench.scheduler, bench.runtime
     alarms: list[ClockTimer] = []
 
     def call_at(at: float, call: Callable[[], object]) -> ClockTimer:
         alarms.append(scheduler.timer(at, call))
         return alarms[-1]
 
-    with bench.ready(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "call_at", call_at)
-        bench.worker._backend.abandon()
+    with ready_bench() as (bench, scheduler, worker), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.runtime, "call_at", call_at)
+        worker._backend.abandon()
         scheduler.run_for(0.5)
         assert all(server.ended for server in bench.machine.launched)
         assert alarms

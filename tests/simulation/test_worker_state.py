@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from llama_worker.request.table import RequestTable
 from llama_worker.server.lifecycle_states import BackingOff, Draining, State, Stopped
 from llama_worker.server.messages import Start
-from tests.simulation.bench import quiet_bench
+from tests.simulation.bench import ready_bench
 from tests.simulation.promises import Violation
 from tests.simulation.worker_state import violations
 from tests.simulation.world import Failure, Setting, World
@@ -94,9 +94,8 @@ START = Start(reply=None)  # type: ignore[arg-type]
     },
 )
 def test_each_inconsistency_is_named(change: Callable[[Any], object], what: str) -> None:
-    bench = quiet_bench()
-    with bench.ready():
-        bench.answer(bench.worker.submit("job", "", "a question"))
+    with ready_bench() as (bench, _, worker):
+        bench.answer(worker.submit("job", "", "a question"))
         change(bench.actor)
         found = [violation.what for violation in violations(bench.actor)]
     assert bool(found) == bool(what)
