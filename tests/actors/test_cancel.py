@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from llama_worker.request import prompt
-from llama_worker.stream import lazy_reading
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker
 
@@ -41,22 +35,3 @@ def test_the_connection_is_closed_in_every_phase(make_worker: MakeWorker) -> Non
         )
     assert rig.run()["state"] == "completed"
     assert rig.status()["restart_count"] == 0
-
-
-@pytest.mark.parametrize("end", ["cancel", "stop", "restart"])
-def test_unsent_text_is_kept(
-    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
-) -> None:
-    monkeypatch.setattr(lazy_reading, "WAKE_INTERVAL_S", WAIT_S)
-    monkeypatch.setattr(prompt, "MAX_HOLD_S", WAIT_S)
-    rig, gate = make_worker(), tmp_path / "gate"
-    rest = (fs.Gate(gate), fs.Text("upon "), fs.Text("a "), fs.Note("said"), fs.WaitClose())
-    request = rig.submit(fs.Headers(), fs.Text("Once "), *rest)
-    rig.wait_text(request, "Once ")
-    gate.touch()
-    rig.journal.wait("note", timeout=WAIT_S, name="said")
-    ended = rig.worker.cancel(request) if end == "cancel" else getattr(rig.worker, end)()
-    ended.get(timeout=WAIT_S)
-    result = rig.ended(request)
-    reasons = {"cancel": "canceled", "stop": "worker_stopped", "restart": "worker_restarted"}
-    assert (result["fail_reason"], result["text"]) == (reasons[end], "Once upon a ")

@@ -130,14 +130,6 @@ def test_the_kernels_own_kill_is_named(
     assert "the kernel killed it for lack of memory" in told["detail"]
 
 
-def test_the_real_counter_of_this_process_is_read() -> None:
-    watch = oom_watch.OomWatch(os.getpid(), now=0.0)
-    watch.look(now=5.0)
-    assert watch.kills() == 0
-    assert watch.kernel_line() is None
-    watch.close()
-
-
 def test_oom_kill_of_pids_earlier_process_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

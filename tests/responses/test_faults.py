@@ -115,12 +115,6 @@ def test_a_fault_of_the_proxy_is_500(
     assert "hush" not in caplog.text + reply.data.decode()
 
 
-def test_missing_usage_is_not_awaited_for_long(fake: Client) -> None:
-    events = fake.stream(*HALF, fs.Finish(), fs.WaitClose())
-    assert events[-1]["type"] == "response.completed"
-    fake.journal.wait("client_closed")
-
-
 def test_a_proxy_that_cannot_be_made_leaves_nothing(leftovers: Leftovers) -> None:
     lacks = pytest.raises(RuntimeError, match="new thread")
     with no_threads("ResponsesProxyActor"), lacks:

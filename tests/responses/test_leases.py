@@ -290,7 +290,8 @@ FLOOD = fs.Repeat(None, [fs.Role()] * 50)
     {
         "a flood": (RESPONSES, [*FINISHED, FLOOD], ("completed", "stop")),
         "a flood of a chat": (CHAT, [*FINISHED, FLOOD], ("completed", "stop")),
-        "silence": (CHAT, [*FINISHED, fs.WaitClose()], ("completed", "stop")),
+        "silence": (RESPONSES, [*FINISHED, fs.WaitClose()], ("completed", "stop")),
+        "silence of a chat": (CHAT, [*FINISHED, fs.WaitClose()], ("completed", "stop")),
         "an error": (CHAT, [*HALF, fs.ErrorData(), fs.WaitClose()], ("failed", "server_error")),
     },
 )

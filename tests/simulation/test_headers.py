@@ -23,21 +23,6 @@ A_LONG_BATCH = Build(  # of 100 s, on a GPU
     cpu_shows=False,
 )
 WITHOUT_SLOTS = replace(FAST, shows_slots=False)
-ERROR = b'data: {"error":{"code":400,"message":"it is too long","type":"invalid_request"}}\n\n'
-
-
-def is_refused(bench: Bench) -> None:
-    refused = replace(LONG, status=400)
-    bench.machine.reply_to = lambda request_id, turn: refused if request_id == 1 else LONG
-    bench.worker.submit("job", "", "the first")
-
-
-def breaks_down(bench: Bench) -> None:
-    bench.worker.submit("job", "", "the first")
-    bench.scheduler.run_for(6.0)
-    (exchange,) = bench.server.exchanges
-    bench.server.send(exchange, ERROR)
-    bench.server.hang_up(exchange, regular=True)
 
 
 def is_cancelled(bench: Bench) -> None:
@@ -67,8 +52,6 @@ def lacks_a_thread(bench: Bench) -> None:
 @cases(
     "first, limit",
     {
-        "refused": (is_refused, "headers_timeout_s"),
-        "an error of the server's": (breaks_down, "headers_timeout_s"),
         "cancelled while its tool runs": (is_cancelled_while_its_tool_runs, "headers_timeout_s"),
         "never sent": (lacks_a_thread, "headers_timeout_s"),
         "cancelled in a batch": (is_cancelled, "idle_stream_timeout_s"),
