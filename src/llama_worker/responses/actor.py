@@ -3,8 +3,8 @@ responses.
 
 Receives orders from its handle (StartListening, StopListening), ListenerEnded from the listener's
 thread, and from the threads that serve clients facts (ResponseBegun, ResponseEnded) and questions
-(Recall, Fetch, Forget). It sends only answers. Owns the listener, the store of responses, and the
-ids of the running responses that will be stored.
+(Recall, Fetch). It sends only answers. Owns the listener, the store of responses, and the ids of
+the running responses that will be stored.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
                 if stored is not None:
                     self._store.put(stored)
                 self._answer_questions()
-            case messages.Recall() | messages.Fetch() | messages.Forget():
+            case messages.Recall() | messages.Fetch():
                 self._questions.append(message)
                 self._answer_questions()
             case _:
@@ -120,10 +120,9 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
             match question:
                 case messages.Recall(wanted=wanted, reply=recalled):
                     recalled.answer(self._store.recall(wanted))
-                case messages.Fetch(response_id=response_id, reply=fetched):
-                    fetched.answer(self._store.get(response_id))
-                case messages.Forget(response_id=response_id, reply=forgotten):
-                    forgotten.answer(self._store.delete(response_id))
+                case messages.Fetch(response_id=response_id, forget=forget, reply=fetched):
+                    take = self._store.delete if forget else self._store.get
+                    fetched.answer(take(response_id))
 
     def _end_all(self) -> None:
         self._stopped = True

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -31,7 +31,7 @@ from llama_worker.responses.exchange import Exchange, Upstream, ask
 from llama_worker.responses.generation import EventSink, ResponseGenerator
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.request_reader import HttpRequest
-from llama_worker.responses.messages import Fetch, Forget, ProxyMessage, Recall
+from llama_worker.responses.messages import Fetch, ProxyMessage, Recall
 from llama_worker.responses.pass_through import pass_through
 from llama_worker.runtime.host.futures import WorkerFuture
 
@@ -99,7 +99,8 @@ class ResponsesApp:
         elif method == "POST" and _COMPACT.fullmatch(path):
             self._compact(exchange, request, client)
         elif stored is not None and method == "DELETE" and not stored["input"]:
-            client.reply(200, self._forget(stored["id"]))
+            forgotten = self._fetch(stored["id"], forget=True)
+            client.reply(200, {"id": forgotten.id, "object": "response", "deleted": True})
         elif stored is not None and method == "GET":
             fetched = self._fetch(stored["id"])
             is_list = stored["input"] is not None
@@ -196,23 +197,14 @@ class ResponsesApp:
         reply: WorkerFuture[RecalledResponses] = WorkerFuture()
         return ask(self._proxy, Recall(wanted=wanted, reply=reply), reply)
 
-    def _forget(self, response_id: str) -> Mapping[str, Any]:
-        reply: WorkerFuture[bool] = WorkerFuture()
-        if not ask(self._proxy, Forget(response_id=response_id, reply=reply), reply):
-            raise _unknown(response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
-
-    def _fetch(self, response_id: str) -> StoredResponse:
+    def _fetch(self, response_id: str, *, forget: bool = False) -> StoredResponse:
         reply: WorkerFuture[StoredResponse | None] = WorkerFuture()
-        stored = ask(self._proxy, Fetch(response_id=response_id, reply=reply), reply)
+        question = Fetch(response_id=response_id, forget=forget, reply=reply)
+        stored = ask(self._proxy, question, reply)
         if stored is None:
-            raise _unknown(response_id)
+            message = f"Response with id {response_id!r} not found."
+            raise ApiError(404, message, code="response_not_found")
         return stored
-
-
-def _unknown(response_id: str) -> ApiError:
-    message = f"Response with id {response_id!r} not found."
-    return ApiError(404, message, code="response_not_found")
 
 
 def _json_body(request: HttpRequest) -> dict[str, Any]:

@@ -55,26 +55,17 @@ class Recall(Struct, frozen=True, kw_only=True):
 
 
 class Fetch(Struct, frozen=True, kw_only=True):
-    """Look up one stored response; answered with None if it is unknown."""
+    """Look up one stored response, and `forget` it; answered with None if it is unknown."""
 
     response_id: str
+    forget: bool = False
     reply: Reply[StoredResponse | None]
 
     def response_ids(self) -> set[str]:
         return {self.response_id}
 
 
-class Forget(Struct, frozen=True, kw_only=True):
-    """Delete a stored response; answered with whether it was there."""
-
-    response_id: str
-    reply: Reply[bool]
-
-    def response_ids(self) -> set[str]:
-        return {self.response_id}
-
-
-Question = Recall | Fetch | Forget
+Question = Recall | Fetch
 ProxyMessage = (
     StartListening | StopListening | ListenerEnded | ResponseBegun | ResponseEnded | Question
 )

@@ -174,18 +174,18 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return self._stored[response_id]
 
-    def delete(self, response_id: str) -> bool:
-        """Delete a response. Returns whether it was there."""
+    def delete(self, response_id: str) -> StoredResponse | None:
+        """Delete and return the response; None if it is unknown."""
         stored = self._stored.pop(response_id, None)
         if stored is None:
-            return False
+            return None
         self._bytes -= stored.size_bytes
         for item_id in stored.item_ids:
             owners = self._owners[item_id]
             del owners[response_id]
             if not owners:
                 del self._owners[item_id]
-        return True
+        return stored
 
     def recall(self, wanted: References) -> RecalledResponses:
         """The conversation up to the wanted response, and the wanted items; counts as a use."""
