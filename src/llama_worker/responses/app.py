@@ -112,7 +112,7 @@ class ResponsesApp:
 
     def _create(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
-        chat_request = normalise(body, self._recall(references(body)))
+        chat_request = normalise(body, *self._recall(references(body)))
 
         def warnings() -> list[tuple[str, str]]:
             return _warning_headers(self._generator.warnings(chat_request))
@@ -126,7 +126,7 @@ class ResponsesApp:
 
     def _compact(self, exchange: Exchange, request: HttpRequest, client: Client) -> None:
         body = _json_body(request)
-        chat_request = compaction_request(body, self._recall(references(body)))
+        chat_request = compaction_request(body, *self._recall(references(body)))
         events = self._generator.generate(exchange, request, chat_request, None)
         warnings = list(chat_request.warnings)
         if events.response["status"] == "incomplete":
@@ -167,10 +167,10 @@ class ResponsesApp:
             wanted = references(body)
             if latest is not None and wanted.previous_response_id == latest.id:
                 kept = None
-                recalled = self._recall_latest(latest, wanted)
+                history, found = self._recall_latest(latest, wanted)
             else:
-                recalled = self._recall(wanted)
-            chat_request = normalise(body, recalled)
+                history, found = self._recall(wanted)
+            chat_request = normalise(body, history, found)
             with contextlib.closing(self._exchange(client)) as exchange:
                 events = self._generator.generate(exchange, request, chat_request, sink)
         except ApiError as refused:
@@ -178,7 +178,7 @@ class ResponsesApp:
             return kept
         if events.failure is not None:
             return kept
-        items = (*(recalled.history or ()), *chat_request.input_items)
+        items = (*(history or ()), *chat_request.input_items)
         whole = stored_response(events.stored, items, None)
         return whole if whole.size_bytes <= self._config.max_stored_bytes else kept
 

@@ -20,7 +20,6 @@ from llama_worker.responses.api.request import (
     parse_body,
     references,
 )
-from llama_worker.responses.api.store import RecalledItems
 from llama_worker.responses.api.tools import NO_TOOLS
 from llama_worker.responses.errors import ApiError
 
@@ -343,8 +342,8 @@ def test_references_are_found_and_resolved_once() -> None:
     body = {"input": [{"type": "item_reference", "id": "msg_1"}, {"id": "rs_1"}, USER]}
     assert references(body).item_ids == ("msg_1", "rs_1")
     said = {"id": "msg_1", "type": "message", **SAID}
-    recalled = RecalledItems(items={"msg_1": said, "rs_1": reasoning()})
-    assert normalise(body, recalled).body["messages"] == [SAID, USER]
+    found = {"msg_1": said, "rs_1": reasoning()}
+    assert normalise(body, found=found).body["messages"] == [SAID, USER]
     with pytest.raises(ApiError, match="twice"):
         references({"input": [{"type": "item_reference", "id": "msg_1"}] * 2})
 

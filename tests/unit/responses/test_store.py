@@ -24,7 +24,7 @@ def stored(number: int, previous: int | None = None, text: str = "a") -> StoredR
 
 
 def history(store: ResponseStore, number: int) -> list[Any] | None:
-    found = store.recall(References(previous_response_id=f"resp_{number}")).read().history
+    found = store.recall(References(previous_response_id=f"resp_{number}")).read()[0]
     return None if found is None else [item["content"] for item in found]
 
 
@@ -66,9 +66,9 @@ def test_using_the_end_keeps_the_beginning() -> None:
 def test_items_are_forgotten_with_their_response() -> None:
     store = store_of(stored(1), max_count=1)
     wanted = References(item_ids=("msg_1", "msg_9"))
-    assert list(store.recall(wanted).read().items) == ["msg_1"]
+    assert list(store.recall(wanted).read()[1]) == ["msg_1"]
     store.put(stored(2))
-    assert store.recall(wanted).read().items == {}
+    assert store.recall(wanted).read()[1] == {}
 
 
 def test_a_repeated_item_outlives_either_response() -> None:
@@ -78,9 +78,9 @@ def test_a_repeated_item_outlives_either_response() -> None:
     for gone, left in (("resp_1", "resp_2"), ("resp_2", "resp_1")):
         store = store_of(stored(1), again)
         assert store.delete(gone)
-        assert store.recall(wanted).read().items == {"msg_1": said}
+        assert store.recall(wanted).read()[1] == {"msg_1": said}
         assert store.delete(left)
-        assert store.recall(wanted).read().items == {}
+        assert store.recall(wanted).read()[1] == {}
 
 
 def test_a_response_too_large_evicts_no_other() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker.responses.api.conversation import seal
+from llama_worker.responses.api.conversation import Item, seal
 from llama_worker.responses.api.request import ChatRequest, input_items, normalise
-from llama_worker.responses.api.store import RecalledItems
 from llama_worker.responses.errors import ApiError
 
 _ORDER = (
@@ -19,18 +18,20 @@ _ORDER = (
 )
 
 
-def compaction_request(body: Mapping[str, Any], recalled: RecalledItems) -> ChatRequest:
+def compaction_request(
+    body: Mapping[str, Any], history: tuple[Item, ...] | None, found: Mapping[str, Item]
+) -> ChatRequest:
     """The chat completion that sums the conversation up. Raises ApiError for a bad request."""
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise ApiError(400, "Missing required parameter: 'model'.", param="model")
     items = input_items(body)
-    if not items and recalled.history == ():
+    if not items and history == ():
         raise ApiError(400, "Missing required parameter: 'input'.", param="input")
     order = {"type": "message", "role": "user", "content": _ORDER}
     asked = {**body, "input": [*items, order], "store": False, "stream": False}
     asked |= {"tool_choice": "none", "text": None}
     asked |= dict.fromkeys(("generate", "prompt_cache_options"))  # a summary is always generated
-    return normalise(asked, recalled)
+    return normalise(asked, history, found)
 
 
 def compacted(response: Mapping[str, Any], item_id: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from llama_worker.responses.api.chat_template import Message
 from llama_worker.responses.api.conversation import ChatMessages, Item, item_type
 from llama_worker.responses.api.echo import echo_of
-from llama_worker.responses.api.store import NOTHING_RECALLED, RecalledItems, References
+from llama_worker.responses.api.store import References
 from llama_worker.responses.api.tools import (
     Choice,
     Tool,
@@ -73,11 +73,15 @@ def references(body: Mapping[str, Any]) -> References:
     return References(previous_response_id=previous or None, item_ids=tuple(ids))
 
 
-def normalise(body: Mapping[str, Any], recalled: RecalledItems = NOTHING_RECALLED) -> ChatRequest:
-    """The chat completion that the request asks for. Raises ApiError; mutates nothing."""
+def normalise(
+    body: Mapping[str, Any],
+    history: tuple[Item, ...] | None = (),
+    found: Mapping[str, Item] = {},
+) -> ChatRequest:
+    """The chat completion that the request asks for. `history`, `found`: as RecalledItems. Raises
+    ApiError; mutates nothing."""
     wanted = references(body)
-    own_items = tuple(_resolved(item, recalled) for item in input_items(body))
-    history = recalled.history
+    own_items = tuple(_resolved(item, found) for item in input_items(body))
     if history is None:
         raise _not_found(f"Previous response with id {wanted.previous_response_id!r} not found.")
     if body.get("input") is None and not history:
@@ -213,13 +217,13 @@ def _brings_tools(item: Item) -> bool:
     return item_type(item) in ("additional_tools", "tool_search_output")
 
 
-def _resolved(item: Item, recalled: RecalledItems) -> Item:
+def _resolved(item: Item, found: Mapping[str, Item]) -> Item:
     if item_type(item) != "item_reference":
         return item
-    found = recalled.items.get(str(item.get("id")))
-    if found is None:
+    item_id = str(item.get("id"))
+    if item_id not in found:
         raise _not_found(f"Item with id {item.get('id')!r} not found.", param="input")
-    return found
+    return found[item_id]
 
 
 def _not_found(message: str, param: str = "previous_response_id") -> ApiError:

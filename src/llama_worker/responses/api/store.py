@@ -54,15 +54,9 @@ class References(Struct, frozen=True, kw_only=True):
         return {owner for owner in owners if owner is not None}
 
 
-class RecalledItems(Struct, frozen=True, kw_only=True):
-    """What the store has of a request's references. `history` is None if the response is unknown;
-    unknown items are left out."""
-
-    history: tuple[Item, ...] | None = ()
-    items: Mapping[str, Item] = {}
-
-
-NOTHING_RECALLED = RecalledItems()
+# What the store has of a request's references: the history, None if the response is unknown, and
+# by id the items, of which unknown ones are left out.
+RecalledItems = tuple[tuple[Item, ...] | None, Mapping[str, Item]]
 
 
 class StoredResponse(Struct, frozen=True, kw_only=True):
@@ -124,12 +118,9 @@ class RecalledResponses(Struct, frozen=True, kw_only=True):
         holders = {holder.id: holder for holder in self.holders.values()}  # parsed once each
         by_id = {response_id: holder.items_by_id() for response_id, holder in holders.items()}
         items = {item_id: by_id[holder.id][item_id] for item_id, holder in self.holders.items()}
-        history = (
-            None
-            if self.chain is None
-            else tuple(item for stored in self.chain for item in stored.items())
-        )
-        return RecalledItems(history=history, items=items)
+        if self.chain is None:
+            return None, items
+        return tuple(item for stored in self.chain for item in stored.items()), items
 
 
 class ResponseStore:
