@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pykka
@@ -56,11 +57,17 @@ class Backend:
         if self._stopping is not None or self._futures.closed_by is not None:
             raise WorkerClosed(self.config.name) from self._futures.closed_by
 
-    def ask(self, message: HostMessage, future: F) -> F:
-        """Send the message that carries the future, which is resolved even if the actor dies."""
+    def ask(self, future: F, message: Callable[[F], HostMessage]) -> F:
+        """Send the message that carries the future, which is resolved even if the actor dies. Bad
+        arguments fail the future, and nothing is sent."""
         self.check_open()
+        try:
+            sent = message(future)
+        except (TypeError, ValueError) as error:
+            future.fail(error)
+            return future
         self._futures.add(future)
-        self.tell(message)
+        self.tell(sent)
         return future
 
     def tell(self, message: HostMessage) -> None:

@@ -55,7 +55,6 @@ from llama_worker.types.request import (
 from llama_worker.types.worker import WorkerDebugInfo, WorkerStatus
 
 T = TypeVar("T")
-F = TypeVar("F", bound=WorkerFuture[Any])
 
 
 def no_such_request(request_id: int) -> str:
@@ -302,7 +301,7 @@ class LlamaWorker(Startable):
             if value["ok"]:
                 backend.tell(ReleaseResult(request_id=request_id))
 
-        return self._ask_with(
+        return backend.ask(
             ResultFuture(release),
             lambda reply: AwaitResult(request_id=valid_id(request_id), reply=reply),
         )
@@ -386,15 +385,4 @@ class LlamaWorker(Startable):
         return self._ask(lambda reply: GetDebugInfo(reply=reply))
 
     def _ask(self, message: Callable[[WorkerFuture[T]], HostMessage]) -> WorkerFuture[T]:
-        return self._ask_with(WorkerFuture[T](), message)
-
-    def _ask_with(self, future: F, message: Callable[[F], HostMessage]) -> F:
-        """Send the message that carries the future; bad arguments fail the future, and nothing is
-        sent."""
-        self._backend.check_open()
-        try:
-            sent = message(future)
-        except (TypeError, ValueError) as error:
-            future.fail(error)
-            return future
-        return self._backend.ask(sent, future)
+        return self._backend.ask(WorkerFuture[T](), message)
