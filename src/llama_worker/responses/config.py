@@ -27,17 +27,7 @@ _LOCAL_NAMES = ("localhost", "0.0.0.0", "::")  # all of them lead to this machin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesProxyConfig:
-    """The configuration of a Responses proxy.
-
-    `upstream`: the URL of a llama-server, http or https, with or without a base path; None: that of
-    the proxy's worker. `port`: 0 for any free one. `api_key`: sent to the upstream; None: the
-    worker's key, or if it has none the client's own key passes through. A key is printable ASCII,
-    taken as it is: white space around it is an error. `ca_file`: certificates to trust for an https
-    upstream; None: the public authorities. `max_concurrent`: how many requests for a response may
-    run at once; more are refused with 503. None: no limit. `allow_origins`: web pages that may use
-    the proxy, e.g. `http://localhost:3000`; clients may use their host names for the proxy, too.
-    `timeouts`: when a silent `upstream` is given up; a worker has its own limits.
-    """
+    """The configuration of a Responses proxy; docs/responses.md says what each field does."""
 
     upstream: Annotated[str, _check_upstream] | None = None
     host: Annotated[str, partial(checked_str, empty=False, nul=False)] = "127.0.0.1"
@@ -47,10 +37,9 @@ class ResponsesProxyConfig:
     allow_origins: Annotated[Sequence[str], _checked_origins] = ()
     ca_file: Annotated[str, partial(checked_str, empty=False, nul=False)] | None = None
     connect_timeout_s: Seconds = 10.0
-    client_timeout_s: Seconds = 120.0  # a client that reads nothing of its reply so long is cut off
-    # after so long without an event, the client is sent `response.in_progress` again
+    client_timeout_s: Seconds = 120.0
     heartbeat_s: Seconds = 10.0
-    max_body_bytes: Count = 64 * _MIB  # of a request; it is held in memory
+    max_body_bytes: Count = 64 * _MIB
     max_responses: CountOrZero = 1000
     max_stored_bytes: CountOrZero = 64 * _MIB
     timeouts: TimeoutProfile = field(default_factory=TimeoutProfile)
