@@ -57,14 +57,14 @@ class WorkerCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Every family, without samples; asks no worker."""
-        return _Families()
+        return _families().values()
 
     def collect(self) -> Iterable[Metric]:
         """Every family, with the samples of all open workers. Blocks for milliseconds."""
-        families = _Families()
+        families = _families()
         for status, debug in self._answers():
-            families.add(status, debug)
-        return families
+            _add(families, status, debug)
+        return families.values()
 
     def _answers(self) -> Iterator[tuple[WorkerStatus, WorkerDebugInfo]]:
         with self._lock:
@@ -111,47 +111,43 @@ _KINDS = (
 )
 
 
-class _Families:
-    """The metric families of one scrape."""
+def _families() -> dict[str, Any]:
+    """The metric families of one scrape, by name."""
+    return {
+        name: kind(f"llama_worker_{name}", text, labels=["worker", *labels])
+        for kind, families in _KINDS
+        for name, (text, *labels) in families.items()
+    }
 
-    def __init__(self) -> None:
-        self._families: dict[str, Any] = {
-            name: kind(f"llama_worker_{name}", text, labels=["worker", *labels])
-            for kind, families in _KINDS
-            for name, (text, *labels) in families.items()
-        }
 
-    def __iter__(self) -> Iterator[Metric]:
-        return iter(self._families.values())
+def _add(families: dict[str, Any], status: WorkerStatus, debug: WorkerDebugInfo) -> None:
+    """Add one worker's samples."""
+    worker, totals = status["name"], debug["totals"]
+    prompt, cached = totals["prompt_tokens"], totals["cached_tokens"]
 
-    def add(self, status: WorkerStatus, debug: WorkerDebugInfo) -> None:
-        """Add one worker's samples."""
-        worker, totals = status["name"], debug["totals"]
-        prompt, cached = totals["prompt_tokens"], totals["cached_tokens"]
+    def sample(family: str, *value: object, labels: Iterable[str] = ()) -> None:
+        families[family].add_metric([worker, *labels], *value)
 
-        def sample(family: str, *value: object, labels: Iterable[str] = ()) -> None:
-            self._families[family].add_metric([worker, *labels], *value)
-
-        for state in WorkerState:
-            sample("state", float(status["state"] is state), labels=[state])
-        sample("slots", status["slots_total"])
-        sample("slots_used", status["slots_used"])
-        for outcome, reasons in totals["requests"].items():
-            for reason, count in reasons.items():
-                sample("requests", count, labels=[outcome, reason])
-        for tool, count in totals["signals"].items():
-            sample("exit_signals", count, labels=[tool])
-        sample("prompt_tokens", prompt)
-        sample("prompt_cached_tokens", cached)
-        sample("prompt_cache_ratio", cached / prompt if prompt else 0.0)
-        sample("since_progress_seconds", debug["seconds_since_progress"] or 0.0)
-        sample("generated_tokens", totals["generated_tokens"])
-        ttft = totals["ttft"]
-        sample("time_to_first_token_seconds", _buckets(ttft), ttft["sum_s"])
-        for outcome, each in totals["duration"].items():
-            sample("request_duration_seconds", _buckets(each), each["sum_s"], labels=[outcome])
-        for reason, count in totals["restarts"].items():
-            sample("restarts", count, labels=[reason])
+    for state in WorkerState:
+        sample("state", float(status["state"] is state), labels=[state])
+    sample("slots", status["slots_total"])
+    sample("slots_used", status["slots_used"])
+    for outcome, reasons in totals["requests"].items():
+        for reason, count in reasons.items():
+            sample("requests", count, labels=[outcome, reason])
+    for tool, count in totals["signals"].items():
+        sample("exit_signals", count, labels=[tool])
+    sample("prompt_tokens", prompt)
+    sample("prompt_cached_tokens", cached)
+    sample("prompt_cache_ratio", cached / prompt if prompt else 0.0)
+    sample("since_progress_seconds", debug["seconds_since_progress"] or 0.0)
+    sample("generated_tokens", totals["generated_tokens"])
+    ttft = totals["ttft"]
+    sample("time_to_first_token_seconds", _buckets(ttft), ttft["sum_s"])
+    for outcome, each in totals["duration"].items():
+        sample("request_duration_seconds", _buckets(each), each["sum_s"], labels=[outcome])
+    for reason, count in totals["restarts"].items():
+        sample("restarts", count, labels=[reason])
 
 
 def _buckets(durations: Durations) -> list[tuple[str, float]]:
