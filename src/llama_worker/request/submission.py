@@ -73,7 +73,7 @@ def validate_submit(
             _checked_content(f"{name}['content']", plain["content"])
         checked.append(plain)  # type: ignore[arg-type]
     prompt = _checked_content("user_prompt", user_prompt)
-    parts = [*_parts(prompt, *(message.get("content") for message in checked))]
+    parts = [*content_parts([{"content": prompt}, *checked])]
     return Submission(
         job_name=plain_str(job_name),
         system_prompt=plain_str(system_prompt),
@@ -85,10 +85,13 @@ def validate_submit(
     )
 
 
-def _parts(*contents: str | Sequence[ContentPart] | None) -> Iterator[ContentPart]:
-    for content in contents:
-        if content is not None and not isinstance(content, str):
-            yield from content
+def content_parts(messages: object) -> Iterator[ContentPart]:
+    """The content parts of the messages, which need not be valid."""
+    for message in messages if isinstance(messages, Sequence) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping):
+                yield part
 
 
 def is_link(part: ContentPart) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from llama_worker.config.settings import Endpoint
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.prompt import needs_specific_slots
-from llama_worker.request.submission import is_link
+from llama_worker.request.submission import content_parts, is_link
 from llama_worker.request.table import Admitted
 from llama_worker.responses.api.store import StoredResponse
 from llama_worker.responses.errors import ApiError, refused_by_server
@@ -26,7 +26,6 @@ from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.failure import StreamFailure
-from llama_worker.types.chat import ContentPart
 from llama_worker.types.request import RequestFailReason, SubmitErrorCode, SubmitResult
 
 M = TypeVar("M")
@@ -96,7 +95,7 @@ class Exchange:
         Raises ApiError (503) if there is none. `chat`: the body to send, which may be invalid;
         `answers`: how many of the completion's answers are read."""
         upstream, watch, messages = self.upstream, self.upstream.watch, chat.get("messages")
-        parts = [*_parts(messages)]
+        parts = [*content_parts(messages)]
 
         def order(reply: WorkerFuture[SubmitResult]) -> Lease:
             return Lease(job_name=job_name, exchange=self.leased, reply=reply)
@@ -193,12 +192,3 @@ def _job_key(messages: object) -> str:
     if not isinstance(messages, Sequence):
         return ""
     return f"message {len(messages)}, {hash(repr(messages[-1:])):x}"
-
-
-def _parts(messages: object) -> Iterator[ContentPart]:
-    """The parts of what the messages say, where it is not just text."""
-    for message in messages if isinstance(messages, Sequence) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, Mapping):
-                yield part
