@@ -136,14 +136,6 @@ class ResponseStore:
         self._owners: dict[str, dict[str, None]] = {}
         self._bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory that it takes, about."""
-        return self._bytes
-
     def put(self, stored: StoredResponse) -> None:
         """Store a response, unless it alone is larger than the store may be."""
         self.delete(stored.id)
