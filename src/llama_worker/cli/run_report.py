@@ -50,6 +50,7 @@ _BY_FAILURE = {
         "the model wrote a malformed tool call: try again, or leave out --exit-tools"
     ),
 }
+_SEE_LOG = "its last log lines say why; run it by hand to see all of them"
 _BY_START_FAILURE = {
     StartFailReason.PORT_IN_USE: (
         "leave out --port to get a free one, or end the program that listens there (ss -ltnp)"
@@ -64,11 +65,6 @@ _BY_START_FAILURE = {
     StartFailReason.STARTUP_TIMEOUT: (
         f"it hangs, or the disk is too slow for the limit; {_SLOW_HARDWARE}"
     ),
-    StartFailReason.CANARY_FAILED: (
-        "try the model by hand: its answer did not pass the canary's check"
-    ),
-    StartFailReason.STOPPED: "start again",
-    StartFailReason.EXITED: "its last log lines say why; run it by hand to see all of them",
 }
 _CONTEXT = re.compile("exceed.*context|context size|n_ctx", re.IGNORECASE)
 _BY_SIGILL = re.compile(rf"\b{described(-signal.SIGILL)}\b")
@@ -206,7 +202,7 @@ def start_problem(error: WorkerStartError) -> Problem:
     return Problem(
         str(error.reason),
         printable(f"the server did not start: {error.summary}"),
-        error.advice or _BY_START_FAILURE[error.reason],
+        error.advice or _BY_START_FAILURE.get(error.reason, _SEE_LOG),
         _log_lines(error.log_tail),
     )
 
