@@ -28,9 +28,6 @@ class Host(Protocol):
         """Seconds to add to an instant of `now()` to get Unix seconds. It never falls, and grows
         only by the time in which this program did not run."""
 
-    def unix_now(self) -> float:
-        """Unix seconds; may jump in both directions."""
-
     def call_at(self, at: float, call: Callable[[], object]) -> ClockTimer:
         """Make the call once `now()` has reached `at`, on a thread of the runtime. The call must
         not block."""

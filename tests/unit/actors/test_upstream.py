@@ -102,9 +102,6 @@ class World:
     def unix_offset(self) -> float:
         return 0.0
 
-    def unix_now(self) -> float:
-        return self.at
-
     def call_at(self, at: float, call: Callable[[], object]) -> Alarm:
         self.alarms.append(Alarm(at, call))
         return self.alarms[-1]
