@@ -185,9 +185,6 @@ def _config(worker: _Worker) -> WorkerConfig:
 def _server_cmd(worker: _Worker, values: Table, parts: Table) -> tuple[str, ...]:
     if "model" not in parts:
         raise worker.bad("either model (a GGUF file) or server_cmd is needed")
-    for key in ("model", "executable"):
-        if key in parts and not (isinstance(parts[key], str) and parts[key]):
-            raise worker.bad(f"must be a non-empty str, not {parts[key]!r}", key)
     shared = {"host": values["host"], "port": values["port"], "slots": values.get("slots", 1)}
     return worker.build(llama_server_cmd, **shared, **parts)
 

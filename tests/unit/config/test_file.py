@@ -225,7 +225,7 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
         ('restart = "always"', "restart.preset", "must be one of 'never', not 'always'"),
         ("loop_detector.min_line_chars = 99", "loop_detector.min_line_chars", "long_line_chars 6"),
         ('loop_detector.preset = "x"', "loop_detector.preset", "unknown key"),
-        ('executable = ""', "executable", "must be a non-empty str, not ''"),
+        ('executable = ""', "executable", "executable must not be empty"),
         ('extra_args = "-v"', "extra_args", "extra_args must be a sequence of words"),
         ('extra_args = ["--port", "1"]', "port", "server_cmd says --port 1, but port is 8081"),
         (
