@@ -63,7 +63,7 @@ class Stream:
         http.reply = ReplyFramer("POST")
         http.reply.begin(200, [])
         self.client = Client(ours, http, WAIT_S)
-        self.client.set_stall_callback(self.leased.stopped_waiting)
+        self.client.on_stall = self.leased.stopped_waiting
         endpoint = Endpoint(base_url=make_server(serve).url, connect_timeout_s=WAIT_S)
         self.chat = ChatExchange(
             abort, endpoint, self.leased, before_reading=lambda: None, silence_s=WAIT_S
@@ -204,7 +204,7 @@ def test_a_slow_client_excuses_the_server(stream: Stream) -> None:
         stopped_waiting()
         reader.start()
 
-    stream.client.set_stall_callback(slow)
+    stream.client.on_stall = slow
     stream.leased.started_waiting()
     assert stream.is_waited_for()
     stream.client.write(b"x" * (8 << 20))

@@ -119,7 +119,7 @@ class Exchange:
                 job_key=_job_key(messages),
             ),
         )
-        self._client.set_stall_callback(self.leased.stopped_waiting)
+        self._client.on_stall = self.leased.stopped_waiting
         self._wants_lease = True
         if not upstream.restarts:
             admitted = Admitted(next(_lease_ids), 0, job_name, threads.now(), is_leased=True)

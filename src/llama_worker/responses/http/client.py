@@ -17,17 +17,14 @@ from llama_worker.responses.http.request_reader import Phase, RequestReader
 
 Headers = Iterable[tuple[str, str]]
 
-SILENT_S = 120.0  # without a byte of a request, on a new or a kept-alive connection
-HEAD_S = 20.0  # from a head's first byte to its last
-BODY_S = 30.0  # without a byte of a body
 LINGER_S = 2.0  # after the last reply: for the client to read it and to close, or to send more
 MAX_LINGER_S = 30.0  # for one that goes on sending: many read nothing before they have sent all
 # in the order in which clients are evicted to make room for others
 _ALLOWED_S = {
     Phase.LINGER: LINGER_S,
-    Phase.SILENT: SILENT_S,
-    Phase.HEAD: HEAD_S,
-    Phase.BODY: BODY_S,
+    Phase.SILENT: 120.0,  # without a byte of a request, on a new or a kept-alive connection
+    Phase.HEAD: 20.0,  # from a head's first byte to its last
+    Phase.BODY: 30.0,  # without a byte of a body
 }
 
 
@@ -46,7 +43,8 @@ class Client:
         self._write_timeout_s = write_timeout_s
         self._is_disconnected = False
         self._on_disconnect: Callable[[], object] | None = None
-        self._on_stall: Callable[[], object] | None = None
+        # called on the request's own thread before each wait for the client to read
+        self.on_stall: Callable[[], object] | None = None
 
     # ------------------------------------------------------------ the request's own thread
 
@@ -86,13 +84,9 @@ class Client:
         if self._is_disconnected:
             call()
 
-    def set_stall_callback(self, call: Callable[[], object]) -> None:
-        """`call` is called on the request's own thread before each wait for the client to read."""
-        self._on_stall = call
-
     def clear_callbacks(self) -> None:
-        """Drop the callbacks of `set_disconnect_callback` and `set_stall_callback`."""
-        self._on_disconnect = self._on_stall = None
+        """Drop `on_stall` and the callback of `set_disconnect_callback`."""
+        self._on_disconnect = self.on_stall = None
 
     def _send(self, data: bytes) -> None:
         try:
@@ -101,8 +95,8 @@ class Client:
         except BlockingIOError:
             sent = 0
         if sent < len(data):
-            if self._on_stall is not None:
-                self._on_stall()
+            if self.on_stall is not None:
+                self.on_stall()
             try:
                 self.socket.settimeout(self._write_timeout_s)
                 left = memoryview(data)[sent:]
