@@ -13,17 +13,8 @@ from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.gguf import Model
 from llama_worker.cli.text import one_line, printable, seconds, size, wrapped
+from llama_worker.config import command_flags
 from llama_worker.config.command import program_at
-from llama_worker.config.command_flags import (
-    KnownFlags,
-    batch_warning,
-    cache_ram_mib,
-    commanded_n_ctx,
-    contexts_count,
-    memory_warning,
-    program_of,
-    unknown_flags,
-)
 from llama_worker.server.traits import known_flaws
 from llama_worker.start_advice import ILLEGAL, NOT_EXECUTED, described
 
@@ -150,8 +141,8 @@ def _context_tokens(model: Model, config: WorkerConfig | None) -> int:
     if config is None:
         return trained_tokens
     command, env = config.server_cmd, config.env
-    contexts = contexts_count(command, env, config.slots)
-    return commanded_n_ctx(command, env, 1) or trained_tokens * contexts
+    contexts = command_flags.contexts_count(command, env, config.slots)
+    return command_flags.commanded_n_ctx(command, env, 1) or trained_tokens * contexts
 
 
 def _of_memory(kind: str, model: Model, tokens: int, free_bytes: int, free: str) -> Finding:
@@ -258,18 +249,20 @@ def of_machine(machine: MachineFacts, trial: Trial | None) -> Iterator[Finding]:
 # ---------------------------------------------------------------- servers' commands
 
 
-def of_command(subject: str, config: WorkerConfig, known: KnownFlags | None) -> Iterator[Finding]:
+def of_command(
+    subject: str, config: WorkerConfig, known: command_flags.KnownFlags | None
+) -> Iterator[Finding]:
     """Check one worker's command against the flags of its program; `known` None: its --help lists
     none, or it was not run."""
     findings = [Finding("note", subject, printable(line)) for line in config.warnings]
     if known is None:
-        program = program_of(config.server_cmd)
+        program = command_flags.program_of(config.server_cmd)
         text = f"{program} --help lists no flags: the command cannot be compared with it"
         if program_at(config.server_cmd) is None:
             text = f"{program} is not run, since it may start a server: its flags are not checked"
         yield Finding("note", subject, printable(text))
     todo = "correct the command, or use another build: `llama-server --help` lists its flags"
-    unknown = unknown_flags(config.server_cmd, known) if known is not None else ()
+    unknown = command_flags.unknown_flags(config.server_cmd, known) if known is not None else ()
     for word in unknown:
         text = f"this llama-server does not know {printable(word)}"
         yield Finding("problem", subject, text, todo)
@@ -285,14 +278,17 @@ def of_build(subject: str, build: int | None, command: Sequence[str]) -> Iterato
 
 def of_batch(subject: str, config: WorkerConfig) -> Iterator[Finding]:
     """A note if prompt batches are so large that everything else waits for them."""
-    if line := batch_warning(config.server_cmd, config.env):
+    if line := command_flags.batch_warning(config.server_cmd, config.env):
         yield of_warning(subject, line)
 
 
 def of_caches(configs: Mapping[str, WorkerConfig], memory_bytes: int) -> Iterator[Finding]:
     """A note if the servers' prompt caches may outgrow the machine's memory."""
-    limits = {name: cache_ram_mib(each.server_cmd, each.env) for name, each in configs.items()}
-    if line := memory_warning(limits, memory_bytes):
+    limits = {
+        name: command_flags.cache_ram_mib(each.server_cmd, each.env)
+        for name, each in configs.items()
+    }
+    if line := command_flags.memory_warning(limits, memory_bytes):
         what, _, todo = line.partition(": set ")
         yield Finding("note", "prompt caches", printable(what), f"set {todo}")
 

@@ -20,21 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from llama_worker import LlamaWorkerError, WorkerConfig
-from llama_worker.cli import exits
+from llama_worker.cli import exits, top_rows
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.interrupts import Interrupts
 from llama_worker.cli.screen import console_for
 from llama_worker.cli.text import printable
-from llama_worker.cli.top_rows import (
-    COLUMNS,
-    UNKNOWN,
-    Answers,
-    MetricsHistory,
-    Row,
-    Sample,
-    ServersHistory,
-    plain_table,
-)
 from llama_worker.config.file import read_fleet
 from llama_worker.config.settings import Endpoint
 from llama_worker.config.validation import json_of
@@ -62,7 +52,7 @@ def watch(source: MetricsSource | FleetSource, *, once: bool, interval_s: float)
     with Interrupts() as interrupts, contextlib.suppress(KeyboardInterrupt), interrupts.raising():
         rows = source.rows()
         if not console.is_terminal or console.is_dumb_terminal:
-            print(plain_table(rows))
+            print(top_rows.plain_table(rows))
         elif once:
             console.print(_table(rows, console.width, caption=""))
         else:
@@ -71,7 +61,10 @@ def watch(source: MetricsSource | FleetSource, *, once: bool, interval_s: float)
 
 
 def _live(
-    source: MetricsSource | FleetSource, rows: Sequence[Row], console: Console, interval_s: float
+    source: MetricsSource | FleetSource,
+    rows: Sequence[top_rows.Row],
+    console: Console,
+    interval_s: float,
 ) -> None:
     problem: Problem | None = None
     with _single_keys(), Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
@@ -117,13 +110,13 @@ def _single_keys() -> Iterator[None]:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _table(rows: Sequence[Row], width: int, caption: str) -> Table:
+def _table(rows: Sequence[top_rows.Row], width: int, caption: str) -> Table:
     below = Text(caption) if caption else None
     table = Table(box=None, padding=(0, 1, 0, 0), caption=below, caption_justify="left")
     columns = [
         column
-        for column in COLUMNS
-        if not column.is_optional or any(column.cell(row) != UNKNOWN for row in rows)
+        for column in top_rows.COLUMNS
+        if not column.is_optional or any(column.cell(row) != top_rows.UNKNOWN for row in rows)
     ]
     for column in columns:
         is_reason = column.heading == "last reason"
@@ -151,9 +144,9 @@ class MetricsSource:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._history = MetricsHistory()
+        self._history = top_rows.MetricsHistory()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[top_rows.Row]:
         """Query the endpoint. Blocks for seconds at most. Raises Problem if there is no answer."""
         todo = "give the URL of the host's metrics, such as http://127.0.0.1:8090/metrics"
         try:
@@ -178,7 +171,7 @@ class MetricsSource:
         return rows
 
 
-def _samples(text: str, url: str) -> Iterator[Sample]:
+def _samples(text: str, url: str) -> Iterator[top_rows.Sample]:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ModuleNotFoundError as error:
@@ -208,9 +201,9 @@ class FleetSource:
             raise Problem(
                 "no_fleet", str(error), "correct the file; docs/fleet.md describes it"
             ) from error
-        self._history = ServersHistory()
+        self._history = top_rows.ServersHistory()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[top_rows.Row]:
         """Query each server. Blocks for seconds at most. A server that does not answer has a row,
         too."""
         with ThreadPoolExecutor(min(_MAX_ASKED, len(self._fleet))) as pool:
@@ -218,7 +211,7 @@ class FleetSource:
         return self._history.rows(answers, time.monotonic())
 
 
-def _ask(config: WorkerConfig) -> Answers:
+def _ask(config: WorkerConfig) -> top_rows.Answers:
     endpoint = Endpoint.of(config)
     slots = None
     try:
@@ -230,7 +223,9 @@ def _ask(config: WorkerConfig) -> Answers:
         with contextlib.suppress(OSError, ValueError):
             status, body = ask(endpoint, "GET", "/slots", timeout_s=_ANSWER_S)
             slots = parse_slots(json_of(body)) if status == 200 else None
-    return Answers(worker=config.name, slots_configured=config.slots, health=health, slots=slots)
+    return top_rows.Answers(
+        worker=config.name, slots_configured=config.slots, health=health, slots=slots
+    )
 
 
 def _why(error: Exception) -> str:
