@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from llama_worker.mailbox import Mailbox
-from llama_worker.responses.api.compaction import compacted, compaction_request
 from llama_worker.responses.api.events import sse
-from llama_worker.responses.api.request import normalise, parse_body, parse_create, references
+from llama_worker.responses.api.request import (
+    compacted,
+    compaction_request,
+    normalise,
+    parse_body,
+    parse_create,
+    references,
+)
 from llama_worker.responses.api.store import (
     RecalledItems,
     RecalledResponses,

@@ -15,7 +15,6 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.config.settings import Endpoint
-from llama_worker.responses.api.echo import sampling_echo
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest
 from llama_worker.responses.api.store import response_id_of, stored_response
@@ -23,7 +22,7 @@ from llama_worker.responses.errors import ApiError, error_code
 from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.pass_through import NOT_FOR_CHAT, forwarded
-from llama_worker.responses.upstream_facts import UpstreamFacts
+from llama_worker.responses.upstream_facts import UpstreamFacts, sampling_echo
 from llama_worker.runtime.host import threads
 from llama_worker.runtime.http import session
 from llama_worker.runtime.http.abortable_socket import Abort

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from llama_worker.config.validation import json_of
 from llama_worker.responses.api.chat_template import ADAPTERS, Message, is_rendered
-from llama_worker.responses.api.echo import LLAMA_SERVER_SAMPLING, sampling_of
 from llama_worker.responses.api.tools import as_object
 from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.request_reader import HttpRequest
@@ -19,6 +19,14 @@ _QUERY_TIMEOUT_S = 2.0  # timeout of a small question, which the server answers 
 _SAYS_OF_TEMPLATE = (200, 400, 500)  # of `/apply-template`; the others say that nothing was tried
 _PROPS_S = 60.0  # how long what `/props` says is cached
 _PROPS_RETRY_S = 5.0  # and how long if it did not tell: the server is loading, or busy
+
+# The defaults of llama-server (b11434), unless a request or the server's command sets others.
+LLAMA_SERVER_SAMPLING = {
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 class UpstreamFacts:
@@ -51,7 +59,7 @@ class UpstreamFacts:
         """The server's sampling parameters, which apply if a request does not set its own."""
         if time.monotonic() >= self._props_until:
             props = as_object(self._ask(exchange, request, "GET", "/props")[1])
-            sampling = sampling_of(props)
+            sampling = _sampling_of(props)
             if sampling:
                 self._sampling = sampling
                 self.ignores_tools = server_traits(props, {}).tools is False
@@ -80,3 +88,21 @@ class UpstreamFacts:
         except (OSError, ValueError):
             return 0, None
         return status, json_of(answer)
+
+
+def _sampling_of(props: object) -> dict[str, float] | None:
+    """The server's sampling parameters, for requests that set none, from the body of its `/props`;
+    None if that does not tell."""
+    params = as_object(as_object(props).get("default_generation_settings")).get("params")
+    if not isinstance(params, Mapping):
+        return None
+    return sampling_echo(params, LLAMA_SERVER_SAMPLING)
+
+
+def sampling_echo(params: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, float]:
+    """The sampling parameters in effect: those in `params`, else those in `defaults`."""
+    return {name: _number(params.get(name), default) for name, default in defaults.items()}
+
+
+def _number(value: object, default: float) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default

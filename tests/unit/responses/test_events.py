@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_worker.responses.api.conversation import unseal
-from llama_worker.responses.api.echo import LLAMA_SERVER_SAMPLING, sampling_echo
 from llama_worker.responses.api.events import ResponseEvents, sse
 from llama_worker.responses.api.request import normalise
+from llama_worker.responses.upstream_facts import LLAMA_SERVER_SAMPLING, sampling_echo
 from llama_worker.stream.events import (
     Done,
     EmptyRecord,

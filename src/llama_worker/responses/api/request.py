@@ -1,4 +1,5 @@
-"""Translates a request of the Responses API into one for a chat completion. Pure.
+"""Translates a request of the Responses API into one for a chat completion, also that for a
+compaction: the model sums a conversation up, to go on in a smaller context. Pure.
 
 Parameters that neither API knows (llama.cpp's sampling parameters above all) pass through
 unchanged.
@@ -12,9 +13,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from llama_worker.config.validation import as_count
 from llama_worker.responses.api.chat_template import Message
-from llama_worker.responses.api.conversation import ChatMessages, Item, item_type
-from llama_worker.responses.api.echo import echo_of
+from llama_worker.responses.api.conversation import ChatMessages, Item, item_type, seal
 from llama_worker.responses.api.store import References
 from llama_worker.responses.api.tools import (
     Choice,
@@ -32,6 +33,14 @@ from llama_worker.stream.calls import finite_float, is_deeper, refuse_constant
 # parts of the body are stored and repeated: they are serialised with less stack left than here
 _MAX_DEPTH = 200
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_COMPACTION_ORDER = (
+    "The conversation so far is about to be replaced by a summary that you write now, so that it "
+    "can go on in a smaller context. Write that summary and nothing else. Keep what is needed to "
+    "go on: what the user wants, word for word where the words matter; facts, names, numbers, "
+    "file paths and code that were settled; what was done, and what came of it; what is still to "
+    "be done. Call no tool, and answer no earlier question."
+)
 
 # Parameters of the Responses API that a chat completion does not have, or not in this form; `null`
 # means that one was not given.
@@ -304,3 +313,78 @@ def _set_effort(chat: dict[str, Any], reasoning: object) -> None:
         {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     )
     chat["chat_template_kwargs"] = {**wanted, **as_object(chat.get("chat_template_kwargs"))}
+
+
+def echo_of(
+    body: Mapping[str, Any], tools: ToolSet, choice: Choice, text_format: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """All repeated parameters but those of sampling, without values that the API does not allow."""
+    reasoning = as_object(body.get("reasoning"))
+    effort, summary = reasoning.get("effort"), reasoning.get("summary")
+    text: dict[str, Any] = {"format": dict(text_format) if text_format else {"type": "text"}}
+    verbosity = as_object(body.get("text")).get("verbosity")
+    if verbosity in ("low", "medium", "high"):
+        text["verbosity"] = verbosity
+    metadata = as_object(body.get("metadata"))
+    parallel = body.get("parallel_tool_calls")
+    return {
+        "instructions": as_text(body.get("instructions")),
+        "max_output_tokens": as_count(body.get("max_output_tokens")),
+        "max_tool_calls": None,
+        "metadata": {key: value for key, value in metadata.items() if isinstance(value, str)},
+        "model": body["model"] if isinstance(body.get("model"), str) else "default",
+        "parallel_tool_calls": parallel if isinstance(parallel, bool) else True,
+        "previous_response_id": body.get("previous_response_id") or None,
+        "prompt_cache_key": as_text(body.get("prompt_cache_key")),
+        "reasoning": {
+            "effort": effort if effort in _EFFORTS else None,
+            "summary": summary if summary in ("auto", "concise", "detailed") else None,
+        },
+        "safety_identifier": as_text(body.get("safety_identifier")),
+        "service_tier": "default",
+        "store": body.get("store") is not False,
+        "text": text,
+        "tool_choice": choice.echo,
+        "tools": [dict(tool) for tool in tools.echo],
+        "top_logprobs": 0,
+        "truncation": "disabled",
+        "user": as_text(body.get("user")),
+    }
+
+
+# --- compaction -----------------------------------------------------------------------------------
+
+
+def compaction_request(
+    body: Mapping[str, Any], history: tuple[Item, ...] | None, found: Mapping[str, Item]
+) -> ChatRequest:
+    """The chat completion that sums the conversation up. Raises ApiError for a bad request."""
+    if not isinstance(body.get("model"), str) or not body["model"]:
+        raise ApiError(400, "Missing required parameter: 'model'.", param="model")
+    items = input_items(body)
+    if not items and history == ():
+        raise ApiError(400, "Missing required parameter: 'input'.", param="input")
+    order = {"type": "message", "role": "user", "content": _COMPACTION_ORDER}
+    asked = {**body, "input": [*items, order], "store": False, "stream": False}
+    asked |= {"tool_choice": "none", "text": None}
+    asked |= dict.fromkeys(("generate", "prompt_cache_options"))  # a summary is always generated
+    return normalise(asked, history, found)
+
+
+def compacted(response: Mapping[str, Any], item_id: str) -> dict[str, Any]:
+    """The reply with the conversation's new beginning, from the response to `compaction_request`.
+
+    Raises ApiError if the model wrote no summary.
+    """
+    messages = [item for item in response["output"] if item["type"] == "message"]
+    summary = "\n\n".join(message["content"][0]["text"] for message in messages).strip()
+    if not summary:
+        raise ApiError(502, "the model wrote no summary", code="upstream_failed")
+    item = {"id": item_id, "type": "compaction", "encrypted_content": seal(summary)}
+    return {
+        "id": response["id"],
+        "object": "response.compaction",
+        "created_at": response["created_at"],
+        "output": [item],
+        "usage": response["usage"],
+    }
