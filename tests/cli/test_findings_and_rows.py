@@ -19,7 +19,7 @@ from llama_worker import WorkerConfig
 from llama_worker.cli import doctor_facts, doctor_findings, top
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial, trial_of
 from llama_worker.cli.gguf import ContextNeeds, Model
-from llama_worker.cli.interrupts import Interrupts
+from llama_worker.cli.terminal import Interrupts
 from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, ServersHistory, plain_table
 from llama_worker.config.server_program import FoundServer
 from llama_worker.server.slots import parse_slots

@@ -26,8 +26,8 @@ from llama_worker.cli.gguf import (
     part_names,
     read_context_needs,
 )
-from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import find_server, worker_config
+from llama_worker.cli.terminal import Screen
 from llama_worker.cli.text import one_line, printable, seconds, size, wrapped
 
 # ---------------------------------------------------------------- text

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from llama_worker.cli import interrupts
+from llama_worker.cli import terminal
 from llama_worker.testing.scripts import Note, Script, Startup, Text, Tokens, WaitClose
 from tests.cli.conftest import COMMAND, WAIT_S, MakeProgram, Program, environment, saying
 from tests.conftest import Running, running
@@ -37,7 +37,7 @@ sys.exit(llama_worker.cli.main())
 """
 PRESSED_TWICE = """
 import signal, tty
-from llama_worker.cli.interrupts import Interrupts
+from llama_worker.cli.terminal import Interrupts
 
 with Interrupts():
     tty.setcbreak(0)
@@ -132,9 +132,9 @@ def test_a_signal_sent_twice_is_one(
     monkeypatch: pytest.MonkeyPatch, again: signal.Signals, later_s: float, exits: list[int]
 ) -> None:
     now, ended_with = [100.0], list[int]()
-    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(os, "_exit", ended_with.append)
-    with interrupts.Interrupts() as heard:
+    with terminal.Interrupts() as heard:
         signal.raise_signal(signal.SIGTERM)
         now[0] += later_s
         signal.raise_signal(again)
@@ -145,7 +145,7 @@ def test_a_signal_sent_twice_is_one(
 def test_an_ignored_signal_stays_ignored(number: int) -> None:
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with interrupts.Interrupts() as heard:
+        with terminal.Interrupts() as heard:
             signal.raise_signal(number)
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llama_worker.bios import default_bios
-from llama_worker.cli import exits, run_report, screen
+from llama_worker.cli import exits, run_report, terminal
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
 from llama_worker.cli.text import printable, wrapped
@@ -62,7 +62,7 @@ def run_app(arguments: Sequence[str]) -> int:
 
 def _complain(problem: Exception) -> None:
     text = printable(f"llama-worker: {problem}")  # it may name files
-    print(wrapped(text, screen.width_of(sys.stderr)), file=sys.stderr)
+    print(wrapped(text, terminal.width_of(sys.stderr)), file=sys.stderr)
 
 
 def _exit_code_of(error: OSError) -> int:
@@ -70,7 +70,7 @@ def _exit_code_of(error: OSError) -> int:
     closed = error.errno in (errno.EPIPE, errno.EIO)  # EIO: the terminal hung up
     if not closed:
         print(f"llama-worker: {error}", file=sys.stderr)
-    screen.discard_output()
+    terminal.discard_output()
     return exits.OUTPUT_CLOSED if closed else exits.FAILED
 
 

@@ -17,9 +17,8 @@ from llama_worker.cli.doctor_facts import ServerFacts
 from llama_worker.cli.doctor_findings import Finding
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
-from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.screen import Screen, console_for, is_styled, width_of
 from llama_worker.cli.servers import find_server, worker_config
+from llama_worker.cli.terminal import Interrupts, Screen, console_for, is_styled, width_of
 from llama_worker.cli.text import printable
 from llama_worker.config.command import PROGRAM, flag_values, program_at
 from llama_worker.config.command_flags import downloads_model, program_of

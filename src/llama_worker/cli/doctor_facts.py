@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import psutil
 
 from llama_worker import LlamaWorker, WorkerConfig, free_port
-from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import make_ready
+from llama_worker.cli.terminal import Interrupts, Screen
 from llama_worker.config.command_flags import KnownFlags, read_help
 from llama_worker.config.server_program import CGROUP, FoundServer, memory_bytes, read_number
 from llama_worker.config.settings import Endpoint

@@ -17,9 +17,8 @@ from llama_worker import LlamaWorker, TimeoutProfile, WorkerConfig, WorkerState,
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import find_model
-from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import find_server, make_ready
+from llama_worker.cli.terminal import Interrupts, Screen
 from llama_worker.responses.proxy import ResponsesProxy, ResponsesProxyConfig
 
 _LOCALHOST = "127.0.0.1"

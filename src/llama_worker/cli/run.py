@@ -14,9 +14,8 @@ from msgspec import Struct, field
 from llama_worker import ChatMessage, LlamaWorker, RequestResult, WorkerConfig
 from llama_worker.cli import exits, run_report
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.screen import Screen
 from llama_worker.cli.servers import log_tail, make_ready
+from llama_worker.cli.terminal import Interrupts, Screen
 from llama_worker.cli.text import printable
 
 _TICK_S = 0.05

@@ -10,8 +10,7 @@ from typing import Any
 from llama_worker.cli import run_report
 from llama_worker.cli.exits import Problem, UsageProblem
 from llama_worker.cli.gguf import Model
-from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.screen import Screen
+from llama_worker.cli.terminal import Interrupts, Screen
 from llama_worker.config import server_program
 from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.config.server_program import FoundServer

@@ -22,8 +22,7 @@ from rich.text import Text
 from llama_worker import LlamaWorkerError, WorkerConfig
 from llama_worker.cli import exits, top_rows
 from llama_worker.cli.exits import Problem
-from llama_worker.cli.interrupts import Interrupts
-from llama_worker.cli.screen import console_for
+from llama_worker.cli.terminal import Interrupts, console_for
 from llama_worker.cli.text import printable
 from llama_worker.config.file import read_fleet
 from llama_worker.config.settings import Endpoint
