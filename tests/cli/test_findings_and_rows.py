@@ -8,12 +8,12 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from llama_worker import WorkerConfig
 from llama_worker.cli import doctor_facts, doctor_findings, top

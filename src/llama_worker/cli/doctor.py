@@ -6,9 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, ParamSpec, TypeVar
 
+from msgspec import to_builtins
 from rich.text import Text
 
 from llama_worker import ConfigError, WorkerConfig
@@ -57,8 +57,7 @@ def examine(
             return interrupts.exit_code
     is_well = all(finding.level != "problem" for finding in findings)
     if as_json:
-        listed = [asdict(finding) for finding in findings]
-        print(json.dumps({"ok": is_well, "findings": listed, **facts}))
+        print(json.dumps({"ok": is_well, "findings": to_builtins(findings), **facts}))
     else:
         _print_findings(findings)
     return exits.DONE if is_well else exits.FAILED
@@ -106,7 +105,7 @@ def _examine(
         findings += doctor_findings.of_build("build", server.build, command)
     findings += doctor_findings.of_machine(machine, trial)
     facts = {"server": server, "model": model, "machine": machine, "trial": trial}
-    return findings, {name: each and asdict(each) for name, each in facts.items()}
+    return findings, {name: to_builtins(each) for name, each in facts.items()}
 
 
 def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], dict[str, Any]]:
@@ -131,7 +130,7 @@ def _examine_fleet(path: str, interrupts: Interrupts) -> tuple[list[Finding], di
                 findings += doctor_findings.of_model(model, machine, server, config)
     findings += doctor_findings.of_caches(fleet, machine.memory_bytes)
     findings += doctor_findings.of_machine(machine, None)
-    return findings, {"workers": sorted(fleet), "machine": asdict(machine)}
+    return findings, {"workers": sorted(fleet), "machine": to_builtins(machine)}
 
 
 def _found(

@@ -12,11 +12,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from msgspec import Struct
 
 from llama_worker import LlamaWorker, WorkerConfig, free_port
 from llama_worker.cli.servers import make_ready
@@ -36,8 +36,7 @@ _KILLED_S = 5.0  # a program that waits in the kernel, as for a lost GPU, does n
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerFacts:
+class ServerFacts(Struct, frozen=True, kw_only=True):
     """What the program reports. `version` is None if it reports none; `said` and `returncode` are
     the output and the exit code of `--version`."""
 
@@ -51,8 +50,7 @@ class ServerFacts:
     returncode: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
+class MachineFacts(Struct, frozen=True, kw_only=True):
     """This machine's devices and limits. Sizes are in bytes; a limit that is not set is None."""
 
     free_port: int | None
@@ -69,8 +67,7 @@ class MachineFacts:
     pidfd: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(Struct, frozen=True, kw_only=True):
     """What was learned from a server that was started with the model."""
 
     started_in_s: float

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llama_worker import WorkerConfig
 from llama_worker.cli.doctor_facts import MachineFacts, ServerFacts, Trial
@@ -37,8 +39,7 @@ _TOO_BIG: dict[str, tuple[Level, str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One line of the report. `todo` says what to do: every problem has one, a note may have one.
     `more`: further lines, such as the last lines of the server's log."""
 

@@ -9,9 +9,10 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import one_line
@@ -42,8 +43,7 @@ _MAX_LAYERS = 10_000  # a few hundred in the largest models
 _CACHE_VALUE_BYTES = 2  # the server keeps keys and values as f16 unless told otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class ContextNeeds:
+class ContextNeeds(Struct, frozen=True):
     """Memory that the context takes in addition to the model."""
 
     # the longest context that the model was trained for, which is the server's default
@@ -52,8 +52,7 @@ class ContextNeeds:
     bytes_per_token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(Struct, frozen=True):
     """A GGUF file; `size_bytes` is the size of all of its parts, `context` is None if the file does
     not say it."""
 
