@@ -17,8 +17,6 @@ Emitted = list[tuple[str, dict[str, Any]]]  # types of events, and the item's ow
 
 
 class MessageItem(Struct):
-    """A message item: text."""
-
     id: str
     _pieces: list[str] = field(default_factory=list)
 

@@ -95,7 +95,6 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
 def stored_response(
     response: Mapping[str, Any], input_items: Sequence[Item], previous_response_id: str | None
 ) -> StoredResponse:
-    """The response as it is stored."""
     ids = [item.get("id") for item in (*input_items, *response["output"])]
     return StoredResponse(
         id=response["id"],

@@ -120,7 +120,6 @@ class SocketListener:
     # ------------------------------------------------------------ the listener's thread
 
     def _handle_events(self) -> None:
-        """Wait for events, and handle them."""
         wait_s = self._wait_s()
         # last before the wait, which releases the GIL: the threads that start need it
         self._start_complete_requests()
