@@ -50,20 +50,16 @@ def serve(upstream: ServerChoice, config: ResponsesProxyConfig, *, api_key_env: 
         with (
             Interrupts() as interrupts,
             _server(upstream, api_key, config.timeouts, interrupts) as (url, worker),
+            contextlib.closing(
+                ResponsesProxy(replace(config, upstream=url, api_key=api_key), worker=worker)
+            ) as proxy,
         ):
-            _serve(replace(config, upstream=url, api_key=api_key), worker, interrupts)
+            _listen(proxy, f"{config.host}:{config.port}")
+            print(f"{proxy.base_url} for {proxy.config.base_url}", flush=True)
+            while not interrupts.wait(_LOOK_S):
+                if worker is not None:
+                    _check_lockout(worker)
     return exits.DONE
-
-
-def _serve(
-    config: ResponsesProxyConfig, worker: LlamaWorker | None, interrupts: Interrupts
-) -> None:
-    with contextlib.closing(ResponsesProxy(config, worker=worker)) as proxy:
-        _listen(proxy, f"{config.host}:{config.port}")
-        print(f"{proxy.base_url} for {proxy.config.base_url}", flush=True)
-        while not interrupts.wait(_LOOK_S):
-            if worker is not None:
-                _check_lockout(worker)
 
 
 def _check_lockout(worker: LlamaWorker) -> None:
