@@ -209,14 +209,14 @@ class Hunter:
         assert self._executed is not None, "measure() comes first"
         tests = self._executed.tests(mutation, self._tree.read(mutation.path))
         of = {name: [*filter(re.compile(where).match, tests)] for name, where in TESTS.items()}
-        if of[UNIT] and not self._simulator_only:
+        if of[UNIT]:
             yield _of_tests(UNIT, of[UNIT])
         if mutation.path.startswith(SIMULATED):
             yield self._campaign
             if of[FIXED]:
                 yield _of_tests(FIXED, of[FIXED])
             yield self._adversary
-        if of[IN_REAL_TIME] and not self._simulator_only:
+        if of[IN_REAL_TIME]:
             yield _of_tests(IN_REAL_TIME, of[IN_REAL_TIME])
 
     def measure(self, copy: Path, jobs: int = 1) -> bool:
@@ -225,7 +225,8 @@ class Hunter:
         everything = [self._campaign]
         if not self._campaign_only:
             everything.append(self._adversary)
-            for name, where in TESTS.items():
+            for name in (FIXED,) if self._simulator_only else TESTS:
+                where = TESTS[name]
                 paths = sorted(filter(re.compile(where).match, self._tree.paths))
                 in_parallel = ("--numprocesses", str(jobs)) if name == UNIT and jobs > 1 else ()
                 if files := [each for each in paths if "/test_" in each]:
