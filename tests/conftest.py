@@ -29,6 +29,9 @@ from tools.found import find_model, find_server
 
 # One per host process, for as long as it lives.
 PROCESS_WIDE_THREADS = {f"llama_worker-{kind}" for kind in ("timers", "callbacks", "log", "spare")}
+# the command `llama-worker` of the package under test
+_MAIN = "import sys; from llama_worker.cli import main; sys.exit(main())"
+LLAMA_WORKER = (sys.executable, "-c", _MAIN)
 _SETTLE_S = 60.0  # only a leak takes so long
 
 # an example that takes long shows nothing there

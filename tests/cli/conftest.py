@@ -29,11 +29,12 @@ from llama_worker.testing.scripts import (
     plain_reply,
 )
 from tests.actors.conftest import make_worker, server_program
+from tests.conftest import LLAMA_WORKER
 from tests.server.pace import HANG_GUARD_S
 
 __all__ = ["make_worker"]  # a fixture
 
-COMMAND = (sys.executable, "-m", "llama_worker.cli")
+COMMAND = LLAMA_WORKER
 WAIT_S = float(HANG_GUARD_S)  # nothing here is right or wrong by the clock
 COLUMNS = 80
 HELP = """\

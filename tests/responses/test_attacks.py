@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -32,7 +31,7 @@ from llama_worker.responses.http.request_reader import HttpRequest
 from llama_worker.responses.proxy import ResponsesProxy
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
-from tests.conftest import no_descriptors
+from tests.conftest import LLAMA_WORKER, no_descriptors
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
 
 MIB = 1024 * 1024
@@ -215,15 +214,7 @@ def test_too_much_pending_costs_its_sender(make_fake: MakeClient) -> None:
 
 def test_where_descriptors_run_out_the_silent_make_room(hello_server: tuple[str, Path]) -> None:
     """Of a process of its own, with 64 of them."""
-    command = [
-        sys.executable,
-        "-m",
-        "llama_worker.cli",
-        "responses-proxy",
-        "--upstream",
-        hello_server[0],
-        "--port=0",
-    ]
+    command = [*LLAMA_WORKER, "responses-proxy", "--upstream", hello_server[0], "--port=0"]
     with (
         psutil.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -8,7 +8,6 @@ import json
 import shlex
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from llama_worker.server import slots as slots_watch
 from llama_worker.server.slots import parse_slots
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import HOST, eventually
-from tests.conftest import running
+from tests.conftest import LLAMA_WORKER, running
 from tests.responses.clients.codex import answer, codex
 from tests.responses.clients.coding import BEGUN, HALF, said
 from tests.responses.clients.stage import WAIT_S, Done, Stage
@@ -65,7 +64,7 @@ def survives_a_stopped_server(on: Stage) -> None:
     )
     given = shlex.join(command).replace("11111", "{port}")
     options = ("--server-cmd", given, "--timeouts", "fast", "--port", "0")
-    proxy = (sys.executable, "-m", "llama_worker.cli", "responses-proxy", *options)
+    proxy = (*LLAMA_WORKER, "responses-proxy", *options)
     with running(*proxy) as (process, output):
         on.base_url = output.readline().split()[0]
         server = _server_of(process)
