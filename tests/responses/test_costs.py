@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from llama_worker.actors.base import Ref
 from llama_worker.config.settings import Endpoint
 from llama_worker.request.table import Admitted
 from llama_worker.responses.api.events import ResponseEvents, sse
-from llama_worker.responses.generation import ChatExchange, EventSink, ResponseRun
+from llama_worker.responses.generation import EventSink, ResponseRun
 from llama_worker.responses.http.client import Client
 from llama_worker.responses.http.reply import ReplyFramer
 from llama_worker.responses.http.request_reader import RequestReader
@@ -56,7 +56,6 @@ class Stream:
         self.leased = LeasedExchange(abort)
         admitted = Admitted(1, 0, "responses:r", 0.0, is_leased=True)
         self.leased.begin(admitted, api_key=None, unix_offset=0.0)
-        self.events = ResponseEvents(unique="1", clock=lambda: 0.0, echo={})
         ours, self.reader = socket.socketpair()
         ours.setblocking(False)
         http = RequestReader(max_body_bytes=1, allowed_origin=lambda _: None)
@@ -65,22 +64,24 @@ class Stream:
         self.client = Client(ours, http, WAIT_S)
         self.client.on_stall = self.leased.stopped_waiting
         endpoint = Endpoint(base_url=make_server(serve).url, connect_timeout_s=WAIT_S)
-        self.chat = ChatExchange(
-            abort, endpoint, self.leased, before_reading=lambda: None, silence_s=WAIT_S
+        exchange: Any = SimpleNamespace(
+            abort=abort,
+            leased=self.leased,
+            upstream=SimpleNamespace(endpoint=endpoint),
+            announce=lambda: None,
+        )
+        self.send: Callable[[bytes], None] = lambda data: None  # what is for the client
+        self.chat = ResponseRun(
+            exchange,
+            ResponseEvents(unique="1", clock=lambda: 0.0, echo={}),
+            sink=EventSink(send=lambda data: self.send(data), encode=sse),
+            heartbeat_s=WAIT_S,
+            silence_s=WAIT_S,
+            on_end=lambda: None,
         )
         assert self.chat.open({}, {})
         self.server = accepted.get(timeout=WAIT_S)
         self._abort = abort
-
-    def run(self, send: Callable[[bytes], None]) -> None:
-        """To the stream's end; what is for the client goes to `send`."""
-        ResponseRun(
-            self.events,
-            self._abort,
-            sink=EventSink(send=send, encode=sse),
-            heartbeat_s=WAIT_S,
-            on_end=lambda: None,
-        ).to_the_end(self.chat)
 
     def is_waited_for(self) -> bool:
         """Whether the server's silence counts."""
@@ -179,7 +180,8 @@ def test_an_event_costs_one_read_and_one_send(stream: Stream) -> None:
 
     stream.server.sendall(text("x"))
     try:
-        stream.run(send)
+        stream.send = send
+        stream.chat.to_the_end()
     finally:
         sys.setprofile(None)
     counted = EVENTS - 10

@@ -109,8 +109,8 @@ def test_a_client_that_waits_gets_events(
 def test_a_heartbeat_is_due_when_a_wait_ends(
     make_fake: MakeClient, monkeypatch: pytest.MonkeyPatch, heartbeat_s: float
 ) -> None:
-    made = Mock(side_effect=generation.ChatExchange)
-    monkeypatch.setattr(generation, "ChatExchange", made)
+    made = Mock(side_effect=generation.ResponseRun)
+    monkeypatch.setattr(generation, "ResponseRun", made)
     assert make_fake(heartbeat_s=heartbeat_s).create(stream=True).status == 200
     silence_s = made.call_args.kwargs["silence_s"]
     waits_count = round(heartbeat_s / silence_s)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 from urllib.parse import urlsplit
@@ -30,7 +31,7 @@ import trustme
 from llama_worker.clock import PausingClock
 from llama_worker.config.settings import Endpoint
 from llama_worker.errors import is_shortage
-from llama_worker.responses.generation import ChatExchange
+from llama_worker.responses.generation import ResponseRun
 from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.threads import TimerThread
 from llama_worker.runtime.http import abortable_socket, session
@@ -68,12 +69,20 @@ class Client:
             connect_timeout_s=connect_timeout_s,
             ca_file=None if ca_file is None else str(ca_file),
         )
-        self._chat = ChatExchange(
-            self.abort,
-            endpoint,
-            LeasedExchange(self.abort),
-            before_reading=self._before_reading,
+        exchange: Any = SimpleNamespace(
+            abort=self.abort,
+            leased=LeasedExchange(self.abort),
+            upstream=SimpleNamespace(endpoint=endpoint),
+            announce=self._before_reading,
+        )
+        events: Any = None  # no response is made
+        self._chat = ResponseRun(
+            exchange,
+            events,
+            sink=None,
+            heartbeat_s=WAIT_S,
             silence_s=silence_s,
+            on_end=lambda: None,
         )
         self._thread = threading.Thread(target=self._run, args=(prompt,), name="client")
         self._thread.start()

@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from llama_worker.config.settings import Endpoint
 from llama_worker.responses.api.events import Event, ResponseEvents
 from llama_worker.responses.api.request import ChatRequest
 from llama_worker.responses.api.store import response_id_of, stored_response
@@ -25,8 +24,6 @@ from llama_worker.responses.pass_through import NOT_FOR_CHAT, forwarded
 from llama_worker.responses.upstream_facts import UpstreamFacts, sampling_echo
 from llama_worker.runtime.host import threads
 from llama_worker.runtime.http import session
-from llama_worker.runtime.http.abortable_socket import Abort
-from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.runtime.http.session import HttpReply
 from llama_worker.stream.events import StreamEvent
 from llama_worker.stream.failure import StreamFailure
@@ -42,37 +39,108 @@ _REPLACED |= {f"sec-websocket-{name}" for name in ("key", "version", "extensions
 _READ_BYTES = 16384
 
 
-class ChatExchange:
-    """A chat completion of the upstream, as a stream of events. For one thread, which blocks; only
-    the Abort is for others.
+class EventSink(Struct, frozen=True, kw_only=True):
+    """Takes the events made. `before_reading` is called before each wait for the upstream."""
 
-    `leased` is told of all that comes, and may know a better reason for a failure. `before_reading`
-    is called before each wait until the headers, of at most `silence_s`; an error that it raises is
-    the client's, says nothing of the server, and is raised by `open`.
+    send: Callable[[bytes], None]
+    encode: Callable[[list[Event]], bytes]
+    before_reading: Callable[[], object] | None = None
+
+
+class ResponseRun:
+    """Makes a response from its chat completion, on the request's thread: what is read is written
+    before more is read. The exchange's lease is told of all that comes from the upstream, and may
+    know a better reason for a failure.
+
+    `sink` gets the events as they are made; None: the client does not stream. `heartbeat_s`: after
+    so long without an event, `response.in_progress` is sent again, even before the upstream's
+    headers, for which it may take minutes. `silence_s`: the longest wait without a look at the
+    client.
     """
 
     def __init__(
         self,
-        abort: Abort,
-        endpoint: Endpoint,
-        leased: LeasedExchange,
+        exchange: Exchange,
+        events: ResponseEvents,
         *,
-        before_reading: Callable[[], object],
+        sink: EventSink | None,
+        heartbeat_s: float,
         silence_s: float | None,
+        on_end: Callable[[], None],
     ) -> None:
-        self.failure: StreamFailure | None = None
-        self.retry_after = ""  # the Retry-After header of an error reply
+        self.failure: StreamFailure | None = None  # of the chat completion
         self.silence_s = silence_s
-        self._abort = abort
-        self._endpoint = endpoint
-        self._leased = leased
-        self._before_reading = before_reading
+        self._exchange = exchange
+        self._abort = exchange.abort
+        self._leased = exchange.leased
+        self._events = events
+        self._sink = sink
+        self._heartbeat_s = heartbeat_s
+        self._on_end = on_end
+        self._retry_after = ""  # the Retry-After header of an error reply
         self._reply: HttpReply | None = None
         self._body: ChatBody | None = None
-        self._events: list[StreamEvent] = []  # those that came with the headers
+        self._read: list[StreamEvent] = []  # those that came with the headers
         self._client_error: Exception | None = None
+        self._first: bytes | None = None  # the first events; None: not made, b"": sent
+        self._sent_at = time.monotonic()
+
+    def run(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        """Ask the upstream, and drive the response to its end. Raises ApiError if the upstream
+        refuses, or the host cancels, before the client was sent anything, and OSError if the client
+        has left; the response is over in any case."""
+        try:
+            is_open = self.open(body, headers)
+        except OSError:
+            self._abandon()
+            raise
+        if is_open:
+            self.to_the_end()
+        failure = self.failure
+        if failure is not None and (not is_open or failure.reason is RequestFailReason.CANCELED):
+            refused = self._exchange.error_for_client(failure, self._retry_after)
+            if self._sink is None or self._first != b"":  # the client was sent nothing
+                raise refused
+            self._send(self._events.fail(refused.message, code=refused.code))
+
+    def finish_empty(self) -> None:
+        """End the response without output: the upstream is not asked."""
+        self._prepare()
+        self._send(self._events.finish_empty())
+
+    # ------------------------------------------------------------ the upstream
+
+    def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
+        """Post the body and wait for the headers. False: `failure` says why there is no stream. An
+        error of the client, who is looked at meanwhile, says nothing of the server: it is
+        raised."""
+        endpoint = self._exchange.upstream.endpoint
+        self._leased.started_waiting()
+        try:
+            self._reply = reply = session.post_chat(
+                self._abort, endpoint, body, headers=headers, waiter=self
+            )
+        except (OSError, ValueError) as error:
+            if self._client_error is not None:
+                raise self._client_error from None
+            failure = session.send_failure(error, self._abort, endpoint)
+            self.failure = self._leased.closed(failure)
+            return False
+        if reply.status != 200:
+            self._retry_after = reply.header("retry-after")
+            self.failure = self._leased.closed(reply.failure())
+            self.close()
+            return False
+        self._leased.opened(threads.now())
+        self._connection, self._body = reply.take_over()
+        self._connection.set_silence(self.silence_s)
+        self._read = self._body.feed(b"")
+        if self._read:
+            self._leased.received(self._read, threads.now())
+        return True
 
     def before_sending(self) -> None:
+        """As a `Waiter`: until the headers, called before each wait."""
         self._look_at_client()
         self._leased.before_sending()
 
@@ -82,45 +150,23 @@ class ChatExchange:
 
     def _look_at_client(self) -> None:
         try:
-            self._before_reading()
+            self._exchange.announce()
+            self._prepare()
+            self._keep_client()
         except Exception as error:
             self._client_error = error
             raise
 
-    def open(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
-        """Post the body and wait for the headers. False: `failure` says why there is no stream."""
-        self._leased.started_waiting()
-        try:
-            self._reply = reply = session.post_chat(
-                self._abort, self._endpoint, body, headers=headers, waiter=self
-            )
-        except (OSError, ValueError) as error:
-            if self._client_error is not None:
-                raise self._client_error from None
-            failure = session.send_failure(error, self._abort, self._endpoint)
-            self.failure = self._leased.closed(failure)
-            return False
-        if reply.status != 200:
-            self.retry_after = reply.header("retry-after")
-            self.failure = self._leased.closed(reply.failure())
-            self.close()
-            return False
-        self._leased.opened(threads.now())
-        self._connection, self._body = reply.take_over()
-        self._connection.set_silence(self.silence_s)
-        self._events = self._body.feed(b"")
-        if self._events:
-            self._leased.received(self._events, threads.now())
-        return True
-
-    def read(self, before_waiting: Callable[[], object] = lambda: None) -> list[StreamEvent] | None:
+    def read(self) -> list[StreamEvent] | None:
         """The next events; [] for a keepalive, or if nothing comes within `silence_s`; None at the
-        end, with `failure` if it is a bad one. `before_waiting` is called before a wait."""
+        end, with `failure` if it is a bad one."""
         body = self._body
         assert body is not None
-        events, self._events = self._events, []
+        events, self._read = self._read, []
         if not events and not body.is_over:
-            before_waiting()
+            if self._first and not self._abort.wait_readable(_FIRST_TEXT_WAIT_S):
+                self._write([])
+            self._keep_client()
             if (settled_at := self._leased.settled_at) is not None:
                 self._await_rest(settled_at)
             self._leased.before_reading()
@@ -155,52 +201,14 @@ class ChatExchange:
             self._reply.close()
         self._reply = None
 
+    # ------------------------------------------------------------ the client
 
-class EventSink(Struct, frozen=True, kw_only=True):
-    """Takes the events made. `before_reading` is called before each wait for the upstream."""
-
-    send: Callable[[bytes], None]
-    encode: Callable[[list[Event]], bytes]
-    before_reading: Callable[[], object] | None = None
-
-
-class ResponseRun:
-    """Makes a response from its chat completion, on the request's thread: what is read is written
-    before more is read.
-
-    `sink` gets the events as they are made; None: the client does not stream. `heartbeat_s`: after
-    so long without an event, `response.in_progress` is sent again, even before the upstream's
-    headers, for which it may take minutes.
-    """
-
-    def __init__(
-        self,
-        events: ResponseEvents,
-        abort: Abort,
-        *,
-        sink: EventSink | None,
-        heartbeat_s: float,
-        on_end: Callable[[], None],
-    ) -> None:
-        self._events = events
-        self._abort = abort
-        self._sink = sink
-        self._heartbeat_s = heartbeat_s
-        self._on_end = on_end
-        self._first: bytes | None = None  # the first events; None: not made, b"": sent
-        self._sent_at = time.monotonic()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the client has been sent anything."""
-        return self._first == b"" and self._sink is not None
-
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Make the first events, while the upstream works; idempotent."""
         if self._first is None:
             self._first = b"" if self._sink is None else self._sink.encode(self._events.begin())
 
-    def before_reading(self) -> None:
+    def _keep_client(self) -> None:
         """Let the sink read from its client, and send a heartbeat if one is due."""
         if self._sink is not None:
             if self._sink.before_reading is not None:
@@ -208,40 +216,25 @@ class ResponseRun:
             if time.monotonic() >= self._sent_at + self._heartbeat_s:
                 self._send(self._events.heartbeat())
 
-    def to_the_end(self, chat: ChatExchange) -> None:
-        """Drive it to its end. Raises OSError if the client has left; it is over in any case."""
-        self.prepare()
+    def to_the_end(self) -> None:
+        """Drive it to its end, once it is open."""
+        self._prepare()
         try:
             while not self._events.is_over:
-                read = chat.read(self._wait)
+                read = self.read()
                 if read is None:
-                    self._send(self._events.closed(chat.failure))
+                    self._send(self._events.closed(self.failure))
                 else:
                     self._send(self._events.feed(read))
         finally:
-            chat.close()
-            self.abandon()
+            self.close()
+            self._abandon()
 
-    def _wait(self) -> None:
-        """Called before each wait for more of the stream."""
-        if self._first and not self._abort.wait_readable(_FIRST_TEXT_WAIT_S):
-            self._write([])
-        self.before_reading()
-
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """The client has left, and may continue from what it has received; idempotent."""
         if not self._events.is_over:
             self._events.fail("the client has disconnected")
             self._on_end()
-
-    def finish_empty(self) -> None:
-        """End the response without output: the upstream is not asked."""
-        self.prepare()
-        self._send(self._events.finish_empty())
-
-    def fail(self, refused: ApiError) -> None:
-        """End it as failed: the upstream refused after the client was sent the first events."""
-        self._send(self._events.fail(refused.message, code=refused.code))
 
     def _send(self, events: list[Event]) -> None:
         # before the end is sent: who has read it may refer to the response and take its place
@@ -302,48 +295,22 @@ class ResponseGenerator:
             )
 
         run = ResponseRun(
-            events, exchange.abort, sink=sink, heartbeat_s=self._heartbeat_s, on_end=on_end
+            exchange,
+            events,
+            sink=sink,
+            heartbeat_s=self._heartbeat_s,
+            silence_s=self._silence_s if chat_request.stream else None,
+            on_end=on_end,
         )
         if chat_request.generates:
-            self._run(run, exchange, request, chat_request)
+            chat = chat_request.body
+            messages = self._facts.as_template_takes(chat["messages"], exchange, request)
+            # with progress reports, a stalled prompt is found sooner
+            body = {**chat, "messages": messages, "return_progress": True}
+            run.run(body, forwarded(request, exclude=_REPLACED))
         else:
             run.finish_empty()
         if sink is None and events.failure is not None:
             # The output is lost and a retry would generate it all again: never an automatic one.
             raise ApiError(502, events.failure, code=error_code(events.failure), should_retry=False)
         return events
-
-    def _run(
-        self, run: ResponseRun, exchange: Exchange, request: HttpRequest, chat_request: ChatRequest
-    ) -> None:
-        """Ask the upstream, and drive the response to its end. Raises ApiError if the upstream
-        refuses, or the host cancels, before the client was sent anything."""
-
-        def before_reading() -> None:
-            exchange.announce()
-            run.prepare()
-            run.before_reading()
-
-        chat = ChatExchange(
-            exchange.abort,
-            exchange.upstream.endpoint,
-            exchange.leased,
-            before_reading=before_reading,
-            silence_s=self._silence_s if chat_request.stream else None,
-        )
-        messages = self._facts.as_template_takes(chat_request.body["messages"], exchange, request)
-        # with progress reports, a stalled prompt is found sooner
-        body = {**chat_request.body, "messages": messages, "return_progress": True}
-        try:
-            is_open = chat.open(body, forwarded(request, exclude=_REPLACED))
-        except OSError:
-            run.abandon()
-            raise
-        if is_open:
-            run.to_the_end(chat)
-        failure = chat.failure
-        if failure is not None and (not is_open or failure.reason is RequestFailReason.CANCELED):
-            refused = exchange.error_for_client(failure, chat.retry_after)
-            if not run.has_begun:
-                raise refused
-            run.fail(refused)
