@@ -29,7 +29,7 @@ from llama_worker.testing.scripts import (
     steps_json,
 )
 from llama_worker.types.request import RequestResult, RequestStatus
-from llama_worker.types.worker import WorkerState, WorkerStatus
+from llama_worker.types.worker import WorkerDebugInfo, WorkerState, WorkerStatus
 from tests.conftest import shell_program
 
 HOST = "127.0.0.1"
@@ -161,6 +161,9 @@ class Rig:
 
     def status(self) -> WorkerStatus:
         return self.worker.get_worker_status().get(timeout=WAIT_S)
+
+    def debug(self) -> WorkerDebugInfo:
+        return self.worker.get_debug_info().get(timeout=WAIT_S)
 
     def wait_state(self, state: WorkerState, timeout_s: float = WAIT_S) -> WorkerStatus:
         eventually(lambda: self.status()["state"] is state, f"state {state}", timeout_s)

@@ -61,7 +61,7 @@ def test_wordless_exit_or_error_fails_request_and_restarts(
     assert happened.is_set()
     rig.wait_restarted()
     assert rig.run(*fs.plain_reply(fs.Text("fine")))["text"] == "fine"
-    events = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
+    events = rig.debug()["recent_events"]
     assert "actor_died" in {event["event"] for event in events}
 
 

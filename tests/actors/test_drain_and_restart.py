@@ -61,7 +61,7 @@ def test_tokens_are_counted_while_draining_but_not_stopping(rig: Rig, gate: Path
 
 def test_a_restart_is_explained_by_any_str(rig: Rig) -> None:
     rig.worker.restart(OwnText("new weights")).get(timeout=WAIT_S)
-    debug = rig.worker.get_debug_info().get(timeout=WAIT_S)
+    debug = rig.debug()
     assert debug["recent_restarts"][-1]["detail"] == "new weights"
     with pytest.raises(TypeError, match="reason must be a str"):
         rig.worker.restart(7).get(timeout=WAIT_S)  # type: ignore[arg-type]

@@ -44,7 +44,5 @@ def test_unknown_messages_change_nothing(
     gate.touch()
     rig.wait_text(request, "before after")
     assert rig.worker.cancel(request).get(timeout=WAIT_S) is True
-    events = [
-        event["event"] for event in rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
-    ]
+    events = [event["event"] for event in rig.debug()["recent_events"]]
     assert not {"actor_died", "restart"} & set(events)

@@ -219,7 +219,7 @@ def test_gpu_failure_restarts_server_and_requests_keep_output(
         told,
     )
     assert rig.wait_restarted()["restart_count"] == 1
-    (restart,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
+    (restart,) = rig.debug()["recent_restarts"]
     assert restart["reason"] == "gpu_failed"
     eventually(lambda: len(nvml.sets) == 2, "the watch of the next launch")
 

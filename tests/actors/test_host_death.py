@@ -250,7 +250,7 @@ def test_stopped_guard_with_overdue_report_is_resumed(make_worker: MakeWorker) -
     os.kill(launched["ppid"], signal.SIGSTOP)
     os.kill(launched["pid"], signal.SIGSEGV)
     rig.wait_restarted()
-    (restart,) = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
+    (restart,) = rig.debug()["recent_restarts"]
     assert restart["detail"] == "the server ended with signal 11"
 
 

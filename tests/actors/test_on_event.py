@@ -24,7 +24,7 @@ def test_on_event_gets_states_restarts_requests_in_order(make_worker: MakeWorker
         thread, event = heard.get(timeout=WAIT_S)
         assert thread == "llama_worker-callbacks"
         told.append(event)
-    assert told == rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
+    assert told == rig.debug()["recent_events"]
     shown = ("state", "restart", "admitted", "ended")
     assert [
         (each["event"], each.get("state") or each.get("reason") or each["job_name"])

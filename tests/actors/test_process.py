@@ -208,7 +208,7 @@ def test_exiting_server_says_why_and_with_which_code(make_worker: MakeWorker, co
     assert error.log_tail[-2:] == tuple(lines)
     assert lines[1] in str(error)
     assert rig.status()["state"] is WorkerState.FAILED
-    assert lines[1] in rig.worker.get_debug_info().get()["recent_logs"]
+    assert lines[1] in rig.debug()["recent_logs"]
 
 
 def test_an_environment_that_changes_meanwhile_can_be_taken(
@@ -403,7 +403,7 @@ def test_host_that_changed_its_user_stops_in_order(
     monkeypatch.setattr(subprocess.Popen, "send_signal", Mock(side_effect=PermissionError))
     rig.stop()
     assert rig.journal.facts("exit", code=0), "by its own decision: it was not killed"
-    events = rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"]
+    events = rig.debug()["recent_events"]
     assert [event for event in events if event["event"] == "actor_died"] == []
 
 
@@ -427,9 +427,7 @@ def test_a_start_that_is_stopped_leaves_nothing(
     starting = rig.worker.start()
     if children_count:
         rig.journal.wait("child", timeout=WAIT_S, count=children_count)
-        assert rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_events"], (
-            "questions are answered meanwhile"
-        )
+        assert rig.debug()["recent_events"], "questions are answered meanwhile"
     rig.stop()
     rig.wait_gone(0.0)
     assert _failure(starting).reason is StartFailReason.STOPPED

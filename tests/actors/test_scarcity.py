@@ -158,9 +158,7 @@ def test_host_ignoring_sigchld_hears_of_every_end(make_worker: MakeWorker) -> No
         rig = make_worker()
         os.kill(rig.status()["pid"], signal.SIGKILL)
         rig.wait_restarted()
-        (event,) = [
-            e for e in rig.worker.get_debug_info().get()["recent_events"] if e["event"] == "exited"
-        ]
+        (event,) = [e for e in rig.debug()["recent_events"] if e["event"] == "exited"]
         assert event["returncode"] == -signal.SIGKILL
         rig.stop()
         rig.wait_gone(0.0)

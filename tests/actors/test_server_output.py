@@ -25,7 +25,7 @@ def test_flood_of_output_does_not_hang_the_server(make_worker: MakeWorker) -> No
     rig = make_worker(fs.Script(floods=[fs.Flood(), fs.Flood(newline=False)]), log_lines=50)
     for _ in range(5):
         assert rig.run(*fs.plain_reply(fs.Tokens(20)))["state"] == "completed"
-    assert len(rig.worker.get_debug_info().get()["recent_logs"]) <= 51
+    assert len(rig.debug()["recent_logs"]) <= 51
 
 
 def test_output_without_memory_harms_no_server(

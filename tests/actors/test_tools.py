@@ -91,7 +91,7 @@ def bodies(rig: Rig) -> list[dict[str, Any]]:
 
 
 def stuck(rig: Rig) -> int:
-    return rig.worker.get_debug_info().get(timeout=WAIT_S)["stuck_tool_threads_count"]
+    return rig.debug()["stuck_tool_threads_count"]
 
 
 def test_parallel_tools_of_different_requests_keep_own_arguments(
@@ -295,9 +295,7 @@ def test_signal_is_reported_immediately_outside_the_conversation(
     )
     status = rig.request(request_id)
     assert (status["state"], status["signals"]) == ("running", [signal])
-    assert rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]["signals"] == {
-        "signal_issue": 1
-    }
+    assert rig.debug()["totals"]["signals"] == {"signal_issue": 1}
     gate.touch()
     result = rig.ended(request_id)
     assert [told["tool_name"] for told in result["signals"]] == ["signal_issue", "declare_outcome"]

@@ -181,7 +181,7 @@ def test_the_api_key_is_sent_and_shown_nowhere(
         refused,
         failed,
         rig.status(),
-        rig.worker.get_debug_info().get(),
+        rig.debug(),
         rig.worker,
         rig.config,
         Endpoint.of(rig.config),

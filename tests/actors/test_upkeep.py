@@ -20,7 +20,7 @@ from tests.actors.conftest import WAIT_S, MakeWorker, Rig, eventually, fast_rest
 
 
 def restarts(rig: Rig) -> list[Any]:
-    return rig.worker.get_debug_info().get(timeout=WAIT_S)["recent_restarts"]
+    return rig.debug()["recent_restarts"]
 
 
 def test_a_server_that_has_grown_is_recycled(make_worker: MakeWorker) -> None:

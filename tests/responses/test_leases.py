@@ -63,7 +63,7 @@ class Stage:
     @property
     def ends(self) -> Any:
         """How many requests ended how, and why."""
-        return self.rig.worker.get_debug_info().get(timeout=WAIT_S)["totals"]["requests"]
+        return self.rig.debug()["totals"]["requests"]
 
     def wait_jobs(self, count: int) -> dict[int, str]:
         eventually(lambda: len(self.worker_jobs) == count, f"{count} requests in flight", WAIT_S)

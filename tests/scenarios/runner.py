@@ -211,7 +211,7 @@ class _Run:
             seen,
             (WorkerState.READY, int(bool(scenario.restart_reason)), 0),
         )
-        restarts = rig.worker.get_debug_info().get()["recent_restarts"]
+        restarts = rig.debug()["recent_restarts"]
         reason = restarts[-1]["reason"] if restarts else ""
         self.expect("reason of the restart", reason, scenario.restart_reason)
         self.expect(
