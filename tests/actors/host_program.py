@@ -1,8 +1,7 @@
 """A host with one worker, which then ends in the way that its argument names. Run by
 `test_host_death.py`.
 
-python host_program.py WAY PORT JOURNAL SCRIPT_JSON: prints "ready" once a stream runs, then waits
-for a line.
+host_program.py WAY PORT COMMAND...: prints "ready" once a stream runs, then waits for a line.
 """
 
 from __future__ import annotations
@@ -15,35 +14,15 @@ import time
 from collections.abc import Callable
 
 from llama_worker import LlamaWorker, TimeoutProfile, WorkerClosed, WorkerConfig
-from llama_worker.testing.scripts import SERVER
 
 
-def main(way: str, port: str, journal: str, script: str) -> None:
+def main(way: str, port: str, *command: str) -> None:
     """Start a worker and a stream on it; end as told."""
     # a shell's background jobs inherit it as ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [
-        sys.executable,
-        "-S",
-        "-E",
-        str(SERVER),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--parallel",
-        "2",
-    ]
-    worker = LlamaWorker(
-        WorkerConfig(
-            name="host",
-            host="127.0.0.1",
-            port=int(port),
-            slots=2,
-            server_cmd=(*command, "--script", script, "--journal", journal),
-            timeouts=TimeoutProfile(stop_grace_s=60.0),
-        )
-    )
+    timeouts = TimeoutProfile(stop_grace_s=60.0)
+    config = WorkerConfig("host", "127.0.0.1", int(port), command, slots=2, timeouts=timeouts)
+    worker = LlamaWorker(config)
     starting = worker.start()
     if way == "exit while starting":
         announce()

@@ -6,7 +6,7 @@ import contextlib
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from llama_worker.testing import scripts as fs
 from tests.actors.conftest import server_program
 from tests.conftest import running
 
+MakeServer = Callable[[Mapping[str | None, list[fs.Step]]], None]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -29,11 +30,17 @@ def journal(tmp_path: Path) -> fs.JournalReader:
 @pytest.fixture
 def make_server(
     tmp_path: Path, journal: fs.JournalReader, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[fs.Script], None]:
-    """Puts a scripted llama-server where programs look for one."""
+) -> MakeServer:
+    """Puts a scripted llama-server where programs look for one: what it says by a word of the
+    prompt, the first that is there."""
 
-    def make(script: fs.Script) -> None:
-        monkeypatch.setenv("LLAMA_SERVER", server_program(tmp_path, script, journal.path))
+    def make(sayings: Mapping[str | None, list[fs.Step]]) -> None:
+        replies = [
+            fs.ScriptedReply(fs.plain_reply(*steps), marker=marker, times=None)
+            for marker, steps in sayings.items()
+        ]
+        program = server_program(tmp_path, fs.Script(replies=replies), journal.path)
+        monkeypatch.setenv("LLAMA_SERVER", program)
 
     return make
 
@@ -55,11 +62,9 @@ def test_examples_are_short(name: str, most: int) -> None:
 
 
 def test_thirty_jobs_over_three_workers_all_get_slots(
-    make_server: Callable[[fs.Script], None], journal: fs.JournalReader
+    make_server: MakeServer, journal: fs.JournalReader
 ) -> None:
-    make_server(
-        fs.Script(replies=[fs.ScriptedReply(fs.plain_reply(fs.Text("The Inn.")), times=None)])
-    )
+    make_server({None: [fs.Text("The Inn.")]})
     with example("job_runner.py", "m.gguf") as (program, output):
         lines = output.read().splitlines()
         assert program.wait() == 0
@@ -86,10 +91,10 @@ def tell(to: str, text: str, index: int = 0) -> fs.Step:
 
 
 def test_other_workers_continue_while_one_swapped_or_killed(
-    make_server: Callable[[fs.Script], None], journal: fs.JournalReader, tmp_path: Path
+    make_server: MakeServer, journal: fs.JournalReader, tmp_path: Path
 ) -> None:
     swapped, killed, renamed = (tmp_path / name for name in ("swapped", "killed", "renamed"))
-    sayings = {
+    sayings: dict[str | None, list[fs.Step]] = {
         "user says": [fs.Text("Let us begin."), tell("coder", "Write it.")],
         "planner says": [fs.Gate(swapped), fs.Text("Written."), tell("critic", "Review it.")],
         "coder says": [fs.Text("Hm."), fs.Gate(killed), tell("coder", "Rename it.")],
@@ -100,14 +105,7 @@ def test_other_workers_continue_while_one_swapped_or_killed(
             fs.ToolCall("declare_outcome", {"outcome": "success", "summary": "Done."}),
         ],
     }
-    make_server(
-        fs.Script(
-            replies=[
-                fs.ScriptedReply(fs.plain_reply(*steps), marker=marker, times=None)
-                for marker, steps in reversed(sayings.items())
-            ]
-        )
-    )
+    make_server(dict(reversed(sayings.items())))
     models = ["a.gguf", "old.gguf", "b.gguf", "--next-coder", "new.gguf", "--kill-critic"]
     with example("orchestrator.py", *models, "Build it.") as (program, output):
         told = []
@@ -138,23 +136,14 @@ def test_other_workers_continue_while_one_swapped_or_killed(
     assert len(journal.facts("launched")) == 5
 
 
-def test_message_waiting_at_swap_goes_to_new_model(
-    make_server: Callable[[fs.Script], None], tmp_path: Path
-) -> None:
+def test_message_waiting_at_swap_goes_to_new_model(make_server: MakeServer, tmp_path: Path) -> None:
     swapped = tmp_path / "swapped"
-    sayings = {
+    sayings: dict[str | None, list[fs.Step]] = {
         "user says": [tell("coder", "Write it."), tell("coder", "Test it.", index=1)],
         "Write it.": [fs.Gate(swapped), fs.Text("Written.")],
         "Test it.": [fs.Text("Tested.")],
     }
-    make_server(
-        fs.Script(
-            replies=[
-                fs.ScriptedReply(fs.plain_reply(*steps), marker=marker, times=None)
-                for marker, steps in sayings.items()
-            ]
-        )
-    )
+    make_server(sayings)
     models = ["a.gguf", "old.gguf", "b.gguf", "--next-coder", "new.gguf"]
     with example("orchestrator.py", *models, "Build it.") as (program, output):
         printed = set()

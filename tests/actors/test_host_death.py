@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -66,14 +65,11 @@ def run_host(free_port: Callable[[], int], tmp_path: Path) -> Iterator[RunHost]:
     running: list[subprocess.Popen[str]] = []
 
     def run(way: str, script: fs.Script) -> Host:
-        journal = tmp_path / "journal"
-        arguments = (
-            way,
-            str(free_port()),
-            str(journal),
-            json.dumps(fs.to_json(replace(script, lifetime_s=120))),
+        journal, port, pipe = tmp_path / "journal", free_port(), subprocess.PIPE
+        server = fs.scripted_server_cmd(
+            replace(script, lifetime_s=120), host="127.0.0.1", port=port, slots=2, journal=journal
         )
-        command, pipe = [sys.executable, str(HOST_PROGRAM), *arguments], subprocess.PIPE
+        command = [sys.executable, str(HOST_PROGRAM), way, str(port), *server]
         process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )

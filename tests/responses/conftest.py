@@ -10,6 +10,7 @@ import socket
 import socketserver
 import ssl
 import subprocess
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from llama_worker.testing.scripts import (
     scripted_server_cmd,
     steps_json,
 )
+from tests.actors.conftest import gate
 from tests.responses.open_responses import check_event, check_reply
 from tests.responses.oracle import Event, check_events, read_sse
 from tests.responses.relay import Listener, Relay
@@ -37,12 +39,22 @@ from tests.responses.scenarios import PARROT_ARGS
 from tests.server.conftest import NO_PROBES, Serve, lasting_port, serve
 from tests.server.pace import SERVER_ARGS
 
-__all__ = ["lasting_port", "serve"]  # fixtures
+__all__ = ["gate", "lasting_port", "serve"]  # fixtures
 
 HOST = "127.0.0.1"
 WAIT_S = 300.0  # nothing here is right or wrong by the clock
 HELLO = Script()  # the scripted server says "Hello"
 Json = dict[str, Any]
+
+
+@contextlib.contextmanager
+def held_bytes() -> Iterator[Callable[[], int]]:
+    """How many bytes have been allocated since, and are still held."""
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,7 @@ from llama_worker.responses.proxy import ResponsesProxy
 from llama_worker.testing.scripts import Headers, Repeat, Role, Text
 from tests.actors.conftest import eventually
 from tests.conftest import LLAMA_WORKER, no_descriptors
-from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, request_bytes
+from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, held_bytes, request_bytes
 
 MIB = 1024 * 1024
 CROWD = 1000
@@ -163,37 +162,29 @@ def test_client_still_sending_may_read_its_refusal_reason(monkeypatch: pytest.Mo
 
 def test_what_is_refused_is_not_kept() -> None:
     piece = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
-    tracemalloc.start()
-    try:
-        with listening(max_body_bytes=MIB) as (refusing, connect):
-            client = connect()
-            client.sendall(HALVES["half a chunk"].removesuffix(b"ff\r\n{"))
-            for _ in range(31):
-                client.sendall(piece)
-                refusing._handle_events()
-            client.sendall(b"ffff\r\n")
-            while refusing._pending_bytes:
-                refusing._handle_events()
-            assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
-            assert tracemalloc.get_traced_memory()[0] < MIB // 2
-    finally:
-        tracemalloc.stop()
+    with held_bytes() as held, listening(max_body_bytes=MIB) as (refusing, connect):
+        client = connect()
+        client.sendall(HALVES["half a chunk"].removesuffix(b"ff\r\n{"))
+        for _ in range(31):
+            client.sendall(piece)
+            refusing._handle_events()
+        client.sendall(b"ffff\r\n")
+        while refusing._pending_bytes:
+            refusing._handle_events()
+        assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+        assert held() < MIB // 2
 
 
 def test_a_refused_head_is_not_kept() -> None:
     head = b"GET / HTTP/1.1\r\nX: %b" % (b"a" * 70_000)
-    tracemalloc.start()
-    try:
-        with listening() as (refusing, connect):
-            for _ in range(16):
-                client = connect()
-                client.sendall(head)
-                while not select.select([client], [], [], 0)[0]:
-                    refusing._handle_events()
-                assert client.recv(65536).startswith(b"HTTP/1.1 431 ")
-            assert tracemalloc.get_traced_memory()[0] < MIB // 2
-    finally:
-        tracemalloc.stop()
+    with held_bytes() as held, listening() as (refusing, connect):
+        for _ in range(16):
+            client = connect()
+            client.sendall(head)
+            while not select.select([client], [], [], 0)[0]:
+                refusing._handle_events()
+            assert client.recv(65536).startswith(b"HTTP/1.1 431 ")
+        assert held() < MIB // 2
 
 
 def test_too_much_pending_costs_its_sender(make_fake: MakeClient) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -115,64 +117,63 @@ def test_a_fault_of_the_proxy_is_500(
     assert "hush" not in caplog.text + reply.data.decode()
 
 
+NOWHERE = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
+
+
+@pytest.fixture
+def proxy() -> Iterator[ResponsesProxy]:
+    with contextlib.closing(ResponsesProxy(NOWHERE)) as proxy:
+        yield proxy
+
+
 def test_a_proxy_that_cannot_be_made_leaves_nothing(leftovers: Leftovers) -> None:
     lacks = pytest.raises(RuntimeError, match="new thread")
     with no_threads("ResponsesProxyActor"), lacks:
-        ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0))
+        ResponsesProxy(NOWHERE)
     assert leftovers.wait_none() == []
 
 
-def test_proxy_without_a_thread_says_so_and_closes() -> None:
-    proxy = ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0))
-    lacks = pytest.raises(RuntimeError, match="new thread")
-    with contextlib.closing(proxy), no_threads("responses"), lacks:
+def test_proxy_without_a_thread_says_so_and_closes(proxy: ResponsesProxy) -> None:
+    with no_threads("responses"), pytest.raises(RuntimeError, match="new thread"):
         proxy.start().get(timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
 def test_name_that_no_host_has_cannot_be_bound(host: str) -> None:
-    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", host=host, port=0)
     not_bound = pytest.raises(OSError, match="not a host name")
-    with contextlib.closing(ResponsesProxy(config)) as proxy, not_bound:
+    with contextlib.closing(ResponsesProxy(replace(NOWHERE, host=host))) as proxy, not_bound:
         proxy.start().get(timeout=WAIT_S)
 
 
-def test_a_start_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries: list[object] = []
-
-    def no_port(*args: object) -> None:
-        tries.append(args)
-        raise OSError("Address already in use")
-
+def test_a_start_that_failed_is_not_tried_again(
+    proxy: ResponsesProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_port = Mock(side_effect=OSError("Address already in use"))
     monkeypatch.setattr(actor, "SocketListener", no_port)
-    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
-    with contextlib.closing(ResponsesProxy(config)) as proxy:
-        for _ in range(2):
-            with pytest.raises(OSError, match="in use"):
-                proxy.start().get(timeout=WAIT_S)
-    assert len(tries) == 1
-
-
-def test_proxy_being_closed_does_not_start() -> None:
-    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
-    with contextlib.closing(ResponsesProxy(config)) as proxy:
-        proxy.actor_ref.tell(StopListening(reply=WorkerFuture()))
-        with pytest.raises(RuntimeError, match="closed"):
+    for _ in range(2):
+        with pytest.raises(OSError, match="in use"):
             proxy.start().get(timeout=WAIT_S)
+    no_port.assert_called_once()
 
 
-def test_closed_proxy_does_not_start_again() -> None:
-    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
-    with ResponsesProxy(config) as proxy:
-        pass
+@cases(
+    "end",
+    {
+        "being closed": lambda proxy: proxy.actor_ref.tell(StopListening(reply=WorkerFuture())),
+        "closed": lambda proxy: (proxy.start().get(timeout=WAIT_S), proxy.close()),
+    },
+)
+def test_closed_proxy_does_not_start(
+    proxy: ResponsesProxy, end: Callable[[ResponsesProxy], object]
+) -> None:
+    end(proxy)
     with pytest.raises(RuntimeError, match="closed"):
         proxy.start().get(timeout=WAIT_S)
 
 
 def test_proxy_whose_actor_is_stopped_does_not_start() -> None:
     """As by Pykka's `ActorRegistry.stop_all`."""
-    config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0)
-    with contextlib.closing(ResponsesProxy(config)) as proxy:
+    with contextlib.closing(ResponsesProxy(NOWHERE)) as proxy:
         port = proxy.start()
         proxy.actor_ref.stop()
         with contextlib.suppress(RuntimeError):  # it may have started before

@@ -335,8 +335,8 @@ def test_of_several_answers_every_one_is_watched(make_stage: MakeStage) -> None:
 # ---------------------------------------------------------------- slots
 
 
-def test_hosts_and_clients_share_the_slots(make_stage: MakeStage, tmp_path: Path) -> None:
-    stage, gate = make_stage(slots=2), tmp_path / "gate"
+def test_hosts_and_clients_share_the_slots(make_stage: MakeStage, gate: Path) -> None:
+    stage = make_stage(slots=2)
     host = stage.rig.submit(*HALF, fs.Gate(gate), *fs.plain_reply()[1:])
     with stage.halfway(gate) as (data, reply):
         jobs = stage.worker_jobs
@@ -354,8 +354,8 @@ def test_hosts_and_clients_share_the_slots(make_stage: MakeStage, tmp_path: Path
     assert stage.client.create().status == 200
 
 
-def test_a_result_belongs_to_the_client(make_stage: MakeStage, tmp_path: Path) -> None:
-    stage, gate = make_stage(), tmp_path / "gate"
+def test_a_result_belongs_to_the_client(make_stage: MakeStage, gate: Path) -> None:
+    stage = make_stage()
     with stage.halfway(gate) as (_, reply):
         (request_id,) = stage.worker_jobs
         worker = stage.rig.worker
@@ -514,11 +514,10 @@ def test_without_a_server_clients_get_503(make_stage: MakeStage, state: str) -> 
 
 @of_either_api
 def test_a_client_that_tries_again_is_one_job(
-    make_stage: MakeStage, tmp_path: Path, target: str
+    make_stage: MakeStage, gate: Path, target: str
 ) -> None:
     """A 500 is mostly the fault of what is asked: only several jobs accuse the server."""
     stage = make_stage(restart=fast_restart(server_errors_before_restart=2))
-    gate = tmp_path / "gate"
     host = stage.rig.submit(*HALF, fs.Gate(gate), *fs.plain_reply()[1:])
     asked: Any = {"target": target, "messages": WHOLE}
     for _ in range(3):
@@ -594,8 +593,8 @@ def test_a_lack_of_descriptors_blames_no_server(
 # ---------------------------------------------------------------- chat completions, as they are
 
 
-def test_a_chat_completion_is_watched_and_unchanged(make_stage: MakeStage, tmp_path: Path) -> None:
-    stage, gate = make_stage(), tmp_path / "gate"
+def test_a_chat_completion_is_watched_and_unchanged(make_stage: MakeStage, gate: Path) -> None:
+    stage = make_stage()
     text = '{"choices": [ {"delta": {"content":"Once "}, "finish_reason" : null} ], "x":1e2}'
     end = '{"choices":[{"delta":{},"finish_reason":"length"}]}'
     first, last = f": hello\r\n\r\ndata: {text}\n\n", f"data:{end}\r\n\r\ndata: [DONE]\n\n"

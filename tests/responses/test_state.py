@@ -129,8 +129,7 @@ def test_client_fetches_and_deletes_what_it_broke_off(fake: Client) -> None:
         assert statuses == [200, 200, 404]
 
 
-def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
+def test_a_response_that_still_runs_is_waited_for(fake: Client, gate: Path) -> None:
     with (
         fake.begun(*fs.plain_reply(fs.Text("Once"), fs.Gate(gate)), until=b"Once") as (
             data,
@@ -149,10 +148,9 @@ def test_a_response_that_still_runs_is_waited_for(fake: Client, tmp_path: Path) 
 
 
 def test_refused_deletion_is_not_made_later(
-    fake: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: Client, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "_ANSWER_S", 0.05)
-    gate = tmp_path / "gate"
     said = fs.plain_reply(fs.Text("Once"), fs.Gate(gate))
     with fake.begun(*said, until=b"Once") as (data, response):
         found = re.search(rb'"id":"(resp_[^"]+)"', data)

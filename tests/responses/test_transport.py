@@ -92,10 +92,8 @@ def test_closing_cuts_what_the_upstream_ignores(make_client: MakeClient) -> None
         ),
     ],
 )
-def test_a_client_that_waits_gets_events(
-    make_fake: MakeClient, tmp_path: Path, steps: Steps
-) -> None:
-    fake, gate = make_fake(heartbeat_s=0.02), tmp_path / "gate"
+def test_a_client_that_waits_gets_events(make_fake: MakeClient, gate: Path, steps: Steps) -> None:
+    fake = make_fake(heartbeat_s=0.02)
     script = [*steps, fs.Gate(gate), *fs.plain_reply(fs.Text("done"))[0 if not steps else 2 :]]
     tools = [{"type": "custom", "name": "apply_patch"}]
     with fake.begun(*script, until=b"in_progress", tools=tools) as (data, response):
@@ -117,8 +115,8 @@ def test_a_heartbeat_is_due_when_a_wait_ends(
     assert (waits_count * silence_s, silence_s <= 1.0) == (pytest.approx(heartbeat_s), True)
 
 
-def test_a_refusal_after_a_heartbeat_is_an_event(make_fake: MakeClient, tmp_path: Path) -> None:
-    fake, gate = make_fake(heartbeat_s=0.02), tmp_path / "gate"
+def test_a_refusal_after_a_heartbeat_is_an_event(make_fake: MakeClient, gate: Path) -> None:
+    fake = make_fake(heartbeat_s=0.02)
     refusal = fs.HttpError(400, "too long", "exceed_context_size_error")
     with fake.begun(fs.Gate(gate), refusal, until=b"response.in_progress") as (data, response):
         gate.touch()

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import json
 import re
-import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from websockets.sync.connection import Connection
 from llama_worker.responses import app
 from llama_worker.responses.http import websocket
 from llama_worker.testing import scripts as fs
-from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient
+from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, held_bytes
 from tests.responses.open_responses import SOCKET_ERROR
 from tests.responses.oracle import TERMINAL, Event
 
@@ -126,15 +125,11 @@ def test_tiny_pieces_are_held_at_their_size(make_fake: MakeClient) -> None:
     count = 10_000
     with make_fake().dial(_UPGRADE) as connection:
         connection.recv(65536)
-        tracemalloc.start()
-        try:
+        with held_bytes() as held:
             connection.sendall(b"\x01\x82\0\0\0\0ab" + b"\x00\x82\0\0\0\0ab" * count)
             connection.sendall(b"\x89\x80\0\0\0\0")  # a ping, answered behind all that
             connection.recv(65536)
-            held, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-    assert held < 20 * count  # a string each would be 60
+            assert held() < 20 * count  # a string each would be 60
 
 
 @pytest.mark.parametrize(
@@ -270,15 +265,11 @@ def test_a_conversation_is_held_at_its_size(fake: Client) -> None:
     with opened(fake) as socket:
         message = create(input=[{"role": "user", "content": "a"}] * 5000, generate=False)
         assert turn(socket, create(store=False, generate=False))[-1]["type"] in TERMINAL
-        tracemalloc.start()
-        try:
+        with held_bytes() as held:
             turn(socket, message.replace('"m"', '"m", "store": false'))
             assert socket.ping().wait(WAIT_S)  # it waits for the next message by now
             gc.collect()
-            held, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-    assert held < 2 * len(message)
+            assert held() < 2 * len(message)
 
 
 def test_what_it_keeps_of_a_conversation_is_bounded(make_fake: MakeClient) -> None:

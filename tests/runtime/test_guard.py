@@ -29,44 +29,32 @@ signal.alarm(60)
 while True:
     time.sleep(0.5)
 """
-# The guard's main, on a machine of any speed.
-PATIENT = f"""
-import sys
-from llama_worker.runtime.process import guard
-guard.ORPHAN_GRACE_S = 60.0
-guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
-"""
-# The guard's main, where the server is another user's: it may not be killed.
-POWERLESS = f"""
-import os, sys
-from llama_worker.runtime.process import guard
+
+
+def changed(lines: str) -> tuple[str, ...]:
+    """The guard's main, where these lines come first."""
+    begin = "import errno, os, sys\nfrom llama_worker.runtime.process import guard\n"
+    return "-c", f"{begin}{lines}guard.main([{guard.__file__!r}, *sys.argv[1:]])\n"
+
+
+PATIENT = changed("guard.ORPHAN_GRACE_S = 60.0\n")
+# The server is another user's: it may not be killed.
+POWERLESS = changed("""
 def kill(pid, number):
     os.write(int(sys.argv[3]), b"refused\\n")
     raise PermissionError(1, "Operation not permitted")
 guard.os.kill = kill
-guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
-"""
-# The guard's main, on a machine that has no descriptor left for a while.
-STARVED = f"""
-import errno, os, sys
-from llama_worker.runtime.process import guard
+""")
+# On a machine that has no descriptor left for a while.
+STARVED = changed("""
 lacks, listdir = [OSError(errno.ENFILE, os.strerror(errno.ENFILE))] * 3, os.listdir
 def lacking(path):
     if lacks:
         raise lacks.pop()
     return listdir(path)
 guard.os.listdir = lacking
-guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
-"""
-
-
-# The guard's main, where /proc shows no process of another user.
-BLINDED = f"""
-import sys
-from llama_worker.runtime.process import guard
-guard.children = lambda: []
-guard.main([{str(guard.__file__)!r}, *sys.argv[1:]])
-"""
+""")
+BLINDED = changed("guard.children = lambda: []\n")  # /proc shows no process of another user
 
 
 class Guard:
@@ -128,11 +116,11 @@ ASKED, KILLED = (b"asked ", b"died 0\ngone\n"), (b"", b"died -9\ngone\n")
     "program, order, said",
     {
         # it comes before the pidfd says that the host has ended
-        "the control pipe's end": (("-c", PATIENT), None, ASKED),
+        "the control pipe's end": (PATIENT, None, ASKED),
         "SIGTERM": (ITSELF, b"T", ASKED),
         "SIGKILL": (ITSELF, b"K", KILLED),
-        "SIGKILL without descriptors": (("-c", STARVED), b"K", KILLED),
-        "SIGKILL of what is not shown": (("-c", BLINDED), b"K", KILLED),
+        "SIGKILL without descriptors": (STARVED, b"K", KILLED),
+        "SIGKILL of what is not shown": (BLINDED, b"K", KILLED),
     },
 )
 def test_the_guard_ends_its_tree(
@@ -150,7 +138,7 @@ def test_the_guard_ends_its_tree(
 
 
 def test_a_guard_without_permission_to_kill_waits(cleanup: contextlib.ExitStack) -> None:
-    run = Guard(cleanup, "-c", POWERLESS)
+    run = Guard(cleanup, *POWERLESS)
     run.say(b"K")
     assert os.read(run.reports_from, 100) == b"refused\n"
     os.kill(run.server_pid, signal.SIGTERM)

@@ -107,7 +107,6 @@ def test_questions_that_could_not_be_asked_are_repeated(
     monkeypatch: pytest.MonkeyPatch, fails: str, failure: Exception, outcome: ProbeOutcome
 ) -> None:
     """Once only is it asked for its traits: what is unknown then is unknown for its whole life."""
-    told: list[Probed] = []
 
     def ask(endpoint: Endpoint, method: str, path: str, **given: Any) -> tuple[int, bytes]:
         if path != fails:
@@ -117,11 +116,9 @@ def test_questions_that_could_not_be_asked_are_repeated(
     monkeypatch.setattr(readiness, "ask", ask)
     monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
     monkeypatch.setattr(threads, "run_probe", lambda probe: probe())
-    host: Any = SimpleNamespace(tell=told.append)
-    config = replace(CONFIG, canary=Canary(prompt="x", check=lambda text: True))
-    probe_readiness(config, epoch=3, root_pid=1, first=True, reply_to=host)
-    assert [probed.outcome for probed in told] == [outcome]
-    assert ("the canary request failed: " in told[0].detail) is (fails == COMPLETIONS)
+    seen = probed(replace(CONFIG, canary=Canary(prompt="x", check=lambda text: True)), 1)
+    assert seen.outcome is outcome
+    assert ("the canary request failed: " in seen.detail) is (fails == COMPLETIONS)
 
 
 # ---------------------------------------------------------------- port
@@ -196,7 +193,6 @@ def test_an_answer_from_another_address_is_a_strangers(monkeypatch: pytest.Monke
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
     with server, socket.socket(socket.AF_INET6) as stranger:
         assert server.stdin is not None
         assert server.stdout is not None
@@ -208,20 +204,13 @@ def test_an_answer_from_another_address_is_a_strangers(monkeypatch: pytest.Monke
         both = [(socket.AF_INET6, ("::1", port, 0, 0)), (socket.AF_INET, ("127.0.0.1", port))]
         found = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in both]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
-        config = replace(CONFIG, host="localhost", port=port)
-        probe_readiness(
-            config, epoch=3, root_pid=server.pid, first=True, reply_to=Mock(tell=told.put)
-        )
-        probed = told.get(timeout=WAIT_S)
+        told = probed(replace(CONFIG, host="localhost", port=port), server.pid)
         server.stdin.close()
-    assert (probed.outcome, probed.detail) == (
-        ProbeOutcome.OTHER_PROCESS,
-        f"another process answers on [::1]:{port}",
-    )
+    assert told.outcome is ProbeOutcome.OTHER_PROCESS
+    assert told.detail == f"another process answers on [::1]:{port}"
 
 
 def test_server_ending_after_its_answer_is_no_stranger() -> None:
-    told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
     ended = subprocess.Popen(["true"])
     ended.wait()
 
@@ -230,12 +219,9 @@ def test_server_ending_after_its_answer_is_no_stranger() -> None:
         server.close()
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        config = replace(CONFIG, host="127.0.0.1", port=server.getsockname()[1])
+        config = replace(CONFIG, port=server.getsockname()[1])
         threading.Thread(target=answer_and_end, daemon=True).start()
-        probe_readiness(
-            config, epoch=3, root_pid=ended.pid, first=True, reply_to=Mock(tell=told.put)
-        )
-        assert told.get(timeout=WAIT_S).outcome is ProbeOutcome.FAILED
+        assert probed(config, ended.pid).outcome is ProbeOutcome.FAILED
 
 
 @pytest.mark.parametrize(("uid", "is_ours"), [(os.geteuid(), True), (os.geteuid() + 1, False)])
@@ -259,6 +245,14 @@ def test_without_proc_a_launched_server_is_believed(
 ) -> None:
     monkeypatch.setattr(readiness, "PROC", str(tmp_path))
     assert owns_port(os.getpid(), 1, "127.0.0.1")
+
+
+def probed(config: WorkerConfig, root_pid: int) -> Probed:
+    """What a first probe of the launch 3 says."""
+    told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
+    host = Mock(tell=told.put)
+    probe_readiness(config, epoch=3, root_pid=root_pid, first=True, reply_to=host)
+    return told.get(timeout=WAIT_S)
 
 
 def answer_once(listening: socket.socket) -> None:

@@ -265,13 +265,19 @@ def test_unanswered_connect_times_out_as_connect_failed(
     assert failed == (RequestFailReason.CONNECT_FAILED, "no connection within 0.2 s")
 
 
+def resolves(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[Any, ...]) -> None:
+    """Every name has these."""
+    families = {2: socket.AF_INET, 4: socket.AF_INET6}
+    found = [(families[len(each)], socket.SOCK_STREAM, 0, "", each) for each in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+
+
 def test_unanswering_host_is_tried_at_its_next_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with unanswered() as url:
         port = urlsplit(url).port or 0
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (at, port)) for at in (HOST, OTHER)]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+        resolves(monkeypatch, (HOST, port), (OTHER, port))
         with socket.create_server((OTHER, port)):
             connected = abortable_socket.connect(Abort(), "of.two.addresses", port, 0.2)
             with contextlib.closing(connected):
@@ -283,9 +289,7 @@ def test_a_question_leaves_time_for_the_next_address(
 ) -> None:
     with unanswered() as url:
         server, waits_s = make_server(sends(EMPTY_OBJECT)), list[float]()
-        ports = (urlsplit(url).port, server.port)
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (HOST, port)) for port in ports]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+        resolves(monkeypatch, (HOST, urlsplit(url).port), (HOST, server.port))
 
         def no_answer(connection: socket.socket, timeout_s: float) -> bool:
             waits_s.append(timeout_s)
@@ -305,11 +309,7 @@ def test_a_lack_of_ipv6_hides_no_refusal(
 ) -> None:
     """No address of it is this machine's, or it is turned off."""
     port = free_port()
-    found = [
-        (socket.AF_INET, socket.SOCK_STREAM, 0, "", (HOST, port)),
-        (socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("::1", port, 0, 0)),
-    ]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    resolves(monkeypatch, (HOST, port), ("::1", port, 0, 0))
     connect_ex = AbortableSocket.connect_ex
 
     def connect(made: AbortableSocket, address: Any) -> int:
