@@ -8,7 +8,7 @@ from itertools import pairwise
 from signal import SIGCONT, SIGKILL
 from typing import Any
 
-from llama_worker import RequestFailReason, ToolDef
+from llama_worker import RequestFailReason
 from llama_worker.server.slots import LOOK_INTERVAL_S, LOOKS_COUNT
 from llama_worker.testing.scripts import (
     Answer,
@@ -35,7 +35,6 @@ from llama_worker.testing.scripts import (
     StopSelf,
     Text,
     Tokens,
-    ToolCall,
     Usage,
     WaitClose,
 )
@@ -172,10 +171,6 @@ _prefill = (
     slow("a busy child of an idle parent", [Headers(), work(3.5), *HI], front=IDLE_PARENT),
 )
 
-_NOTE: ToolDef = {
-    "type": "function",
-    "function": {"name": "note", "parameters": {"type": "object"}},
-}
 _NUMBERS = ", ".join(map(str, range(3000)))
 _generating = (
     hung("tokens, then silence", [Tokens(5, 0.02), silent("a"), WaitClose()], IDLE_S, text=toks(5)),
@@ -225,26 +220,6 @@ _generating = (
         [Text("x"), Raw('data: {"x": "'), silent("a"), Repeat(None, [Raw("y"), Sleep(0.2)])],
         IDLE_S,
         text="x",
-    ),
-    hung(
-        "arguments of a call that repeat themselves for ever",
-        [silent("a"), Repeat(None, [ToolCall("note", '"1,2,', call_id="call00001")])],
-        0.0,
-        fails=LOOP,
-        text=None,
-        exit_tools=[_NOTE],
-        **ALONE,
-    ),
-    slow(
-        "long arguments that do not repeat themselves",
-        [
-            ToolCall(
-                "note", {"rows": [{"id": n, "square": n * n} for n in range(2000)]}, pieces=200
-            ),
-            *END,
-        ],
-        text="",
-        exit_tools=[_NOTE],
     ),
     hung(
         "one character for ever",

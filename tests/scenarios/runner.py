@@ -96,7 +96,6 @@ def run(scenario: Scenario, port: int) -> Report:
             server_cmd=(*scenario.front, *cmd),
             timeouts=replace(TIMEOUTS, **scenario.timeouts),
             restart=RESTART,
-            exit_tools=tuple(scenario.exit_tools),
         )
         with closing(LlamaWorker(config)) as worker:
             rig = Rig(worker, config, journal)

@@ -9,7 +9,7 @@ from enum import Enum
 from signal import Signals
 from typing import Any, TypeAlias
 
-from llama_worker import RequestFailReason, RestartPolicy, TimeoutProfile, ToolDef
+from llama_worker import RequestFailReason, RestartPolicy, TimeoutProfile
 from llama_worker.testing.scripts import Note, Script, Step
 
 INTERVAL_S = 0.25
@@ -74,7 +74,6 @@ class Scenario:
     moves: Sequence[Move] = ()
     script: Script = field(default_factory=Script)
     timeouts: Mapping[str, Any] = field(default_factory=dict)
-    exit_tools: Sequence[ToolDef] = ()
     front: Sequence[str] = ()  # of the server's command
     limit_s: float | None = None
     since: str = "silent a"  # "start": the start fails
