@@ -14,6 +14,7 @@ from llama_worker.testing import scripts as fs
 from llama_worker.testing.scripts import Step
 from llama_worker.types.request import RequestFailReason as Reason
 from llama_worker.types.request import RequestState
+from tests.scenarios.scenario import sent
 from tests.simulation.dice import Dice
 
 EXIT_TOOL = "report"
@@ -123,21 +124,7 @@ def random_reply(dice: Dice, key: str) -> Reply:
     kind = dice.weighted({name: weight for name, (weight, *_) in _KINDS.items()})
     _, due, write = _KINDS[kind]
     steps = list(write(_Writer(dice, key)))
-    return Reply(kind, due, steps, _sent(steps), _sent(steps, reasoning=True).rstrip())
-
-
-def _sent(steps: Iterable[Step], *, reasoning: bool = False) -> str:
-    """All the text, or reasoning, of these steps."""
-    said = ""
-    for step in steps:
-        if step["do"] == "Tokens" and step.get("reasoning", False) is reasoning:
-            first = step["start"]
-            said += "".join(
-                step["text"].replace("{i}", str(i)) for i in range(first, first + step["n"])
-            )
-        if step["do"] == "Turns":
-            said += "".join(_sent(turn, reasoning=reasoning) for turn in step["turns"])
-    return said
+    return Reply(kind, due, steps, sent(steps), sent(steps, reasoning=True).rstrip())
 
 
 @dataclass(frozen=True)

@@ -59,25 +59,19 @@ def work(seconds: float | None) -> Step:
     return Burn(seconds, TICKS)
 
 
-def toks(n: int) -> str:
-    return "".join(f"tok{i} " for i in range(n))
-
-
 def hung(
     name: str,
     reply: Sequence[Step],
     limit_s: float,
     *,
     fails: RequestFailReason = STALL,
-    text: str | None = "",
-    reasoning: str = "",
     first: Sequence[Move] = (),
     then: Sequence[Move] = (),
     **more: Any,
 ) -> Scenario:
     """One request, given up `limit_s` after `silent("a")`; the server is restarted. Moves come
     `first` or `then`."""
-    moves = (*first, Ask("a", reply, fails, text, reasoning), *then)
+    moves = (*first, Ask("a", reply, fails), *then)
     return Scenario(
         name=name,
         truth=HUNG,
@@ -91,14 +85,12 @@ def slow(
     name: str,
     reply: Sequence[Step],
     *,
-    text: str = "hi",
-    reasoning: str = "",
     first: Sequence[Move] = (),
     then: Sequence[Move] = (),
     **more: Any,
 ) -> Scenario:
     """One request, which completes. Moves may come `first`, or `then`."""
-    moves = (*first, Ask("a", reply, None, text, reasoning), *then)
+    moves = (*first, Ask("a", reply), *then)
     return Scenario(name=name, truth=SLOW, moves=moves, **more)
 
 
@@ -107,20 +99,18 @@ _headers = (
         "a stream that is dead, and a queue behind it",
         [Tokens(3), silent("a"), WaitClose()],
         IDLE_S,
-        text=toks(3),
-        then=["silent a", Ask("b", [WaitClose()], RESTARTED, "")],
+        then=["silent a", Ask("b", [WaitClose()], RESTARTED)],
     ),
     slow(
         "headers that a neighbour's batch holds back, on an idle CPU",
         [Sleep(2.0), *HI],
-        first=[Ask("b", [PromptProgress(1, 9), silent("b"), Sleep(2.0), *HI], text="hi")],
+        first=[Ask("b", [PromptProgress(1, 9), Sleep(2.0), *HI])],
         timeouts={"idle_stream_timeout_s": 4.0},
     ),
     slow(
         "a queue in front of the server's slots",
         [Repeat(30, [work(0.1), Text("x")]), *END],
-        text="x" * 30,
-        then=[Ask("b", [Sleep(3.0), *HI], text="hi")],
+        then=[Ask("b", [Sleep(3.0), *HI])],
     ),
     hung(
         "half a status line",
@@ -173,45 +163,37 @@ _prefill = (
 
 _NUMBERS = ", ".join(map(str, range(3000)))
 _generating = (
-    hung("tokens, then silence", [Tokens(5, 0.02), silent("a"), WaitClose()], IDLE_S, text=toks(5)),
+    hung("tokens, then silence", [Tokens(5, 0.02), silent("a"), WaitClose()], IDLE_S),
     slow(
         "tokens, then reads from disk, then tokens",
         [Tokens(3), DiskReads(3.0), *HI],
-        text=toks(3) + "hi",
     ),
     hung(
         "role chunks for ever",
         [Text("x"), silent("a"), Repeat(None, [Role(), work(0.1)])],
         IDLE_S,
-        text="x",
     ),
-    slow("tokens, then hard work, then tokens", [Tokens(3), work(3.0), *HI], text=toks(3) + "hi"),
+    slow("tokens, then hard work, then tokens", [Tokens(3), work(3.0), *HI]),
     hung(
         "a token later than idle_stream_timeout_s",
         [Text("x"), silent("a"), Sleep(2.0), *HI],
         IDLE_S,
-        text="x",
     ),
-    slow(
-        "one token every idle_stream_timeout_s less a little", [Tokens(5, 0.85), *END], text=toks(5)
-    ),
+    slow("one token every idle_stream_timeout_s less a little", [Tokens(5, 0.85), *END]),
     hung(
         "reasoning, then silence",
         [Reasoning("hm"), silent("a"), WaitClose()],
         IDLE_S,
-        reasoning="hm",
     ),
-    slow("slow reasoning", [Tokens(4, 0.85, reasoning=True), *HI], reasoning=toks(4).rstrip()),
+    slow("slow reasoning", [Tokens(4, 0.85, reasoning=True), *HI]),
     hung(
         "stopped in mid-stream",
         [Tokens(3), silent("a"), StopSelf(), WaitClose()],
         IDLE_S,
-        text=toks(3),
     ),
     slow(
         "stopped in mid-stream, continued in time",
         [Tokens(3), Note("stops"), StopSelf(), Sleep(0.2), *HI],
-        text=toks(3) + "hi",
         then=["stops", 1.0, SIGCONT],
         timeouts={"idle_stream_timeout_s": 2.5},
     ),
@@ -219,26 +201,23 @@ _generating = (
         "a record that never ends, byte by byte",
         [Text("x"), Raw('data: {"x": "'), silent("a"), Repeat(None, [Raw("y"), Sleep(0.2)])],
         IDLE_S,
-        text="x",
     ),
     hung(
         "one character for ever",
         [silent("a"), Repeat(None, [Text("/" * 64)])],
         0.0,
         fails=LOOP,
-        text=None,
         **ALONE,
     ),
-    slow("a long list of numbers", [Text(_NUMBERS), *END], text=_NUMBERS),
+    slow("a long list of numbers", [Text(_NUMBERS), *END]),
 )
 
-_NEIGHBOUR = Ask("b", [Tokens(1_000_000, 0.1)], RequestFailReason.CANCELED, text=None)
+_NEIGHBOUR = Ask("b", [Tokens(1_000_000, 0.1)], RequestFailReason.CANCELED)
 _neighbours = (
     hung(
         "a neighbour streams while one stream is dead: it ends alone",
         [Tokens(2), silent("a"), WaitClose()],
         IDLE_S,
-        text=toks(2),
         first=[_NEIGHBOUR],
         **ALONE,
     ),
@@ -252,7 +231,6 @@ _neighbours = (
         "two dead streams: one is the culprit, the other falls with the server",
         [Tokens(3), silent("a"), WaitClose()],
         IDLE_S,
-        text=toks(3),
         after_work=True,
         then=["silent a", Ask("b", [Headers(), Role(), WaitClose()], RESTARTED)],
         timeouts={"prefill_liveness_timeout_s": 30.0},
@@ -267,20 +245,18 @@ _health = (
         3 * 1.0,  # a probe is given up after 1 s here
         after_work=True,
         fails=RESTARTED,
-        text=toks(2),
         timeouts={**_often, "idle_stream_timeout_s": 60.0},
         restart_reason="health_lost",
     ),
     slow(
         "health hangs while streaming goes on",
         [FreezeEndpoints(), Tokens(35, 0.12), FreezeEndpoints(frozen=False), *END],
-        text=toks(35),
         timeouts=_often,
     ),
     Scenario(
         name="health 503 while short requests complete, each ending as soon as it is heard of",
         truth=SLOW,
-        moves=[Ask("a", [Headers(), Sleep(0.15), *HI], text="hi"), 0.25] * 12,
+        moves=[Ask("a", [Headers(), Sleep(0.15), *HI]), 0.25] * 12,
         script=Script(models=[Answer(times=1), Answer(status=503)]),
         timeouts=_often,
     ),
@@ -290,15 +266,15 @@ _death = (
     Scenario(
         name="two broken streams in a row",
         truth=DEAD,
-        moves=[Ask(name, [Tokens(2), Fin()], DISCONNECTED, toks(2)) for name in "ab"],
+        moves=[Ask(name, [Tokens(2), Fin()], DISCONNECTED) for name in "ab"],
         restart_reason="transport_failures",
     ),
     Scenario(
         name="dies with neighbours: all of them failed, with their output",
         truth=DEAD,
         moves=[
-            Ask("a", [Tokens(4), Note("a"), WaitClose()], DIED, toks(4)),
-            Ask("b", [Reasoning("hm"), Note("b"), WaitClose()], DIED, reasoning="hm"),
+            Ask("a", [Tokens(4), Note("a"), WaitClose()], DIED),
+            Ask("b", [Reasoning("hm"), Note("b"), WaitClose()], DIED),
             Ask("c", [Note("c"), WaitClose()], DIED),
             *("a", "b", "c", 0.3, SIGKILL),
         ],
@@ -377,13 +353,11 @@ _slots = (
         "a livelock: 100 % CPU, and no slot moves",
         [Tokens(3), silent("a"), PINGS, work(None)],
         FOUND_S,
-        text=toks(3),
         **_shows([_slot(decoded=3)]),
     ),
     slow(
         "text that is held back while its slot moves",
         [Tokens(3), work(9.0), *HI],
-        text=toks(3) + "hi",
         **_shows(*([_slot(decoded=n)] for n in range(3, 43))),
     ),
     hung(
@@ -438,7 +412,6 @@ _slots = (
         "a dead stream beside a live neighbour ends alone",
         [Tokens(3), silent("a"), PINGS, work(None)],
         FOUND_S,
-        text=toks(3),
         first=[_NEIGHBOUR],
         **_shows(*([_slot(decoded=3), _slot(1, decoded=n)] for n in range(50, 90))),
         **ALONE,
@@ -446,7 +419,6 @@ _slots = (
     slow(
         "held-back text beside a live neighbour, both slots move",
         [Tokens(3), work(9.0), *HI],
-        text=toks(3) + "hi",
         first=[_NEIGHBOUR],
         **_shows(*([_slot(decoded=n), _slot(1, decoded=n)] for n in range(3, 43))),
     ),
@@ -471,13 +443,11 @@ _slots = (
         "a sidecar computes, and the server does not",
         [Tokens(3), silent("a"), PINGS, WaitClose()],
         IDLE_S,
-        text=toks(3),
         front=SIDECAR,
     ),
     slow(
         "a sidecar computes, and so does the server",
         [Tokens(3), work(3.5), *HI],
-        text=toks(3) + "hi",
         front=SIDECAR,
     ),
 )

@@ -179,12 +179,9 @@ class _Run:
         result = self.rig.ended(request_id)
         self.expect(f"{ask.name} failed with", result.get("fail_reason"), ask.fails)
         self.expect(ask.name, result["state"], _STATES.get(ask.fails, RequestState.FAILED))
-        if ask.text is not None:
-            self.expect(
-                f"output of {ask.name}",
-                (result["text"], result["reasoning"]),
-                (ask.text, ask.reasoning),
-            )
+        if ask.output is not None:
+            seen = result["text"], result["reasoning"]
+            self.expect(f"output of {ask.name}", seen, ask.output)
         self.report.given_up |= result["state"] is RequestState.FAILED
         if ask.name == "a" and self.scenario.limit_s is not None:
             self.check_time(status["completed_at"])

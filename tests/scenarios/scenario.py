@@ -3,7 +3,7 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from signal import Signals
@@ -32,6 +32,26 @@ IDLE_PARENT = ("sh", "-c", '"$@"; exit', "sh")
 SIDECAR = ("sh", "-c", 'nice -n 19 sh -c "while :; do :; done" & exec "$@"', "sh")
 
 
+def sent(steps: Iterable[Step], *, reasoning: bool = False) -> str:
+    """All the text, or reasoning, of these steps, up to a silence."""
+    said = ""
+    for step in steps:
+        match step["do"]:
+            case "Text" | "Reasoning" as kind if (kind == "Reasoning") is reasoning:
+                said += step["text"]
+            case "Tokens" if step.get("reasoning", False) is reasoning:
+                first, text = step.get("start", 0), step.get("text", "tok{i} ")
+                numbers = range(first, first + step["n"])
+                said += "".join(text.replace("{i}", str(i)) for i in numbers)
+            case "Repeat":
+                said += step["n"] * sent(step["steps"], reasoning=reasoning)
+            case "Turns":
+                said += "".join(sent(turn, reasoning=reasoning) for turn in step["turns"])
+            case "Note" if step["name"].startswith("silent "):
+                break
+    return said
+
+
 class Truth(Enum):
     """What is really the matter, and so what is due: SLOW is to be spared, the others are not."""
 
@@ -48,12 +68,17 @@ class Ask:
     reply: Sequence[Step]
     # None: it completes; CANCELED: it is endless, and the host cancels it behind all others
     fails: RequestFailReason | None = None
-    text: str | None = ""  # all the output, whatever the ending; None: any
-    reasoning: str = ""
 
     @property
     def is_endless(self) -> bool:
         return self.fails is RequestFailReason.CANCELED
+
+    @property
+    def output(self) -> tuple[str, str] | None:
+        """All the text and the reasoning, whatever the ending; None: any."""
+        if self.is_endless or self.fails is RequestFailReason.REPEATED_TEXT_LOOP:
+            return None
+        return sent(self.reply), sent(self.reply, reasoning=True).rstrip()
 
 
 # What the host does: submits, waits for a `Note` of the server's script or so many seconds, sends
