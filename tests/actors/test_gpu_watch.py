@@ -213,11 +213,8 @@ def test_gpu_failure_restarts_server_and_requests_keep_output(
     nvml.report(nvml.gpus[0], 79)
     result = rig.ended(request_id)
     told = "gpu_failed: GPU 0: Xid 79, the GPU has fallen off the bus"
-    assert (result["text"], result["fail_reason"], result["fail_detail"]) == (
-        "half an ans",
-        "worker_restarted",
-        told,
-    )
+    assert (result["text"], result["fail_reason"]) == ("half an ans", "worker_restarted")
+    assert result["fail_detail"] == told
     assert rig.wait_restarted()["restart_count"] == 1
     (restart,) = rig.debug()["recent_restarts"]
     assert restart["reason"] == "gpu_failed"

@@ -43,11 +43,8 @@ def sockets_to(port: int) -> list[Any]:
 def assert_as_before(rig: Rig) -> None:
     assert rig.run(*plain_reply(Text("fine")))["text"] == "fine"
     status = rig.status()
-    assert (status["state"], status["restart_count"], status["slots_used"]) == (
-        WorkerState.READY,
-        0,
-        0,
-    )
+    assert status["state"] is WorkerState.READY
+    assert (status["restart_count"], status["slots_used"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +95,8 @@ def test_without_descriptors_request_fails_but_server_stays_stoppable(
     with no_descriptors():
         told = [rig.ended(request) for request in (rig.submit(), rig.submit())]
     for result in told:
-        assert (result["fail_reason"], "Too many open files" in result["fail_detail"]) == (
-            "unknown_error",
-            True,
-        )
+        assert result["fail_reason"] == "unknown_error"
+        assert "Too many open files" in result["fail_detail"]
     assert_as_before(rig)
     with no_descriptors():
         rig.stop()
@@ -116,10 +111,8 @@ def test_without_name_server_request_fails_but_server_stays(
         unknown = Mock(side_effect=socket.gaierror(socket.EAI_AGAIN, "no name server"))
         patched.setattr(socket, "getaddrinfo", unknown)
         result = rig.run()
-    assert (result["fail_reason"], "no name server" in result["fail_detail"]) == (
-        "unknown_error",
-        True,
-    )
+    assert result["fail_reason"] == "unknown_error"
+    assert "no name server" in result["fail_detail"]
     assert_as_before(rig)
 
 
@@ -184,11 +177,8 @@ def test_request_without_memory_ends_alone_keeping_its_output(
     rig.wait_text(request_id, "a")
     gate.touch()
     result = rig.ended(request_id)
-    assert (result["fail_reason"], result["fail_detail"], result["text"]) == (
-        "unknown_error",
-        "MemoryError: none is left",
-        "a",
-    )
+    assert (result["fail_reason"], result["text"]) == ("unknown_error", "a")
+    assert result["fail_detail"] == "MemoryError: none is left"
     assert rig.ended(neighbour)["text"] == "one two"
     assert_as_before(rig)
 

@@ -54,10 +54,8 @@ def test_an_allowed_page_gets_its_preflight(open_to: tuple[Client, list[bytes]])
         "Access-Control-Request-Headers": "authorization",
     }
     preflight = client.send("OPTIONS", "/v1/responses", headers=asks)
-    assert (preflight.status, preflight.headers["access-control-allow-headers"]) == (
-        204,
-        "authorization",
-    )
+    assert preflight.status == 204
+    assert preflight.headers["access-control-allow-headers"] == "authorization"
     assert reached_upstream == []
 
 

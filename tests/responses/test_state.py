@@ -98,10 +98,8 @@ def test_what_is_not_to_be_stored_is_not(fake: Client, stream: bool) -> None:
     assert fake.send("GET", f"/v1/responses/{made['id']}").status == 404
     reference = {"type": "item_reference", "id": made["output"][0]["id"]}
     for refused in (fake.create(previous_response_id=made["id"]), fake.create(input=[reference])):
-        assert (refused.status, refused.json["error"]["code"]) == (
-            400,
-            "previous_response_not_found",
-        )
+        assert refused.status == 400
+        assert refused.json["error"]["code"] == "previous_response_not_found"
 
 
 def test_a_client_resumes_what_it_broke_off(fake: Client) -> None:

@@ -21,7 +21,6 @@ from llama_worker import (
     RequestFailReason,
     RequestPhase,
     RequestResult,
-    RequestState,
     StartFailReason,
     TimeoutProfile,
     WorkerStartError,
@@ -99,10 +98,7 @@ def test_killed_server_fails_its_request_and_comes_back(
             )
             seen = wait_status(worker, request_id, reached)
             result, _ = Fall(worker, request_id, signal.SIGKILL).result()
-            assert (result["state"], result["fail_reason"]) == (
-                RequestState.FAILED,
-                RequestFailReason.SERVER_DIED,
-            )
+            assert result["fail_reason"] is RequestFailReason.SERVER_DIED
             assert len(result["text"]) >= seen["output_chars"]
             assert result["text"] == "" or is_ticking(result["text"])
             assert wait_ready(worker, restarts=restarts)["pid"] != pid
