@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.recordings.records import BodyReader, Director, Recording, error_name, slots_line
+from tests.recordings.records import BodyReader, Director, Recording, error_name, rate, slots_line
 from tests.recordings.situations import ITEM_TOKENS, Ask, Close, Look, Situation, Step, Terminate
 from tests.simulation.scheduler import Choices, Scheduler
 from tests.simulation.server import Build, Exchange, LlamaServer, Reply
 from tests.simulation.trace import Trace
 
 _SOON_S = 0.0001  # a client takes to send something: less than any batch
-_WORKS_TICKS_PER_S = 5.0
 # What goes with the template, of a prompt whose length the recording does not say.
 _TEMPLATE_TOKENS = 32
 
@@ -57,10 +56,10 @@ class _Play:
             pass
         if not self._server.gone:
             span_s = self._scheduler.now - began_at
-            self._note_rate((self._ticks() - ticks) / span_s)
+            self._note("proc", rate((self._ticks() - ticks) / span_s))
             ticks = self._ticks()
             self._scheduler.run_for(0.5)
-            self._note_rate((self._ticks() - ticks) / 0.5)
+            self._note("proc", rate((self._ticks() - ticks) / 0.5))
         for line in self._log:
             self._note("log", line)
         self._director.recording.prompts = self._prompts
@@ -68,9 +67,6 @@ class _Play:
 
     def _ticks(self) -> float:
         return sum(each.cpu_ticks for each in self._server.counters().values())
-
-    def _note_rate(self, ticks_per_s: float) -> None:
-        self._note("proc", "works" if ticks_per_s >= _WORKS_TICKS_PER_S else "rests")
 
     def _note(self, who: str, what: str) -> None:
         self._director.note(who, what, self._scheduler.now)

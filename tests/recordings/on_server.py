@@ -20,6 +20,7 @@ from tests.recordings.records import (
     Recording,
     error_name,
     in_order_of_batches,
+    rate,
     slots_line,
 )
 from tests.recordings.situations import ENDLESS, Ask, Close, Look, Situation, Step, Terminate
@@ -28,7 +29,6 @@ HOST = "127.0.0.1"
 WAIT_S = 20.0  # no situation takes so long, unless the server never ends
 _INTO_THE_BATCH_S = 3e-5  # per token of a batch: a quarter of what a batch takes
 _ARGS = ("--threads", "1", "--no-warmup", "--ubatch-size", "128")
-_WORKS_TICKS_PER_S = 5.0
 _COUNT = 7  # tokens
 # What the log says when a slot begins a task and when it is done with it.
 _LOG = {
@@ -145,17 +145,14 @@ class _Play:
             self._go_on()
         took_s = time.monotonic() - self._began_at
         if self._server.returncode is None and not self._terminated:
-            self._note_rate((self._cpu_ticks() - before) / took_s)
+            self._note("proc", rate((self._cpu_ticks() - before) / took_s))
             before = self._cpu_ticks()
             await asyncio.sleep(0.5)
-            self._note_rate((self._cpu_ticks() - before) / 0.5)
+            self._note("proc", rate((self._cpu_ticks() - before) / 0.5))
 
     @property
     def _terminated(self) -> bool:
         return any(isinstance(step, Terminate) for step in self._situation.steps)
-
-    def _note_rate(self, ticks_per_s: float) -> None:
-        self._note("proc", "works" if ticks_per_s >= _WORKS_TICKS_PER_S else "rests")
 
     def _cpu_ticks(self) -> float:
         with open(f"/proc/{self._server.pid}/stat") as stat:

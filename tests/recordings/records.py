@@ -170,6 +170,11 @@ def read(path: Path) -> Recording:
     return recording
 
 
+def rate(ticks_per_s: float) -> str:
+    """Whether the server's CPU time shows work."""
+    return "works" if ticks_per_s >= 5.0 else "rests"
+
+
 class Director:
     """Writes down what comes, and says which steps of the situation are due."""
 
