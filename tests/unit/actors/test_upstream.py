@@ -10,7 +10,6 @@ from typing import Any
 
 import pykka
 import pytest
-from msgspec import Struct
 
 from llama_worker.actors.base import LiveSet
 from llama_worker.actors.messages import EndLease, Lease
@@ -27,6 +26,8 @@ from llama_worker.stream.events import PromptReport, StreamEvent, TextDelta
 from llama_worker.stream.failure import disconnected
 from llama_worker.types.request import SubmitResult
 from tests.simulation.leases import SimAbort
+from tests.simulation.scheduler import Choices, Event, Scheduler
+from tests.simulation.trace import Trace
 from tests.tables import cases
 
 NORMAL = TimeoutProfile.normal()
@@ -61,15 +62,6 @@ class Client:
         return failure.reason if failure is not None and self.exchange.is_given_up else None
 
 
-class Alarm(Struct, eq=False):
-    at: float
-    ring: Callable[[], object]
-    is_canceled: bool = False
-
-    def cancel(self) -> None:
-        self.is_canceled = True
-
-
 class Question:
     def abort(self) -> None:
         pass
@@ -86,9 +78,8 @@ class World:
         slots: Callable[[float], Slots | SlotsTimeout | None] = lambda now: None,
         answers: Callable[[float], bool] = lambda now: True,
     ) -> None:
-        self.at = 0.0
+        self.scheduler = Scheduler(Choices(lambda: 0.0, 0.0, 0.0, 0.0), Trace(), 0.0)
         self.slots, self.answers = slots, answers
-        self.alarms: list[Alarm] = []
         self.questions_count = 0
         self.live = LiveSet()
         self.ref = UpstreamActor.start(self.live, self, timeouts)
@@ -97,14 +88,13 @@ class World:
     # ------------------------------------------------------------ ports.UpstreamRuntime
 
     def now(self) -> float:
-        return self.at
+        return self.scheduler.now
 
     def unix_offset(self) -> float:
         return 0.0
 
-    def call_at(self, at: float, call: Callable[[], object]) -> Alarm:
-        self.alarms.append(Alarm(at, call))
-        return self.alarms[-1]
+    def call_at(self, at: float, call: Callable[[], object]) -> Event:
+        return self.scheduler.at(at, call, "alarm")
 
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
         self.actor = actor
@@ -117,22 +107,23 @@ class World:
 
     def probe(self, epoch: int, reply_to: Any) -> Question:
         self.questions_count += 1
-        outcome = ProbeOutcome.READY if self.answers(self.at) else ProbeOutcome.FAILED
+        outcome = ProbeOutcome.READY if self.answers(self.now()) else ProbeOutcome.FAILED
         reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail="told", traits=ServerTraits()))
         return Question()
 
     def look_at_slots(self, order: LookAtSlots, reply_to: Any) -> Question:
         self.questions_count += 1
-        slots = self.slots(self.at) if self.answers(self.at) else None
-        look = SlotsLook(asked_at=self.at, slots=slots) if isinstance(slots, tuple) else slots
+        slots = self.slots(self.now()) if self.answers(self.now()) else None
+        look = SlotsLook(asked_at=self.now(), slots=slots) if isinstance(slots, tuple) else slots
         reply_to.tell(SlotsSeen(epoch=order.epoch, look=look))
         return Question()
 
     # ------------------------------------------------------------ what happens
 
     def begin(self, *clients: Client) -> None:
+        now = self.now()
         for client in clients:
-            admitted = Admitted(next(self.request_ids), 0, "responses:r", self.at, is_leased=True)
+            admitted = Admitted(next(self.request_ids), 0, "responses:r", now, is_leased=True)
             client.exchange.begin(admitted, api_key=None, unix_offset=0.0)
             client.exchange.started_waiting()
             reply: WorkerFuture[SubmitResult] = WorkerFuture()
@@ -149,24 +140,12 @@ class World:
 
     def run(self, *clients: Client, until: float = HOUR_S) -> float:
         """Let time pass until then, or until the last client was given up; that instant."""
-        coming = sorted(
-            ((at, client, event) for client in clients for at, event in client.hears),
-            key=lambda each: each[0],
-        )
-        while not all(client.given_up for client in clients):
-            alarms = [alarm for alarm in self.alarms if not alarm.is_canceled]
-            ringing = min(alarms, key=lambda alarm: alarm.at, default=None)
-            if ringing is None or min(ringing.at, coming[0][0] if coming else until) >= until:
-                break
-            if coming and coming[0][0] <= ringing.at:
-                self.at, client, event = coming.pop(0)
-                client.hear(event, self.at)
-            else:
-                self.at = max(self.at, ringing.at)
-                self.alarms.remove(ringing)
-                ringing.ring()
+        for client in clients:
+            for at, event in client.hears:
+                self.scheduler.at(at, partial(client.hear, event, at), "heard")
+        while not all(client.given_up for client in clients) and self.scheduler.step(until):
             self.handle()
-        return self.at
+        return self.now()
 
 
 @pytest.fixture(autouse=True)
@@ -294,7 +273,7 @@ def test_replies_in_one_piece_that_complete_are_progress() -> None:
         served = Client(in_one_piece=True)
         upstream.begin(served)
         upstream.run(waits, until=300.0 * n)
-        upstream.at = 300.0 * n
+        upstream.scheduler.now = 300.0 * n
         served.exchange.closed(None)
         upstream.tell(EndLease(exchange=served.exchange))
     assert waits.given_up is None
@@ -316,8 +295,8 @@ def test_an_idle_upstream_is_not_probed() -> None:
     assert upstream.questions_count > 0
     upstream.tell(EndLease(exchange=client.exchange))
     asked = upstream.questions_count
-    assert all(alarm.is_canceled for alarm in upstream.alarms)
-    assert (upstream.run(client), upstream.questions_count) == (upstream.at, asked)
+    assert all(event.call is None for *_, event in upstream.scheduler._heap)
+    assert (upstream.run(client), upstream.questions_count) == (upstream.now(), asked)
 
 
 def test_a_broken_connection_has_no_better_reason() -> None:
@@ -353,8 +332,8 @@ def test_the_next_request_is_watched_anew() -> None:
     for _ in range(2):
         client = Client()
         upstream.begin(client)
-        began_at = upstream.at
+        began_at = upstream.now()
         client.hear(None, began_at)
         client.hear(TEXT, began_at)
         upstream.run(client, until=began_at + HOUR_S)
-        assert (client.given_up, upstream.at - began_at <= 126.0) == ("stall_timeout", True)
+        assert (client.given_up, upstream.now() - began_at <= 126.0) == ("stall_timeout", True)
