@@ -13,6 +13,7 @@ import pynvml
 import pytest
 
 from llama_worker import LlamaWorker, RestartPolicy
+from tests.conftest import shell_program
 from tests.server.pace import patience
 
 
@@ -55,15 +56,12 @@ class GpuHolder:
 @pytest.fixture
 def gpu_holder(gpu: None, llama_server: str, tmp_path: Path) -> GpuHolder:
     """Of one server; what starts it, such as its guard, does not load the library."""
-    library, order, server = (tmp_path / name for name in ("hold_gpu.so", "order", "llama-server"))
+    library, order = tmp_path / "hold_gpu.so", tmp_path / "order"
     source = Path(__file__).with_name("hold_gpu.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    server.write_text(
-        f"#!/bin/sh\nexport LD_PRELOAD='{library}' HOLD_GPU_ORDER='{order}'\n"
-        f"exec '{llama_server}' \"$@\"\n"
-    )
-    server.chmod(0o755)
-    return GpuHolder(str(server), order)
+    held = f"export LD_PRELOAD='{library}' HOLD_GPU_ORDER='{order}'"
+    server = shell_program(tmp_path / "llama-server", f"{held}\nexec '{llama_server}' \"$@\"")
+    return GpuHolder(server, order)
 
 
 MakeWorker = Callable[..., LlamaWorker]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import shell_program
 from tests.two_machines.__main__ import main
 
-REFUSES = "#!/bin/sh\necho 'mount --make-shared failed: Operation not permitted' >&2\nexit 1\n"
+REFUSES = "echo 'mount --make-shared failed: Operation not permitted' >&2\nexit 1"
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,7 @@ def test_without_namespaces_it_ends_with_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if ip is not None:
-        (tmp_path / "ip").write_text(ip)
-        (tmp_path / "ip").chmod(0o755)
+        shell_program(tmp_path / "ip", ip)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main() == 2
     error = capsys.readouterr().err
