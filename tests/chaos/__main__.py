@@ -14,13 +14,10 @@ from tests.reality.campaign import burner
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument(
-        "--seed", type=int, default=time.time_ns() % (1 << 32), help="default: a new one, printed"
-    )
-    parser.add_argument(
-        "--burners", type=int, default=0, help="processes that keep so many cores busy meanwhile"
-    )
+    add, new = parser.add_argument, time.time_ns() % (1 << 32)
+    add("--steps", type=int, default=2000)
+    add("--seed", type=int, default=new, help="default: a new one, printed")
+    add("--burners", type=int, default=0, help="processes that keep so many cores busy meanwhile")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     faulthandler.enable()

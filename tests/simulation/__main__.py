@@ -18,40 +18,24 @@ YEAR_H = 8760.0
 def main() -> int:
     """0: nothing broke."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=random.randrange(2**32),
-        help="of the campaign; a new one each time",
-    )
-    parser.add_argument("--hours", type=float, default=YEAR_H, help="worker-hours")
-    parser.add_argument(
-        "--faults",
-        type=float,
-        default=None,
-        help="about so many beside those of single requests; 1,000 a year if left out",
-    )
-    parser.add_argument(
-        "--kind",
-        action="append",
-        choices=sorted(KINDS),
-        default=[],
-        help="of faults; all if left out",
-    )
-    parser.add_argument(
-        "--run", type=int, default=None, help="only the run with this seed, for --hours hours"
-    )
-    parser.add_argument("--requests", type=float, default=10.0, help="per hour, for --run")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    add = parser.add_argument
+    new, kinds = random.randrange(2**32), sorted(KINDS)
+    add("--seed", type=int, default=new, help="of the campaign; a new one each time")
+    add("--hours", type=float, default=YEAR_H, help="worker-hours")
+    add("--faults", type=float, help="beside those of single requests; 1,000 a year if left out")
+    add("--kind", action="append", choices=kinds, default=[], help="of faults; all if left out")
+    add("--run", type=int, help="only the run with this seed, for --hours hours")
+    add("--requests", type=float, default=10.0, help="per hour, for --run")
+    add("--jobs", type=int, default=1, help="processes")
     given = parser.parse_args()
     faults = given.hours * 1000 / YEAR_H if given.faults is None else given.faults
-    kinds = dict.fromkeys(given.kind, 1.0)
+    weights = dict.fromkeys(given.kind, 1.0)
     if given.run is None:
         print(f"SEED={given.seed}")
-        chosen = list(settings(given.seed, given.hours, faults, kinds))
+        chosen = list(settings(given.seed, given.hours, faults, weights))
     else:
         rates = {"requests_per_hour": given.requests, "faults_per_hour": faults / given.hours}
-        chosen = [Setting(seed=given.run, hours=given.hours, kinds=kinds, **rates)]
+        chosen = [Setting(seed=given.run, hours=given.hours, kinds=weights, **rates)]
     try:
         total = run_all(chosen, given.jobs)
     except Failure as failure:
