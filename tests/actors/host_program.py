@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from llama_worker import LlamaWorker, TimeoutProfile, WorkerClosed, WorkerConfig
+from llama_worker import LlamaWorker, TimeoutProfile, WorkerClosed, WorkerConfig, backend
 
 
 def main(way: str, port: str, *command: str) -> None:
     """Start a worker and a stream on it; end as told."""
     # a shell's background jobs inherit it as ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    backend._EXIT_GRACE_S = 60.0  # a slow machine's server notes the SIGTERM, too
     timeouts = TimeoutProfile(stop_grace_s=60.0)
     config = WorkerConfig("host", "127.0.0.1", int(port), command, slots=2, timeouts=timeouts)
     worker = LlamaWorker(config)

@@ -114,7 +114,7 @@ def test_a_host_that_ends_without_close_leaves_nothing(
     assert host.process.wait(timeout=WAIT_S) == ends_by
     eventually(lambda: not running(seen), f"end of {seen}")
     assert not running(tree(host.journal))
-    if script is OBEDIENT:  # others are too busy to note it within the grace on a slow machine
+    if way == "sys.exit":  # patiently; `test_guard` has the patient guard of a host that is killed
         assert [fact["signal"] for fact in host.journal.facts("signal")] == ["SIGTERM"]
 
 
