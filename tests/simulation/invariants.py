@@ -14,7 +14,7 @@ Leaves nothing: no process lives when the next is started, or after `stop()`; af
   actor, timer, stream or open request is left.
 Swaps a model: `drain()` ends soon after the last request; only who was asked to restarts.
 Cancels for real: the connection of a request that has ended is closed.
-Watches every client: a lease gives its slot back, and its client is told the recorded reason.
+Watches its clients: a lease gives its slot back, and its client is told the recorded reason.
 A failure cannot be missed: a reason for each that did not complete, none for one that did.
 Says what happens: the host hears of every state, restart, admission and ending, once and in order.
 Tools: a call that does not return is given up in time; its thread is counted until it ends.

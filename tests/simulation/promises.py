@@ -13,7 +13,7 @@ class Promise(Enum):
     KEEPS_OUTPUT = "Keeps output"
     ENDS_ONCE = "Ends once"
     HUNG_OR_SLOW = "Hung or slow"
-    WATCHES_CLIENTS = "Watches every client"
+    WATCHES_CLIENTS = "Watches its clients"
     SAYS_WHAT_HAPPENS = "Says what happens"
     KILLS_AND_RESTARTS = "Kill and restart"
     LEAVES_NOTHING = "Leaves nothing"
