@@ -20,22 +20,11 @@ from llama_worker.request.messages import (
     ReadOutput,
 )
 from llama_worker.request.output import WaitingReads, read_output
-from llama_worker.request.table import (
-    NOT_FOUND,
-    NOT_READY,
-    Admitted,
-    RequestRecord,
-    RequestTable,
-)
+from llama_worker.request.table import NOT_FOUND, NOT_READY, Admitted, RequestRecord, RequestTable
 from llama_worker.runtime.host.futures import WeakList
 from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.server.messages import Unwatch, Watch
-from llama_worker.types.request import (
-    NotFound,
-    RequestFailReason,
-    RequestResult,
-    RequestState,
-)
+from llama_worker.types.request import NotFound, RequestFailReason, RequestResult, RequestState
 
 RequestOrder = Question | GetResult | AwaitResult | ReleaseResult | CancelRequest
 """What a host asks or orders about one request that was admitted."""

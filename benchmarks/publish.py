@@ -160,12 +160,7 @@ GOALS: list[tuple[str, float, str, Callable[[Figures], float]]] = [
         "",
         lambda d: d["responses.cost"]["full_store"],
     ),
-    (
-        "proxy: added to a reply, p50, with 1, 16 or 64 at once / LiteLLM",
-        0.2,
-        "",
-        _over_litellm,
-    ),
+    ("proxy: added to a reply, p50, with 1, 16 or 64 at once / LiteLLM", 0.2, "", _over_litellm),
     ("256 idle workers, CPU", 1, "% of a core", lambda d: d["idle"]["all_cpu_percent"]),
     ("256 idle workers, memory beside the guards", 64, "MB", lambda d: d["idle"]["all_memory_mb"]),
     (

@@ -183,10 +183,7 @@ def in_cluster() -> None:
             against,
         ),
         "cost of nodes": (("nodes", "requests/s", "CPU of the host for one (ms)"), nodes),
-        "cost of stubs": (
-            ("stub replicas", "CPU at rest", "requests/s", "CPU of one (ms)"),
-            stubs,
-        ),
+        "cost of stubs": (("stub replicas", "CPU at rest", "requests/s", "CPU of one (ms)"), stubs),
     }
     shown = "\n\n".join(table(head, rows) for head, rows in tables.values())
     report("ray_fleet", shown, tables)

@@ -11,10 +11,7 @@ import queue
 from llama_worker import LlamaWorker, NotFound, OutputChunk
 
 WIDTH = 72
-PROMPTS = {
-    "sky": "Why is the sky blue?",
-    "story": "Tell me a short story about a lighthouse.",
-}
+PROMPTS = {"sky": "Why is the sky blue?", "story": "Tell me a short story about a lighthouse."}
 PARAMS = {"max_tokens": 96, "temperature": 0}
 
 

@@ -13,14 +13,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from llama_worker import (
-    BiosContext,
-    ChatMessage,
-    LlamaWorker,
-    RequestFailed,
-    ToolDef,
-    default_bios,
-)
+from llama_worker import BiosContext, ChatMessage, LlamaWorker, RequestFailed, ToolDef, default_bios
 from llama_worker.exit_tools import DECLARE_OUTCOME
 
 ADD: ToolDef = {

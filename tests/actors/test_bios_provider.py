@@ -13,9 +13,7 @@ from llama_worker.testing.scripts import Text, plain_reply
 from tests.actors.conftest import WAIT_S, MakeWorker, eventually
 
 
-def test_blocked_provider_still_answers_questions_and_obeys_cancel(
-    make_worker: MakeWorker,
-) -> None:
+def test_blocked_provider_still_answers_questions_and_obeys_cancel(make_worker: MakeWorker) -> None:
     entered, may_return = threading.Semaphore(0), threading.Event()
 
     def provider(ctx: BiosContext) -> str:

@@ -158,9 +158,7 @@ def test_child_forked_by_host_does_not_harm_worker(run_host: RunHost) -> None:
 # ------------------------------------------------------------ the guard
 
 
-def test_guards_death_ends_only_its_server_tree(
-    make_worker: MakeWorker,
-) -> None:
+def test_guards_death_ends_only_its_server_tree(make_worker: MakeWorker) -> None:
     script, timeouts = fs.Script(children=TREE, ignore_term=True), fast_timeouts(stop_grace_s=0.5)
     swept, other = (make_worker(script, timeouts=timeouts) for _ in range(2))
     for rig in (swept, other):
@@ -260,9 +258,7 @@ def test_a_guard_that_cannot_go_on_is_killed(make_worker: MakeWorker) -> None:
     assert not running(first)
 
 
-def test_guard_ignores_broadcast_signals_and_never_delays_stop(
-    make_worker: MakeWorker,
-) -> None:
+def test_guard_ignores_broadcast_signals_and_never_delays_stop(make_worker: MakeWorker) -> None:
     rig = make_worker(fs.Script(ignore_term=True), timeouts=fast_timeouts(stop_grace_s=0.5))
     guard = rig.journal.wait("launched")["ppid"]
     by_a_terminal, by_a_manager = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP), signal.SIGTERM
@@ -324,9 +320,7 @@ worker.start().get(timeout=30)
 """
 
 
-def test_last_events_and_log_lines_precede_the_exit(
-    free_port: Callable[[], int],
-) -> None:
+def test_last_events_and_log_lines_precede_the_exit(free_port: Callable[[], int]) -> None:
     done = program(_SLOWLY_TOLD, free_port())
     assert done.stdout.splitlines()[-1] == "stopped"
     assert "state='stopped'" in done.stderr.splitlines()[-1]
@@ -423,8 +417,6 @@ with LlamaWorker(WorkerConfig("forks", "127.0.0.1", int(port), command)) as work
 """
 
 
-def test_child_forked_during_launch_does_not_delay_it(
-    free_port: Callable[[], int],
-) -> None:
+def test_child_forked_during_launch_does_not_delay_it(free_port: Callable[[], int]) -> None:
     done = program(_FORKS_MEANWHILE, free_port())
     assert done.stdout == "Hello True\n", done.stderr

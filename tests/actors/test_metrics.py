@@ -44,9 +44,7 @@ def workers_in(collector: WorkerCollector) -> set[str]:
     return {sample.labels["worker"] for family in collector.collect() for sample in family.samples}
 
 
-def test_unused_worker_shows_its_state_slots_and_zeros(
-    make_worker: MakeWorker,
-) -> None:
+def test_unused_worker_shows_its_state_slots_and_zeros(make_worker: MakeWorker) -> None:
     rig = make_worker(slots=3, start=False)
     seen = scrape(rig.worker)
     states = {
@@ -107,9 +105,7 @@ def test_requests_tokens_and_times_match_the_results(make_worker: MakeWorker) ->
     assert sorted(map(float, bounds)) == [*BOUNDS_S, float("inf")]
 
 
-def test_open_workers_have_unique_names(
-    make_worker: MakeWorker,
-) -> None:
+def test_open_workers_have_unique_names(make_worker: MakeWorker) -> None:
     registry, collector = CollectorRegistry(), WorkerCollector()
     registry.register(collector)
     with pytest.raises(ValueError, match="Duplicated"):
@@ -180,9 +176,7 @@ def test_dashboard_asks_for_exactly_the_existing_metrics() -> None:
     assert asked == set().union(*given.values())
 
 
-def test_restarts_and_failures_have_causes_dashboard_labels_exist(
-    make_worker: MakeWorker,
-) -> None:
+def test_restarts_and_failures_have_causes_dashboard_labels_exist(make_worker: MakeWorker) -> None:
     rig = make_worker(exit_tools=ALL_EXIT_TOOLS)
     rig.run(fs.Headers(), fs.Text("a"), fs.ToolCall("declare_outcome", {}), fs.KillSelf())
     rig.wait_restarted()

@@ -114,9 +114,7 @@ def test_a_server_starts_where_the_folder_is_gone(
     rig.start()
 
 
-def test_server_owns_session_and_group_without_host_descriptors(
-    make_worker: MakeWorker,
-) -> None:
+def test_server_owns_session_and_group_without_host_descriptors(make_worker: MakeWorker) -> None:
     with tempfile.TemporaryFile() as file:
         os.set_inheritable(file.fileno(), True)
         server = make_worker().journal.wait("launched")
@@ -238,9 +236,7 @@ def test_impossible_start_leaves_no_future_unanswered(make_worker: MakeWorker) -
 # ------------------------------------------------------------ the port
 
 
-def test_port_taken_before_or_during_launch_is_reported(
-    make_worker: MakeWorker,
-) -> None:
+def test_port_taken_before_or_during_launch_is_reported(make_worker: MakeWorker) -> None:
     rig = make_worker(fs.Script(startup=fs.Startup(bind_delay_s=1.0)), start=False)
     with socket.create_server((HOST, rig.config.port)):
         assert _failure(rig.worker.start()).reason is StartFailReason.PORT_IN_USE
@@ -309,9 +305,7 @@ def test_stop_leaves_nothing(make_worker: MakeWorker, name: str) -> None:
         assert leftovers.wait_none() == []
 
 
-def test_server_stuck_in_first_sigterm_gets_a_second(
-    make_worker: MakeWorker,
-) -> None:
+def test_server_stuck_in_first_sigterm_gets_a_second(make_worker: MakeWorker) -> None:
     rig = make_worker(fs.Script(term_delay_s=60), timeouts=fast_timeouts(stop_grace_s=30.0))
     rig.stop()
     assert len(rig.journal.facts("signal", signal="SIGTERM")) == 2

@@ -31,9 +31,7 @@ def assert_answers(rig: Rig, state: WorkerState, request: int = 1) -> None:
     assert rig.status()["state"] is state
 
 
-def test_responsive_during_standstill_stop_and_backoff(
-    make_worker: MakeWorker,
-) -> None:
+def test_responsive_during_standstill_stop_and_backoff(make_worker: MakeWorker) -> None:
     rig = make_worker(
         Script(replies=[ScriptedReply(TOKENS, times=None)], ignore_term=True),
         loop_detector=None,

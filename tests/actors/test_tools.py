@@ -94,9 +94,7 @@ def stuck(rig: Rig) -> int:
     return rig.debug()["stuck_tool_threads_count"]
 
 
-def test_parallel_tools_of_different_requests_keep_own_arguments(
-    make_worker: MakeWorker,
-) -> None:
+def test_parallel_tools_of_different_requests_keep_own_arguments(make_worker: MakeWorker) -> None:
     both = threading.Barrier(2)
 
     def meet(arguments: Any) -> bool:

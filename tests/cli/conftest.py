@@ -21,13 +21,7 @@ import psutil
 import pytest
 
 from llama_worker.cli.app import run_app
-from llama_worker.testing.scripts import (
-    JournalReader,
-    Script,
-    ScriptedReply,
-    Step,
-    plain_reply,
-)
+from llama_worker.testing.scripts import JournalReader, Script, ScriptedReply, Step, plain_reply
 from tests.actors.conftest import make_worker, server_program
 from tests.conftest import LLAMA_WORKER
 from tests.server.pace import HANG_GUARD_S

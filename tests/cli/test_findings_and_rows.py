@@ -474,10 +474,7 @@ def test_a_server_whose_slots_differ_from_the_file() -> None:
 
 @pytest.mark.parametrize(
     "odd",
-    [
-        slot(0, 1, 9) | {"id": [], "id_task": {}},
-        *(slot(0, 1, value) for value in (10**400, True)),
-    ],
+    [slot(0, 1, 9) | {"id": [], "id_task": {}}, *(slot(0, 1, value) for value in (10**400, True))],
     ids=lambda odd: str(odd)[:60],
 )
 def test_an_odd_answer_ends_no_table(odd: dict[str, Any]) -> None:

@@ -142,9 +142,7 @@ def test_last_row_limits_dead_streams_beside_live_ones() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_row_says_default_keepalive_cause_and_restart_cost(
-    row: list[str],
-) -> None:
+def test_row_says_default_keepalive_cause_and_restart_cost(row: list[str]) -> None:
     when, _, after = row
     limit = names_in(after)[0]
     for name in WHEN[when]:

@@ -348,9 +348,7 @@ async def test_no_update_says_more_than_its_output(scripted_workers: list[Script
 
     worker: Any = ray_worker()
     worker._worker = Mock(
-        read_output=answers(*outputs),
-        get_status=answers(done, done),
-        result=answers({"ok": True}),
+        read_output=answers(*outputs), get_status=answers(done, done), result=answers({"ok": True})
     )
     assert ["result" in update async for update in worker.follow(3)] == [True]
 

@@ -130,8 +130,7 @@ Connect = Callable[[], socket.socket]
 
 @contextlib.contextmanager
 def listening(
-    serve: Callable[[HttpRequest, ProxyClient], None] = lambda request, client: None,
-    **config: Any,
+    serve: Callable[[HttpRequest, ProxyClient], None] = lambda request, client: None, **config: Any
 ) -> Iterator[tuple[SocketListener, Connect]]:
     """A listener without a thread, which goes on by `_turn()`, and what connects to it."""
     proxy_config = ResponsesProxyConfig(upstream="http://127.0.0.1:1", port=0, **config)
@@ -325,9 +324,7 @@ def test_without_descriptors_it_waits_without_spinning(fake: Client) -> None:
         assert b"200 OK" in waiting[-1].recv(65536)
 
 
-def test_without_a_descriptor_to_wait_with_none_leaks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_descriptor_to_wait_with_none_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 

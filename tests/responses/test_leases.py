@@ -262,9 +262,7 @@ def test_an_upstream_that_takes_no_request_is_watched(before_unread: MakeClient)
     assert "headers_timeout" in reply.json["error"]["message"]
 
 
-def test_client_hears_that_its_upstream_takes_no_request(
-    before_unread: MakeClient,
-) -> None:
+def test_client_hears_that_its_upstream_takes_no_request(before_unread: MakeClient) -> None:
     client = before_unread(heartbeat_s=0.02)
     with client.ask(stream=True, input="x" * (16 << 20)) as connection:
         heard = b""
@@ -420,11 +418,7 @@ def test_a_goodbye_before_the_headers_blames_no_server(make_stage: MakeStage) ->
     },
 )
 def test_a_client_that_takes_nothing_blames_no_server(
-    make_stage: MakeStage,
-    monkeypatch: pytest.MonkeyPatch,
-    target: str,
-    reply: Steps,
-    takes_no: str,
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, target: str, reply: Steps, takes_no: str
 ) -> None:
     stage = make_stage(slots=1, heartbeat_s=0.1)
     with monkeypatch.context() as patched:

@@ -50,9 +50,7 @@ def handed_over() -> HandedOver:
 # ---------------------------------------------------------------- get
 
 
-def test_ctrl_c_ends_a_wait_of_main_thread(
-    future: WorkerFuture[None],
-) -> None:
+def test_ctrl_c_ends_a_wait_of_main_thread(future: WorkerFuture[None]) -> None:
     """Another thread is sent the signal; to Python that is the same as one in the instant before
     the wait."""
 
@@ -352,11 +350,7 @@ def test_waiting_for_a_derived_future_holds_up_nobody(future: WorkerFuture[int])
 
 @pytest.mark.parametrize(
     "take",
-    [
-        lambda f: f.get(),
-        lambda f: f.get(timeout=1),
-        lambda f: run_async(wait(f)),
-    ],
+    [lambda f: f.get(), lambda f: f.get(timeout=1), lambda f: run_async(wait(f))],
     ids=["get", "get in time", "await"],
 )
 def test_taking_a_result_is_reported_once(

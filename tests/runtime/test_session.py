@@ -166,9 +166,7 @@ def test_an_abort_ends_the_exchange(
     assert server.closed.wait(WAIT_S)
 
 
-def test_long_request_may_stay_unread_beyond_connect_timeout(
-    connect: Connect,
-) -> None:
+def test_long_request_may_stay_unread_beyond_connect_timeout(connect: Connect) -> None:
     timeout_s = 1.0
 
     def serve(connection: socket.socket) -> None:
@@ -257,9 +255,7 @@ def unanswered() -> Iterator[str]:
         yield f"http://{HOST}:{listener.getsockname()[1]}"
 
 
-def test_unanswered_connect_times_out_as_connect_failed(
-    make_client: MakeClient,
-) -> None:
+def test_unanswered_connect_times_out_as_connect_failed(make_client: MakeClient) -> None:
     with unanswered() as url:
         failed = make_client(url, connect_timeout_s=0.2).failed()
     assert failed == (RequestFailReason.CONNECT_FAILED, "no connection within 0.2 s")
@@ -272,9 +268,7 @@ def resolves(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[Any, ...]) -> No
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
 
 
-def test_unanswering_host_is_tried_at_its_next_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unanswering_host_is_tried_at_its_next_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with unanswered() as url:
         port = urlsplit(url).port or 0
         resolves(monkeypatch, (HOST, port), (OTHER, port))
@@ -652,9 +646,7 @@ def test_time_lost_by_this_program_is_not_silence(
 
 
 def test_time_lost_while_connecting_does_not_count(
-    make_server: MakeServer,
-    stop_for_an_hour: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
+    make_server: MakeServer, stop_for_an_hour: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait = abortable_socket._wait
     pending: list[Callable[[], object]] = [stop_for_an_hour, lambda: None]
@@ -804,16 +796,12 @@ def test_forked_child_has_a_session_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_forked_child_needs_no_lock_of_parent_requests(
-    free_port: Callable[[], int],
-) -> None:
+def test_forked_child_needs_no_lock_of_parent_requests(free_port: Callable[[], int]) -> None:
     with AbortableSocket.abort._lock, pytest.raises(ConnectionRefusedError):
         abortable_socket.connect(Abort(), HOST, free_port(), WAIT_S)
 
 
-def test_abort_reaches_the_server_despite_a_forked_copy(
-    make_server: MakeServer,
-) -> None:
+def test_abort_reaches_the_server_despite_a_forked_copy(make_server: MakeServer) -> None:
     is_here, is_copied = threading.Event(), threading.Event()
 
     def serve(connection: socket.socket) -> None:

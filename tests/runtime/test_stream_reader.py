@@ -206,11 +206,7 @@ def test_text_before_garbage_is_reported(rig: Rig) -> None:
     },
 )
 def test_unreadable_record_costs_no_text(
-    streaming: Rig,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    is_flushed: bool,
-    says: str,
+    streaming: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, is_flushed: bool, says: str
 ) -> None:
     monkeypatch.setattr(decoder, "decode_record", Mock(side_effect=error))
     streaming.server.sendall(text("a"))
@@ -239,9 +235,7 @@ def test_end_is_reported_at_once_with_all_text(streaming: Rig) -> None:
     assert streaming.opener.wait_closed() is streaming.told.messages[-1]
 
 
-def test_flush_finding_the_end_ends_still_connected_stream(
-    streaming: Rig,
-) -> None:
+def test_flush_finding_the_end_ends_still_connected_stream(streaming: Rig) -> None:
     streaming.server.sendall(text("a"))
     streaming.gets_lazy()
     streaming.server.sendall(b"0\r\n\r\n")  # less than what wakes the thread

@@ -114,9 +114,7 @@ def test_deadline_beyond_platform_limit_delays_no_other() -> None:
     never.cancel()
 
 
-def test_far_deadlines_never_pile_up_or_wake_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_far_deadlines_never_pile_up_or_wake_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     own = TimerThread()
     monkeypatch.setattr(threads, "_timers", own)
     rung = threading.Event()

@@ -164,14 +164,9 @@ _prefill = (
 _NUMBERS = ", ".join(map(str, range(3000)))
 _generating = (
     hung("tokens, then silence", [Tokens(5, 0.02), silent("a"), WaitClose()], IDLE_S),
-    slow(
-        "tokens, then reads from disk, then tokens",
-        [Tokens(3), DiskReads(3.0), *HI],
-    ),
+    slow("tokens, then reads from disk, then tokens", [Tokens(3), DiskReads(3.0), *HI]),
     hung(
-        "role chunks for ever",
-        [Text("x"), silent("a"), Repeat(None, [Role(), work(0.1)])],
-        IDLE_S,
+        "role chunks for ever", [Text("x"), silent("a"), Repeat(None, [Role(), work(0.1)])], IDLE_S
     ),
     slow("tokens, then hard work, then tokens", [Tokens(3), work(3.0), *HI]),
     hung(
@@ -180,17 +175,9 @@ _generating = (
         IDLE_S,
     ),
     slow("one token every idle_stream_timeout_s less a little", [Tokens(5, 0.85), *END]),
-    hung(
-        "reasoning, then silence",
-        [Reasoning("hm"), silent("a"), WaitClose()],
-        IDLE_S,
-    ),
+    hung("reasoning, then silence", [Reasoning("hm"), silent("a"), WaitClose()], IDLE_S),
     slow("slow reasoning", [Tokens(4, 0.85, reasoning=True), *HI]),
-    hung(
-        "stopped in mid-stream",
-        [Tokens(3), silent("a"), StopSelf(), WaitClose()],
-        IDLE_S,
-    ),
+    hung("stopped in mid-stream", [Tokens(3), silent("a"), StopSelf(), WaitClose()], IDLE_S),
     slow(
         "stopped in mid-stream, continued in time",
         [Tokens(3), Note("stops"), StopSelf(), Sleep(0.2), *HI],
@@ -445,11 +432,7 @@ _slots = (
         IDLE_S,
         front=SIDECAR,
     ),
-    slow(
-        "a sidecar computes, and so does the server",
-        [Tokens(3), work(3.5), *HI],
-        front=SIDECAR,
-    ),
+    slow("a sidecar computes, and so does the server", [Tokens(3), work(3.5), *HI], front=SIDECAR),
 )
 
 GROUPS: Mapping[str, Sequence[Scenario]] = {

@@ -258,9 +258,7 @@ def test_web_server_polls_streams_and_refuses_when_busy(web: Web) -> None:
     assert web.get("/chat/1").status_code == 404
 
 
-def test_web_server_outlives_client_and_llama_until_sigterm(
-    web: Web,
-) -> None:
+def test_web_server_outlives_client_and_llama_until_sigterm(web: Web) -> None:
     streamed = web.lines()
     next(streamed)
     streamed.close()  # type: ignore[attr-defined]  # a generator: the connection is closed with it

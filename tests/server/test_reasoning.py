@@ -139,9 +139,7 @@ def rendered(worker: LlamaWorker, *messages: ChatMessage) -> str:
     return prompt
 
 
-def test_answer_cut_off_without_a_thought_is_text(
-    workers: dict[str, LlamaWorker],
-) -> None:
+def test_answer_cut_off_without_a_thought_is_text(workers: dict[str, LlamaWorker]) -> None:
     answer = "one two three four five"
     reasoning, text = said(workers["opened"], f"</think>{answer}", None, max_tokens=8)
     assert reasoning == ""
@@ -153,9 +151,7 @@ def test_answer_cut_off_without_a_thought_is_text(
 HALF_A_TAG = re.compile(r"\s*</?(t|th|thi|thin|think)?$")
 
 
-def test_formats_agree_at_every_cut_except_half_tags(
-    workers: dict[str, LlamaWorker],
-) -> None:
+def test_formats_agree_at_every_cut_except_half_tags(workers: dict[str, LlamaWorker]) -> None:
     saying, whole = "a  b\n\n ü\n</think>\n\nAns", ("a  b\n\n ü", "Ans")
     seen: list[tuple[str, str]] = []
     while not seen or seen[-1] != whole:

@@ -83,9 +83,7 @@ def assert_serves(worker: LlamaWorker) -> None:
 # ---------------------------------------------------------------- death
 
 
-def test_killed_server_fails_its_request_and_comes_back(
-    serve: Serve,
-) -> None:
+def test_killed_server_fails_its_request_and_comes_back(serve: Serve) -> None:
     # long, since the thin model reads in no time
     phases: list[tuple[int, Reached]] = [(900, is_reading), (1, is_generating), (1, is_generating)]
     # so it is the death itself that is told
@@ -167,9 +165,7 @@ def test_halted_server_is_replaced_timely_in_every_phase(serve: Serve) -> None:
 # ---------------------------------------------------------------- a server that does not start
 
 
-def test_only_a_refused_canary_fails_the_start(
-    serve: Serve,
-) -> None:
+def test_only_a_refused_canary_fails_the_start(serve: Serve) -> None:
     heard: list[str] = []
 
     def refuses_the_first(text: str) -> bool:

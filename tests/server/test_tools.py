@@ -157,9 +157,7 @@ def shown() -> list[ChatMessage]:
     ]
 
 
-def test_native_turn_is_answered_and_prompt_cache_survives(
-    native: Bench,
-) -> None:
+def test_native_turn_is_answered_and_prompt_cache_survives(native: Bench) -> None:
     examples = shown() * 3
     result, status = native.run(TASK, examples, **COPYING)
     assert_added_and_reported(result, {"a": 2, "b": 3}, {"a": 4, "b": 5})
@@ -196,9 +194,7 @@ FIRST_CALL_THEN_ANSWER: dict[str, Any] = {
 }
 
 
-def test_template_without_tools_prompts_them_and_keeps_cache(
-    prompted: Bench,
-) -> None:
+def test_template_without_tools_prompts_them_and_keeps_cache(prompted: Bench) -> None:
     (warning,) = prompted.warnings()
     assert "prompted mode" in warning
     result, status = prompted.run("What is 2 + 3?", [], **FIRST_CALL_THEN_ANSWER)

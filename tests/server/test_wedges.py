@@ -15,13 +15,7 @@ from typing import Any
 import pytest
 import requests
 
-from llama_worker import (
-    LlamaWorker,
-    RequestFailReason,
-    RequestState,
-    RequestStatus,
-    TimeoutProfile,
-)
+from llama_worker import LlamaWorker, RequestFailReason, RequestState, RequestStatus, TimeoutProfile
 from llama_worker.runtime import real
 from llama_worker.server.messages import LookAtSlots
 from llama_worker.server.slots import LOOKS_COUNT

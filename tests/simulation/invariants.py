@@ -36,13 +36,7 @@ from llama_worker.request.messages import RequestEnded, StreamEvents
 from llama_worker.request.table import RequestRecord, RequestTable
 from llama_worker.server.blame import is_degenerate
 from llama_worker.server.journal import Journal
-from llama_worker.server.lifecycle_states import (
-    BackingOff,
-    Ending,
-    Launching,
-    Lifecycle,
-    Ready,
-)
+from llama_worker.server.lifecycle_states import BackingOff, Ending, Launching, Lifecycle, Ready
 from llama_worker.server.messages import (
     Died,
     Drain,

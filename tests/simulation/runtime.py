@@ -275,11 +275,7 @@ class SimRuntime:
             text = '"found"' if ok else "tool raised ValueError"
             order.reply_to.tell(
                 CallEnded(
-                    turn_id=order.turn_id,
-                    call_id=order.call.id,
-                    ok=ok,
-                    text=text,
-                    at=self.now(),
+                    turn_id=order.turn_id, call_id=order.call.id, ok=ok, text=text, at=self.now()
                 )
             )
             if thread.given_up_to is not None:
@@ -406,11 +402,7 @@ class SimServerProcess:
             return
         if not self._guard_killed:
             self._reply_to.tell(
-                Died(
-                    epoch=self.epoch,
-                    returncode=self._returncode,
-                    oom_evidence=self._oom_evidence,
-                )
+                Died(epoch=self.epoch, returncode=self._returncode, oom_evidence=self._oom_evidence)
             )
         self._later(0.0005, 0.2, self._exited, "the tree is gone")
 
@@ -616,10 +608,7 @@ class SimStream:
             self._looking.cancel()
         self._runtime.streams.remove(self)
         closed = StreamClosed(
-            turn_id=self.turn_id,
-            failure=failure,
-            at=self._runtime.now(),
-            is_aborted=self._aborted,
+            turn_id=self.turn_id, failure=failure, at=self._runtime.now(), is_aborted=self._aborted
         )
         self._order.reply_to.tell(closed)
         self._on_closed.tell(closed)

@@ -495,13 +495,7 @@ class LlamaServer:
                     id_task=last.request_id,
                     n_prompt_tokens=last.processed + last.in_batch if active else total,
                     n_prompt_tokens_cache=cached if active else 0,
-                    next_token=[
-                        {
-                            "has_next_token": active,
-                            "n_remain": -1,
-                            "n_decoded": decoded,
-                        }
-                    ],
+                    next_token=[{"has_next_token": active, "n_remain": -1, "n_decoded": decoded}],
                 )
                 if self.build.shows_prompt_progress:
                     done = last.processed - cached if active else 0

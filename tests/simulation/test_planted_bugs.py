@@ -159,11 +159,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("a release is dropped", _TABLE + ".release", returns(None)),
     Bug("who waits for a result is forgotten", _DISPATCHER + ".handle", ignores(AwaitResult)),
-    Bug(
-        "a long batch of events is cut",
-        _REQUEST + ".step",
-        given(_cut_events),
-    ),
+    Bug("a long batch of events is cut", _REQUEST + ".step", given(_cut_events)),
     Bug(
         "a death that is told late is a broken connection",
         _REQUEST + ".step",
@@ -214,10 +210,7 @@ BUGS: tuple[Bug, ...] = (
         "HTTP thread dead",
     ),
     Bug(
-        "a load is never overdue",
-        "server.health:StartupWatch.overdue",
-        returns(None),
-        "load hangs",
+        "a load is never overdue", "server.health:StartupWatch.overdue", returns(None), "load hangs"
     ),
     Bug(
         "what cannot be killed is not reported",
@@ -280,12 +273,7 @@ BUGS: tuple[Bug, ...] = (
         instead(lambda dispatcher, slot, order: isinstance(order, Abandon), lambda *given: None),
         "crash",
     ),
-    Bug(
-        "the end of a lease is dropped",
-        _WORKER + ".handle",
-        ignores(EndLease),
-        NOTHING,
-    ),
+    Bug("the end of a lease is dropped", _WORKER + ".handle", ignores(EndLease), NOTHING),
     Bug(
         "who holds a lease never waits for the server",
         "runtime.http.leased_exchange:LeasedExchange.started_waiting",

@@ -78,9 +78,7 @@ def test_server_found_dead_by_request_gets_no_other(monkeypatch: pytest.MonkeyPa
         assert restart["reason"] == "server_died"
 
 
-def test_server_dying_after_each_answer_avoids_lockout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_server_dying_after_each_answer_avoids_lockout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its death is told before the end of the answer was read."""
     with ready_bench(reply=A_PROMPT) as (bench, scheduler, worker):
         monkeypatch.setattr(bench.machine, "read_delay_s", lambda: 0.25)

@@ -52,10 +52,7 @@ MORE_HECTIC_STILL = (75.34246575342466, 6.8493150684931505)
         "a lost request beside an image": (220992768886379, 5.386532325325142, HECTIC),
         "recycled while all were at rest": (216877593245595, 5.899546182878867, HECTIC),
         "a connection broke while it drained": (239683604732883, 5.1623265623196275, HECTIC),
-        "deaf, and it served another": (
-            *(54861748827376, 3.4523435533184856),
-            MORE_HECTIC_STILL,
-        ),
+        "deaf, and it served another": (*(54861748827376, 3.4523435533184856), MORE_HECTIC_STILL),
         "its canary failed, and it was stopped": (
             *(193593670588204, 5.725514318130445),
             MORE_HECTIC_STILL,

@@ -27,16 +27,7 @@ from tests.simulation.many_runs import Figures
 from tests.simulation.nature import HOUR_S, Nature
 from tests.simulation.promises import Promise
 from tests.simulation.scheduler import Choices
-from tests.simulation.server import (
-    BUSY_USE,
-    FROM_DISK,
-    IDLE,
-    IDLE_USE,
-    Build,
-    Headers,
-    Reply,
-    Use,
-)
+from tests.simulation.server import BUSY_USE, FROM_DISK, IDLE, IDLE_USE, Build, Headers, Reply, Use
 from tests.simulation.strangers import FOREIGN, Strangers
 from tests.simulation.trace import Trace
 
@@ -259,9 +250,7 @@ class World(Bench):
         for _ in range(clients):
             host.run(host.client(every_s=1.5 * clients * HOUR_S / setting.requests_per_hour))
         host.run(host.meddler(every_s=300.0 if hectic else 4 * HOUR_S))
-        host.run(
-            host.swapper(self._for_swapper, every_s=1200.0 if hectic else 20 * HOUR_S),
-        )
+        host.run(host.swapper(self._for_swapper, every_s=1200.0 if hectic else 20 * HOUR_S))
         every_s = 3 * HOUR_S / setting.requests_per_hour
         host.run(host.proxied_client(self._for_proxy, every_s=every_s))
         self.nature.begin()
@@ -409,9 +398,7 @@ def _policy(dice: Dice, hours: float) -> RestartPolicy:
         requests, age_s = 1 + dice.below(20), max(dice.log_between(60.0, 1e5), 60.0 * hours)
         most = 500 + dice.below(200) if dice.chance(0.3) else None
         recycle = Recycle(
-            max_requests=requests if dice.chance(0.7) else None,
-            max_age_s=age_s,
-            max_anon_mib=most,
+            max_requests=requests if dice.chance(0.7) else None, max_age_s=age_s, max_anon_mib=most
         )
     return RestartPolicy(
         recycle=recycle,

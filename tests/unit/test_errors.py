@@ -107,11 +107,7 @@ def test_unknown_reasons_are_refused() -> None:
         (1, "error loading model: unknown model architecture: 'new'", "newer build"),
         (127, "error while loading shared libraries: libggml.so: cannot open", "libraries"),
         (1, "ggml_cuda_init: CUDA driver version is insufficient", "driver"),
-        (
-            1,
-            "failed to mlock 9-byte buffer: Cannot allocate memory\ninvalid magic",
-            "GGUF",
-        ),
+        (1, "failed to mlock 9-byte buffer: Cannot allocate memory\ninvalid magic", "GGUF"),
         (1, "posix_madvise(POSIX_MADV_RANDOM) failed: Invalid argument\ninvalid magic", "GGUF"),
         (-signal.SIGABRT, "CUDA error: invalid argument", "the GPU or its driver fails"),
         (-signal.SIGABRT, "ggml-cuda/ggml-cuda.cu:109: CUDA error", "or its memory is full"),

@@ -83,8 +83,7 @@ _RISKS = (
         (_SKIP_CHAT_PARSING,),
     ),
     _Risk(
-        "the server reads the whole prompt again in every turn",
-        (_switch("cache-prompt", "off"),),
+        "the server reads the whole prompt again in every turn", (_switch("cache-prompt", "off"),)
     ),
     _Risk(
         "the server unloads its model when idle; the next request waits for the load, and "

@@ -274,11 +274,7 @@ def params_warnings(config: WorkerConfig, params: Mapping[str, Any]) -> Iterator
 
 
 def request_body(
-    config: WorkerConfig,
-    params: Mapping[str, Any],
-    messages: list[ChatMessage],
-    *,
-    prompted: bool,
+    config: WorkerConfig, params: Mapping[str, Any], messages: list[ChatMessage], *, prompted: bool
 ) -> dict[str, Any]:
     """The body of the chat request. The caller's parameters override the worker's defaults, but not
     `_OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools."""

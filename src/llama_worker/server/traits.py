@@ -159,10 +159,7 @@ _FLAWS = (
         flag="--sleep-idle-seconds",
     ),
     _Flaw(
-        names="CVE-2026-107183",
-        first=0,
-        last=11392,
-        what="use after free while a reply is parsed",
+        names="CVE-2026-107183", first=0, last=11392, what="use after free while a reply is parsed"
     ),
 )
 

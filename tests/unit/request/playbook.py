@@ -91,10 +91,7 @@ class Play:
             messages=tuple(messages),
         )
         order = Begin(
-            request_id=7,
-            submission=submission,
-            prompted=prompted,
-            opens_thinking=opens_thinking,
+            request_id=7, submission=submission, prompted=prompted, opens_thinking=opens_thinking
         )
         self.now = 100.0
         self.turn: TurnId = (7, 0)

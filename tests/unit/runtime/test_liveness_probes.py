@@ -180,9 +180,7 @@ def test_tree_is_root_its_children_and_theirs(
         assert probes.tree_pids(NOBODY) == (NOBODY,)
 
 
-def test_new_root_or_reset_begins_anew_ignoring_dead(
-    start: Start,
-) -> None:
+def test_new_root_or_reset_begins_anew_ignoring_dead(start: Start) -> None:
     pid, probe = start(IDLE), ProcessProbe()
     told = [probe.probe(root, now) for now, root in enumerate((ME, ME, pid, pid))]
     assert [evidence is None for evidence in told] == [True, False, True, False]

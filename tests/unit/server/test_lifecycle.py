@@ -155,9 +155,7 @@ def test_start_and_stop_without_effect_resolve_at_once() -> None:
 
 
 @pytest.mark.parametrize("lives", [launching, ready])
-def test_stop_ends_start_and_briefly_awaits_connections(
-    lives: Callable[[], Lifecycle],
-) -> None:
+def test_stop_ends_start_and_briefly_awaits_connections(lives: Callable[[], Lifecycle]) -> None:
     life, effects = stop(lives(), 2.0, grace_s=10.0)
     assert [type(e) for e in effects] == [Abandon, Resolve, CloseAllStreams]
     assert error_of(effects).reason is StartFailReason.STOPPED
@@ -300,9 +298,7 @@ def test_launch_is_over_when_every_request_has_record(
 
 
 @pytest.mark.parametrize("fatal", [True, False])
-def test_gpu_failure_restarts_server_lesser_error_does_nothing(
-    fatal: bool,
-) -> None:
+def test_gpu_failure_restarts_server_lesser_error_does_nothing(fatal: bool) -> None:
     error = GpuFaulted(epoch=1, fault=GpuFault(fatal=fatal, detail="GPU 0: the GPU is lost"))
     life, effects = step(ready(), error, 2.0)
     restart = (

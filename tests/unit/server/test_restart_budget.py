@@ -8,11 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llama_worker.config.profiles import Recycle, RestartPolicy
-from llama_worker.server.blame import (
-    RestartBudget,
-    backoff_s,
-    recycle_due,
-)
+from llama_worker.server.blame import RestartBudget, backoff_s, recycle_due
 
 MIB = 1 << 20
 POLICY = RestartPolicy(

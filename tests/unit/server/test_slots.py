@@ -216,9 +216,7 @@ def test_short_tasks_of_others_are_not_its_work() -> None:
 
 
 @pytest.mark.parametrize("modalities", [None, {"vision": False}, {"vision": True}])
-def test_image_of_another_client_is_encoded_to_end(
-    modalities: dict[str, bool] | None,
-) -> None:
+def test_image_of_another_client_is_encoded_to_end(modalities: dict[str, bool] | None) -> None:
     encodes = replace(slot(prompt=10), slot_id=1, task=2, context_tokens=10)
     idle = Slot(slot_id=0, is_processing=False)
     for request_at, own in ((writes_until(20.0), slot(decoded=20)), (waits, idle)):
@@ -426,10 +424,7 @@ def comes_and_goes(now: float) -> Progress:
     },
 )
 def test_media_that_never_gets_its_slot_is_lost(
-    beside: RequestAt,
-    is_busy: Callable[[float], bool],
-    last_resort_s: float | None,
-    is_found: bool,
+    beside: RequestAt, is_busy: Callable[[float], bool], last_resort_s: float | None, is_found: bool
 ) -> None:
     def slots(now: float) -> tuple[Slot, ...]:
         busy = replace(slot(decoded=1 + int(now)), is_processing=is_busy(now))

@@ -83,9 +83,7 @@ def references(body: Mapping[str, Any]) -> References:
 
 
 def normalise(
-    body: Mapping[str, Any],
-    history: tuple[Item, ...] | None = (),
-    found: Mapping[str, Item] = {},
+    body: Mapping[str, Any], history: tuple[Item, ...] | None = (), found: Mapping[str, Item] = {}
 ) -> ChatRequest:
     """The chat completion that the request asks for. `history`, `found`: as RecalledItems. Raises
     ApiError; mutates nothing."""
