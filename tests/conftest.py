@@ -1,7 +1,5 @@
 """What every test gets: free ports, and proof that it left nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

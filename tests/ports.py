@@ -1,7 +1,5 @@
 """Ports for tests, locked against all other tests on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The part of `pynvml` that waits for errors of GPUs, played by a script."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Parametrized tests as tables whose rows have names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Costs that grow with the size and not with its square, on a machine of any speed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

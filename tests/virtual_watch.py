@@ -1,8 +1,6 @@
 """The real `ServerWatch` in virtual time: its orders are carried out at once, its alarm moves the
 clock."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace

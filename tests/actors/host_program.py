@@ -4,8 +4,6 @@
 host_program.py WAY PORT COMMAND...: prints "ready" once a stream runs, then waits for a line.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

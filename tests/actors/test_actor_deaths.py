@@ -3,8 +3,6 @@
 When each of them may die, and in which order that is heard, is the simulator's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`stream`: a request's output as an asynchronous iterator."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing

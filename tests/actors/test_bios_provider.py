@@ -1,8 +1,6 @@
 """A host's BIOS provider may block: everything else goes on. What it returns, and that it may
 raise, is sans-IO."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

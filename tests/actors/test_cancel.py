@@ -1,7 +1,5 @@
 """A cancelled request: its connection is closed at once, in every phase, and its slot is free."""
 
-from __future__ import annotations
-
 from llama_worker.testing import scripts as fs
 from tests.actors.conftest import WAIT_S, MakeWorker
 

@@ -1,7 +1,5 @@
 """What the worker may cost: counted things and ratios within one run, never absolute times."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

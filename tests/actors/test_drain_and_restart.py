@@ -1,8 +1,6 @@
 """What else happens while a server is drained, and why it is restarted. When such calls resolve,
 and what they leave, is the simulator's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The examples that take several models, on scripted servers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

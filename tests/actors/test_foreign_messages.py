@@ -1,8 +1,6 @@
 """Any program may broadcast to all of Pykka's actors: what is not theirs, a worker's actors
 drop."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

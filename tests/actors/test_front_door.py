@@ -1,7 +1,5 @@
 """The short way: from a model to an answer, with no port, command or config to write."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Errors of GPUs, on a scripted NVML: what is told of them, and what a worker does about it."""
 
-from __future__ import annotations
-
 import os
 import queue
 import subprocess

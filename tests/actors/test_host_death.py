@@ -1,7 +1,5 @@
 """The host ends, however: nothing of the server's tree is left, and the exit does not hang."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

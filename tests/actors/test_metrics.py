@@ -1,8 +1,6 @@
 """The Prometheus collector, scraped as Prometheus does; and the dashboard, which must show what it
 gives."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

@@ -1,7 +1,5 @@
 """What a host's `on_event` hears."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from queue import SimpleQueue

@@ -1,8 +1,6 @@
 """The server's processes: how they start, what they inherit, and that nothing of the tree is
 left."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """What the actors rely on in Pykka. A failure here after an upgrade says which of it has moved."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import queue

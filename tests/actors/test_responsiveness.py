@@ -4,8 +4,6 @@ What the worker is doing here lasts until the test ends it; whoever waited for i
 ever.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

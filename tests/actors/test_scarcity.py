@@ -1,8 +1,6 @@
 """A moment without threads or descriptors: what cannot be done says so, and the server is not
 blamed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

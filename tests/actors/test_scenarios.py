@@ -1,8 +1,6 @@
 """Hung or only slow? The simulator's cross-check on real processes: a scenario of each topic,
 another each time."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

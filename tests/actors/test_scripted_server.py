@@ -1,7 +1,5 @@
 """The scripted server of `llama_worker.testing`, as a host's tests use it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

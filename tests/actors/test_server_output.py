@@ -1,7 +1,5 @@
 """What servers write is read, and the last of it kept, whatever happens."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

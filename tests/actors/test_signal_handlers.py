@@ -1,8 +1,6 @@
 """A signal handler may call the handle whatever its thread is doing, the same call included: it
 never deadlocks."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 import sys

@@ -1,8 +1,6 @@
 """Tools and exit tools on real threads, and what the server is sent; which calls run and what fails
 how is sans-IO."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

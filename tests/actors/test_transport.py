@@ -1,7 +1,5 @@
 """Streams over a real socket: what comes out, when, and what a broken one is called."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

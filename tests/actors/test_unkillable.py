@@ -1,8 +1,6 @@
 """A server that SIGKILL does not end: nobody waits for it for ever. How long, and what is said
 meanwhile, is the simulator's."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

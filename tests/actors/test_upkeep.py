@@ -1,7 +1,5 @@
 """Planned restarts, canaries and lack of memory, end to end on scripted servers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The handle's own rules: start, stop, close, admission, results."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -3,8 +3,6 @@
 Case number i of a campaign is the same wherever it runs: its parts may be given to processes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

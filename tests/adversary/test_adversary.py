@@ -1,7 +1,5 @@
 """A few generated servers in every test run; `make adversary` runs as many as one likes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

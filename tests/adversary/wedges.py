@@ -1,8 +1,6 @@
 """How the generated servers hang: each does it to a case, and to those that it can hurt at this
 moment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

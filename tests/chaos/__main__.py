@@ -1,7 +1,5 @@
 """A chaos campaign from the command line: `python -m tests.chaos --steps 2000 --seed 1`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

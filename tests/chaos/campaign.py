@@ -6,8 +6,6 @@ threads. All that is done is drawn from the seed: the same seed gives the same p
 machine's speed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

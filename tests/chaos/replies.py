@@ -1,8 +1,6 @@
 """What a scripted server may be told to do with one request, at random, and a ledger of what comes
 of it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A moment of the campaign that `make chaos` runs at length."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The command as a person runs it: in a pipe and in a terminal, on scripted servers."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """`llama-worker doctor` and `llama-worker top`, as a person starts them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

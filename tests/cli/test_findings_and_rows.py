@@ -1,7 +1,5 @@
 """What the doctor reads of the system and makes of it, and the rows of `top`: tables of cases."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`llama-worker responses-proxy`, as a person starts it."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import socket

@@ -1,7 +1,5 @@
 """What is told of a request and its end, and what to do about failures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`llama-worker run` where nobody looks: text on stdout, everything else on stderr, exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 """`llama-worker run` in a terminal of 80 columns: what is drawn, Ctrl-C once and twice, a
 conversation."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

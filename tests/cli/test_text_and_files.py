@@ -1,8 +1,6 @@
 """What is shown harmlessly, and what is found of models, servers and options: no terminal, no
 server."""
 
-from __future__ import annotations
-
 import errno
 import io
 import itertools

@@ -1,8 +1,6 @@
 """What only a whole process shows: signals, a Ctrl-C while Python imports the command, output that
 nobody takes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

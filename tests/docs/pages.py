@@ -5,8 +5,6 @@ A block's mark, behind its language, says what it is: "runnable" is run; a path
 ("fleet.toml") is that file, beside the program.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ has to put in is put in: any model is the small real one, `llama-server` is on t
 ports 8000 to 8099 are free ones.
 """
 
-from __future__ import annotations
-
 import ast
 import configparser
 import os

@@ -1,7 +1,5 @@
 """What docs/how-to/testing.md shows is a test that passes, with the plugin."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

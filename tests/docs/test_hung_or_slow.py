@@ -1,8 +1,6 @@
 """The tables of verdicts (hung-or-slow.md) and of restarts (failure-reasons.md) agree with the
 code."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the documentation says of the code, in tables above all, and of the project is so."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

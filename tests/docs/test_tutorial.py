@@ -1,7 +1,5 @@
 """The tutorial, as a reader would do it: its files, its commands, a server killed by hand."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What the pages show passes the type checker as it stands, and says what is in every answer."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

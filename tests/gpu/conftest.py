@@ -1,7 +1,5 @@
 """An NVIDIA GPU, and workers whose servers compute on it."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

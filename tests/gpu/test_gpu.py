@@ -1,7 +1,5 @@
 """What only a real GPU shows: whose work is seen, a server that hangs, the memory after a kill."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What is to be true of a worker that is a Ray actor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import psutil

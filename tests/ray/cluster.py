@@ -1,7 +1,5 @@
 """A Ray cluster of two nodes on this machine, one of which can be killed."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -1,8 +1,6 @@
 """What is to be true of fleets: how they start, and one that is shared, whose scenarios go on one
 after the other."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ Writes a line of JSON for each to FOLDER/told: `{"scenario", "error"}`, where `e
 traceback. Standard output is Ray's, too.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """What the scenarios stand on: scripted servers, and questions to actors and fleets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stands for a Ray actor in a process without Ray: it answers at once, unless it is held."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator

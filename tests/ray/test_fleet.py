@@ -1,7 +1,5 @@
 """A fleet on actors that are stubs: no Ray runs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Workers on a real Ray cluster of two nodes, in a program of its own: tests.ray.scenarios."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

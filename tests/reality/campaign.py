@@ -5,8 +5,6 @@ The plan of an episode is a function of its seed, its times are the machine's. E
 takes the next seed, so that one alone is repeated with `make reality SEED=... MINUTES=0`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -6,8 +6,6 @@ It plays the jobs and the hang of the episode (JSON) through a LlamaWorker, and 
 them: one JSON object a line on its standard output.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """Limits as tight as honest work on this machine allows, and when a hang has to be found by them.
 Pure."""
 
-from __future__ import annotations
-
 from llama_worker import TimeoutProfile
 from tests.reality.plan import MAX_PROMPT_TOKENS, Episode
 

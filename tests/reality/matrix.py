@@ -1,7 +1,5 @@
 """What came of the episodes, as a confusion matrix, and what of it is a mistake. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What one episode of the campaign asks of a real server, drawn from its seed. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,8 +1,6 @@
 """The plan, the matrix, and one small episode of the campaign that `make reality` runs at
 length."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ Measures these builds anew, each built where it is missing; then prints the tabl
 ever measured (builds.jsonl, beside this file).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -11,8 +11,6 @@
   log names, in order; how the process ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 

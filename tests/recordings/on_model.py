@@ -1,7 +1,5 @@
 """Plays a situation on the simulated server, and records it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from tests.recordings.records import BodyReader, Director, Recording, error_name, rate, slots_line

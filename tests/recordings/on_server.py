@@ -1,7 +1,5 @@
 """Plays a situation on a real llama-server, and records it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -7,8 +7,6 @@ The recordings of the pinned build are stored beside this file; those of other b
 build/recordings.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

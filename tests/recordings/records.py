@@ -1,8 +1,6 @@
 """A recording: what every request got, in the order in which it came, and what `/slots`, /proc and
 the log said. Read and written as JSON Lines, one record a line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

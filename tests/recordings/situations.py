@@ -5,8 +5,6 @@ batch that follows: which batch it is does not depend on how fast the machine is
 their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise

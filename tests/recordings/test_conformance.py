@@ -1,7 +1,5 @@
 """The simulated server does in each situation what the real one was recorded to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.recordings.conformance import LEFT_OUT, differences, essence

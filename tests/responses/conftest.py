@@ -1,7 +1,5 @@
 """Responses proxies in front of scripted servers, plain listeners and the real llama-server."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

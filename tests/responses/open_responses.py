@@ -5,8 +5,6 @@ items, events, tools and choices that it lacks; clients of OpenAI's need them, s
 here and held to nothing but `openai`'s models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

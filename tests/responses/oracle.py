@@ -1,7 +1,5 @@
 """What every stream of Responses events must keep, whatever came from the server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -6,8 +6,6 @@ as the server has said the one token "Once": an error record, as llama-server wr
 of the stream; or the end of the connection, as of a server that was killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,8 +1,6 @@
 """A web page is not a client, unless it was named: over the wire, with what the upstream says of
 pages."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,8 +1,6 @@
 """Nobody who is silent, slow, malformed or greedy disturbs a client; memory and descriptors stay
 bounded."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import math

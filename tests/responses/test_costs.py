@@ -1,7 +1,5 @@
 """What an event costs the thread that serves a client: counted, never by the clock."""
 
-from __future__ import annotations
-
 import queue
 import socket
 import sys

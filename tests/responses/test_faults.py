@@ -1,7 +1,5 @@
 """Whatever happens to the upstream, the client is told the truth, in a form that it reads."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Who is spared, and what waits for a response, is the simulator's: a third of its requests are such.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import socket

@@ -3,8 +3,6 @@
 `make test-responses` installs them; without them these tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """The proxy conforms to Open Responses."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """The official Python clients, against the real llama-server."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.responses.conftest import Client

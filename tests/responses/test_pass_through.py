@@ -1,8 +1,6 @@
 """What is no request for a response passes through as it is, to the configured upstream and no
 other."""
 
-from __future__ import annotations
-
 import gzip
 import http.client
 import json

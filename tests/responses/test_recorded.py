@@ -1,8 +1,6 @@
 """What Codex and OpenCode sent (`make test-clients` keeps it) becomes what the model and its prompt
 cache need."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from typing import Any

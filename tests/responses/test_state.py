@@ -1,7 +1,5 @@
 """What the proxy remembers, what it forgets, and how conversations go on."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Connections: who leaves, who is slow, who may run."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import threading

@@ -1,8 +1,6 @@
 """A WebSocket disturbs nobody, whatever its client does; what each of them can do is in
 conformance.py."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

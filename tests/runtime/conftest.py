@@ -1,7 +1,5 @@
 """`make_server`: servers of one connection, for the code that talks to one."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import ssl

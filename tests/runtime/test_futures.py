@@ -1,7 +1,5 @@
 """The futures that a host gets: awaitable, with callbacks, handed over once, always answered."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

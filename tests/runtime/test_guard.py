@@ -1,7 +1,5 @@
 """The guard, run by hand, with this process for its host; and its decisions."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

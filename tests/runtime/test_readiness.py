@@ -1,7 +1,5 @@
 """What a readiness probe says of the server, or else of this machine; and what a canary is."""
 
-from __future__ import annotations
-
 import errno
 import os
 import queue

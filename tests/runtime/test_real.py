@@ -1,7 +1,5 @@
 """The runtime's clocks."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

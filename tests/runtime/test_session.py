@@ -3,8 +3,6 @@ framing a server may choose, and what a failure says to a person: no classes, no
 objects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """A stream on a socket: what is told at once, what waits, and who may fetch it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

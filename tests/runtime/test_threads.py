@@ -1,7 +1,5 @@
 """Threads are used again; probes share one, and one that hangs holds up no other."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """The timer thread: deadlines in order, each once, and nothing that stops it."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

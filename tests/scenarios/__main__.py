@@ -4,8 +4,6 @@ With words, only those scenarios whose group or name holds one of them. Exit cod
 was as due.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import time

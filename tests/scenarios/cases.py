@@ -1,8 +1,6 @@
 """Every scenario, by topic. The name of each is its claim. A hang is followed by its honest twin,
 where it has one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from signal import SIGCONT, SIGKILL

@@ -1,7 +1,5 @@
 """Runs a scenario on a real process, and compares what happened with what was due."""
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

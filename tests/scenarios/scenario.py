@@ -1,8 +1,6 @@
 """What a scenario is: a server's behaviour, what the host does, and the verdict that is due. Data
 only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum

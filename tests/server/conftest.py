@@ -1,8 +1,6 @@
 """The real llama-server with a small real model, and what makes it say exactly what a test
 wants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What the real server needs here for a known piece of work, measured in the run whose bounds
 depend on it."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex

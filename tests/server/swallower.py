@@ -7,8 +7,6 @@ connection to the server is closed, so that its slot is idle, and the client's s
 byte.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

@@ -1,7 +1,5 @@
 """Chat requests on the real server, from prompt to result."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable

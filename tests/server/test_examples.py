@@ -1,7 +1,5 @@
 """The examples do what they say."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Reasoning and text come apart the same way, whichever form the real server gives them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

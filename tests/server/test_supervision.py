@@ -1,7 +1,5 @@
 """A real server that dies, hangs, works in silence or does not start."""
 
-from __future__ import annotations
-
 import os
 import queue
 import select

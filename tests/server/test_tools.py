@@ -1,8 +1,6 @@
 """Tools on the real server: native calls with a template that has tools, prompted ones with one
 that has none."""
 
-from __future__ import annotations
-
 import json
 import queue
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Real servers whose main thread is held, or that lose a request: what only /slots can tell; and a
 long batch."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -4,8 +4,6 @@ many times faster.
 For tests in which a grammar chooses what the model says, or in which that does not matter.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The build of a llama-server, with a cmake and a ninja that are scripts; real are the cache, the
 locks and pip."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,8 +1,6 @@
 """`make demo` in a copy of the tree, as a newcomer meets it: servers that work, that do not, and
 none."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

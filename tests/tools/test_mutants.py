@@ -1,7 +1,5 @@
 """`make mutants` on a small tree: which tests it asks, what counts as a kill."""
 
-from __future__ import annotations
-
 import dataclasses
 import queue
 import subprocess

@@ -1,8 +1,6 @@
 """The llama-server that is built here holds no instruction that a CPU of x86-64-v3 lacks, and
 starts on one."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The suite under other conditions, and what is told of it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 cannot be made (root is needed).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Requests in flight all the while, and what became of each."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -3,8 +3,6 @@
 Prints a line of JSON for each story: `{"row", "errors"}`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Where network namespaces cannot be made, the command does not pass."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

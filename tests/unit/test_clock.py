@@ -1,7 +1,5 @@
 """The pausing clock: what is lost while nothing runs, and that nobody is blamed for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

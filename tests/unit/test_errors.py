@@ -1,8 +1,6 @@
 """What the library raises: one root, data as attributes, text for a person: the cause and what to
 do come first."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

@@ -1,7 +1,5 @@
 """The small mistakes of `make mutants`."""
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The lists that are kept by hand agree with what is on disk, a wheel holds all of it, and extras
 are named."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import os

@@ -1,8 +1,6 @@
 """The contract's values, which hosts depend on, and the ready-made exit tools. The keys of answers
 are held to the tables of the reference (tests/docs)."""
 
-from __future__ import annotations
-
 import json
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ there.
 python -m tests.responses.clients [--only TEXT] [--record] [--publish]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,8 +1,6 @@
 """A page in a real browser (headless Chromium) that tries to read what the proxy says, and to make
 the model work."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """What every coding client is put through, and what the scenarios of all of them are made of."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Codex in front of a watched server that hangs, and of honest ones that look the same: a hang ends
 with its reason, and the conversation goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """OpenCode, run without a terminal: what its user asks for happens, whatever the server does."""
 
-from __future__ import annotations
-
 import json
 
 from llama_worker.testing.scripts import HttpError, Reasoning, ScriptedReply

@@ -1,8 +1,6 @@
 """What the clients sent, kept: small enough to read, true to what matters. One file for each
 scenario."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise, takewhile

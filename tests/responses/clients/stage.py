@@ -1,8 +1,6 @@
 """What a scenario plays on: a scripted server, a proxy in front of it, a home and a project of the
 client's own."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import copy

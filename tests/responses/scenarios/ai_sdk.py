@@ -1,7 +1,5 @@
 """@ai-sdk/openai: 18 scenarios for each of its lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Runs the scripts of `tests/responses/node` with the npm packages that `make test-responses`
 installs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`openai` for Node, its stream helper: 5 scenarios."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """`openai` for Python and `openai-agents`: 20 scenarios. Each raises where its user would
 complain."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the last message says, and so the model."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a ProcessActor reads of its server's processes, without a server."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -1,7 +1,5 @@
 """What a RequestActor asks of its stream, message by message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """When a request to somebody else's server is given up, in virtual time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

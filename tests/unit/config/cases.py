@@ -1,7 +1,5 @@
 """A config to change, bad values in tables, and what is said of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A llama-server command: built from parts, held against the config, shown without its keys."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

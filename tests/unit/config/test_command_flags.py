@@ -1,7 +1,5 @@
 """What a server's command breaks, costs, and what a build does not know of it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

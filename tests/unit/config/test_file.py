@@ -1,8 +1,6 @@
 """A fleet from a TOML file: what it may hold, how defaults are merged in, and what is said where it
 is wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tomllib

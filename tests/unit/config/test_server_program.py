@@ -1,7 +1,5 @@
 """Which Python the guard runs on, and which server is found."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import pwd

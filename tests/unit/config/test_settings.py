@@ -1,7 +1,5 @@
 """What a worker may be configured with, and what it says of anything else."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """A mistake in a tool's definition is found when the worker's config is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A request that a proxy sends itself: how it ends, and what is told of it meanwhile."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a request has put out, which only grows, and who waits for more."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

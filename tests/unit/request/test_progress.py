@@ -1,7 +1,5 @@
 """How far a turn is: what brings it forward, and what only keeps its connection busy."""
 
-from __future__ import annotations
-
 import pytest
 
 from llama_worker.request.progress import Batch, NoveltyDetector, TurnProgress

@@ -1,7 +1,5 @@
 """Conversations with one request, from its prompt to its record."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

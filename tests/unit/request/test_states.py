@@ -1,7 +1,5 @@
 """Every state of a request against every event, beside the table in the module's docstring."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import get_args

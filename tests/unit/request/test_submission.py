@@ -1,7 +1,5 @@
 """What may be submitted, and what is said of anything else."""
 
-from __future__ import annotations
-
 import copy
 import math
 from enum import IntEnum

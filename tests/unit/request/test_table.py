@@ -1,7 +1,5 @@
 """Admission, slots and kept records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

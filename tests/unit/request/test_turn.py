@@ -1,7 +1,5 @@
 """One HTTP exchange of a request, taken apart."""
 
-from __future__ import annotations
-
 import pytest
 
 from llama_worker.config.profiles import LoopDetector

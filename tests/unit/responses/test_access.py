@@ -1,7 +1,5 @@
 """Programs may use the proxy; web pages only where they were named, and under no foreign name."""
 
-from __future__ import annotations
-
 import pytest
 
 from llama_worker.responses.errors import ApiError

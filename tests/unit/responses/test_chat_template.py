@@ -1,7 +1,5 @@
 """Messages are adapted to a chat template only as far as it needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

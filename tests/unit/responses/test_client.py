@@ -1,7 +1,5 @@
 """How long clients are waited for, and which of them first loses its place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A proxy's configuration is checked when it is made."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

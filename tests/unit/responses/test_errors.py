@@ -1,7 +1,5 @@
 """What the server refuses is told in the words that clients look for."""
 
-from __future__ import annotations
-
 import pytest
 
 from llama_worker.responses.errors import refused_by_server

@@ -1,7 +1,5 @@
 """Whatever the server says, the events are a stream that strict clients take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

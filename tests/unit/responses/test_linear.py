@@ -1,7 +1,5 @@
 """What a request costs grows with its size, not with the square of it: the work is counted."""
 
-from __future__ import annotations
-
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator

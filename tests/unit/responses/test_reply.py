@@ -1,7 +1,5 @@
 """A reply is read by its client as it was meant."""
 
-from __future__ import annotations
-
 import pytest
 
 from llama_worker.responses.http.reply import MalformedReply, ReplyFramer

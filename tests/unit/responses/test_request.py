@@ -1,7 +1,5 @@
 """Requests of the Responses API become chat completions."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests are read whole, in any pieces, and strictly."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise

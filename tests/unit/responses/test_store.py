@@ -1,7 +1,5 @@
 """The store of responses keeps what is used and stays within its bounds."""
 
-from __future__ import annotations
-
 import tracemalloc
 from typing import Any
 

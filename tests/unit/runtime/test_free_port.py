@@ -1,7 +1,5 @@
 """Free ports: which they are, and that nobody else is given the same."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The threads that run a host's code: whatever it raises, who waits for an answer is told."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

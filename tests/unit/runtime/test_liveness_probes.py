@@ -1,7 +1,5 @@
 """The probes, on real processes and on a scripted NVML."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The last lines of a server's output, whatever it writes."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

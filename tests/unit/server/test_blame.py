@@ -1,8 +1,6 @@
 """Which verdicts on requests, which of their ends and which errors of a GPU count against the
 server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """When a launch takes too long, when failed probes tell that a server is lost; with a literal
 clock."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

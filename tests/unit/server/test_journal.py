@@ -1,7 +1,5 @@
 """What a worker keeps for a person and counts for metrics, with literal times."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from logging.handlers import QueueHandler

@@ -1,7 +1,5 @@
 """The worker's state machine, with a literal clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Evidence of work from samples of a process tree, with a literal clock, and what /proc says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What earlier batches tell of the time that a batch may take."""
 
-from __future__ import annotations
-
 from llama_worker.request.progress import Batch
 from llama_worker.server.pace import PACE_MIN_S, PACE_MULTIPLE, Pace
 

@@ -1,7 +1,5 @@
 """What is kept of the requests in flight between two rounds of verdicts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

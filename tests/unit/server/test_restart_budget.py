@@ -1,7 +1,5 @@
 """Backoff, lockout and planned restarts, with a virtual clock."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Who does not answer is dead, but for the time in which nothing ran."""
 
-from __future__ import annotations
-
 from llama_worker.server.roll_call import ANSWER_TIMEOUT_S, ASK_INTERVAL_S, Member, RollCall
 
 MEMBERS = [Member(1, "process", None), Member(1, "request", 0)]

@@ -1,7 +1,5 @@
 """What four looks at `/slots` tell about a request that brings nothing new."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

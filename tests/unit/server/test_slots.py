@@ -1,7 +1,5 @@
 """What `/slots` says in each build, when it is asked, and what its silence tells."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

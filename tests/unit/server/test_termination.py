@@ -1,7 +1,5 @@
 """What is signalled to a server's process, and when; with a literal clock."""
 
-from __future__ import annotations
-
 from signal import SIGCONT, SIGKILL
 
 import pytest

@@ -1,7 +1,5 @@
 """The verdicts on silent requests, with a literal clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

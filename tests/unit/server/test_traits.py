@@ -1,7 +1,5 @@
 """What servers, new, old and odd, say of themselves."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is asked about a server, and when it is judged, step by step with a literal clock."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a reply that is no stream says, of new and old servers and of strangers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

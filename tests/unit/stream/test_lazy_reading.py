@@ -1,7 +1,5 @@
 """When what a stream has brought is told, in virtual time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Loops of lines and loops without line ends, and the honest texts that look like them."""
 
-from __future__ import annotations
-
 import base64
 import encodings.cp1252
 import html.entities

@@ -1,7 +1,5 @@
 """A reply: its head, and its body in any framing, any split, with any end."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The scripted server does what it advertises."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
