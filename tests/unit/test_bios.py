@@ -109,7 +109,7 @@ TOLD_IN_NATIVE_MODE = '<tool_call>{"name": "escalate", "arguments": {"reason": "
     ("shown", "strict"), [(prompted_tools_text((ADD,), ()), True), (TOLD_IN_NATIVE_MODE, False)]
 )
 def test_the_parser_reads_the_convention_that_is_shown(shown: str, strict: bool) -> None:
-    tool_filter = TaggedCallFilter(strict=strict)
+    tool_filter = TaggedCallFilter(["escalate"], strict=strict)
     text = tool_filter.feed(shown) + tool_filter.finish()
     (call,) = tool_filter.calls
     assert isinstance(call, RawCall)

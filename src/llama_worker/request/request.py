@@ -238,7 +238,7 @@ class Request:
         return Turn(
             started_at=now,
             prompted=self._prompts.prompted,
-            with_tools=self._tools.offered and body.get("tool_choice") != "none",
+            tool_names=() if body.get("tool_choice") == "none" else self._tools.names,
             opens_thinking=self._opens_thinking,
             loop_detector=self._config.loop_detector,
             runaway_tokens=runaway_tokens(body),

@@ -49,7 +49,7 @@ class Turn(TurnProgress):
         *,
         started_at: float,
         prompted: bool,
-        with_tools: bool,
+        tool_names: Collection[str],
         opens_thinking: bool,
         loop_detector: LoopDetector | None,
         runaway_tokens: int | None = None,
@@ -61,7 +61,7 @@ class Turn(TurnProgress):
         self._runaway_tokens = runaway_tokens
         self._prompted = prompted
         self._splitter = ReasoningSplitter(opened_by_template=opens_thinking)
-        self._filter = TaggedCallFilter(strict=prompted) if with_tools else None
+        self._filter = TaggedCallFilter(tool_names, strict=prompted) if tool_names else None
         self._assembler = ToolCallAssembler()
         # A loop in what is not shown: in the arguments of calls, or in what is held back.
         self.hidden_loop: TextLoopFound | None = None
@@ -217,8 +217,12 @@ class ToolUse:
         self._not_run: tuple[RawCall | MalformedCall, ...] = ()  # of the latest calls, so far
 
     @property
+    def names(self) -> list[str]:
+        return [*self._normal_names, *self.exit_names]
+
+    @property
     def offered(self) -> bool:
-        return bool(self._normal_names or self.exit_names)
+        return bool(self.names)
 
     def take_new_signals(self) -> list[SignalEmitted]:
         """The signals recorded since the last time."""

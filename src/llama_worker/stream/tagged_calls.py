@@ -24,14 +24,16 @@ class TaggedCallFilter:
     linear in the text.
 
     strict (prompted mode): a malformed call is in `calls` as well as in the text.
-    Not strict (native mode): a malformed call is just text, and tagged calls count only in a turn
-    without structured ones. So all text from the first call on is held back, until the end
-    (`finish`) or a structured call (`put_back`).
+    Not strict (native mode): a malformed call, or one of a tool that is not in `names`, is just
+    text, and tagged calls count only in a turn without structured ones. So all text from the first
+    call on is held back, until the end (`finish`) or a structured call (`put_back`).
     """
 
-    def __init__(self, *, strict: bool) -> None:
+    def __init__(self, names: Collection[str], *, strict: bool) -> None:
+        """`names`: of the tools on offer."""
         self.calls: list[RawCall | MalformedCall] = []
         self._seen_count = 0  # how many of `calls` `take` has seen
+        self._names = names
         self._strict = strict
         self._scanner: _CallScanner | None = None  # None: not inside a call
         self._held: list[str] = []  # undecided text, from the start of a tag
@@ -96,7 +98,8 @@ class TaggedCallFilter:
                 text = self._join_held(text)
             whole = text[start:at] if self._scanner.state is _CallScan.COMPLETE else ""
             self._scanner = None
-            if call := _well_formed(whole):
+            call = _well_formed(whole)
+            if call is not None and (self._strict or call.name in self._names):
                 self._take_call(call, whole)
             else:
                 at = start + len(CALL_OPEN)

@@ -715,6 +715,16 @@ def test_host_that_wants_no_calls_gets_their_text(prompted: bool) -> None:
     assert play.signals == []
 
 
+def test_foreign_call_in_native_text_is_text() -> None:
+    foreign = TAGGED.replace("signal", "get_weather")
+    play = asked(WITH_TOOLS)
+    assert play >> TextDelta(f"So: {foreign} en")
+    assert play.request.read_output(0, 0)["text"] == f"So: {foreign} en"
+    assert (
+        play >> (TextDelta("d"), STOP, Done()) << CLOSE << Ends("stop", text=f"So: {foreign} end")
+    )
+
+
 @pytest.mark.parametrize(
     ("said", "prompted"), [(call("signal", "{}"), False), (TextDelta(TAGGED), True)]
 )

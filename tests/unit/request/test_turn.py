@@ -18,7 +18,7 @@ def turn(*, prompted: bool = False) -> Turn:
     return Turn(
         started_at=0.0,
         prompted=prompted,
-        with_tools=True,
+        tool_names=("add", "exit"),
         opens_thinking=False,
         loop_detector=LoopDetector(),
     )

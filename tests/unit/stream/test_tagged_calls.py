@@ -15,12 +15,14 @@ from tests.unit.request.test_tools import JSON_VALUES
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ISSUE = '<tool_call>{"name": "signal_issue", "arguments": {"code": "x"}}</tool_call>'
+FOREIGN = '<tool_call>{"name": "zap", "arguments": {}}</tool_call>'
+NAMES = ("add", "mul", "signal_issue")
 
 
 def filtered(
     pieces: list[str], *, strict: bool = True
 ) -> tuple[str, list[RawCall | MalformedCall]]:
-    tool_filter = TaggedCallFilter(strict=strict)
+    tool_filter = TaggedCallFilter(NAMES, strict=strict)
     shown = [tool_filter.feed(piece) for piece in pieces]
     return "".join(shown) + tool_filter.finish(), tool_filter.calls
 
@@ -113,11 +115,11 @@ def test_what_only_looks_like_a_tag_is_text(text: str) -> None:
     ],
 )
 def test_only_possible_calls_are_held_back(piece: str, shown: str) -> None:
-    assert TaggedCallFilter(strict=True).feed(piece) == shown
+    assert TaggedCallFilter(NAMES, strict=True).feed(piece) == shown
 
 
 def test_native_mode_shows_text_up_to_a_call() -> None:
-    tool_filter = TaggedCallFilter(strict=False)
+    tool_filter = TaggedCallFilter(NAMES, strict=False)
     assert (
         tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
     )
@@ -135,7 +137,7 @@ def test_a_call_has_a_longest_length() -> None:
             assert shown == (text if extra else "")
             assert isinstance(calls[0], MalformedCall if extra else RawCall)
     unclosed = '<tool_call>{"name": "' + "x" * MAX_TAGGED_CALL_CHARS
-    assert TaggedCallFilter(strict=True).feed(unclosed) == unclosed  # held back no longer
+    assert TaggedCallFilter(NAMES, strict=True).feed(unclosed) == unclosed  # held back no longer
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_time_is_linear_in_the_text(unit: str, piece_chars: int) -> None:
 
 
 FRAGMENTS = st.sampled_from(
-    [ADD, ISSUE, *MALFORMED[:8], "<tool_call>", "</tool_call>",
+    [ADD, ISSUE, FOREIGN, *MALFORMED[:8], "<tool_call>", "</tool_call>",
      "<", "{", "}", '"', "\\", "text ", "\n",
      '{"a": ', '<tool_call>{"name": "add", "arguments": {"x": "', "<tool_"]
 )  # fmt: skip
@@ -196,6 +198,6 @@ def test_every_call_written_in_the_convention_is_found(
 
 @given(TEXTS, PLACES)
 def test_a_structured_call_puts_back_what_was_held(text: str, places: list[int]) -> None:
-    tool_filter = TaggedCallFilter(strict=False)
+    tool_filter = TaggedCallFilter(NAMES, strict=False)
     shown = [tool_filter.feed(piece) for piece in cut(text, places)]
     assert ("".join(shown) + tool_filter.put_back(), tool_filter.calls) == (text, [])
