@@ -87,7 +87,13 @@ class Prompts:
             added = of_turn(turn.text, turn.reasoning, batch.calls, batch.results)
         self._body = [*self._body, *_with_volatile(added, bios)]
         messages = [*self._head, *self._body]
-        return request_body(self._config, self._submission.params, messages, prompted=self.prompted)
+        return request_body(
+            self._config,
+            self._submission.params,
+            messages,
+            prompted=self.prompted,
+            after_calls=batch is not None,
+        )
 
     def _first_messages(self) -> list[ChatMessage]:
         """The caller's messages and the user prompt.
@@ -274,10 +280,19 @@ def params_warnings(config: WorkerConfig, params: Mapping[str, Any]) -> Iterator
 
 
 def request_body(
-    config: WorkerConfig, params: Mapping[str, Any], messages: list[ChatMessage], *, prompted: bool
+    config: WorkerConfig,
+    params: Mapping[str, Any],
+    messages: list[ChatMessage],
+    *,
+    prompted: bool,
+    after_calls: bool,
 ) -> dict[str, Any]:
     """The body of the chat request. The caller's parameters override the worker's defaults, but not
-    `_OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools."""
+    `_OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools.
+
+    A `tool_choice` that forces a call holds until the first calls: a model that must call in every
+    turn never answers.
+    """
     body: dict[str, Any] = {
         "return_progress": True,
         "stream_options": {"include_usage": True},
@@ -296,6 +311,9 @@ def request_body(
     tools = [*config.normal_tools, *config.exit_tools]
     if tools and not prompted:
         body["tools"] = tools
+    # without --jinja the server refuses any choice (b11434)
+    if prompted or (after_calls and body.get("tool_choice") not in ("auto", "none")):
+        body.pop("tool_choice", None)
     body["stream"] = True
     return body
 

@@ -235,10 +235,11 @@ class Request:
         return [messages.PostChat(turn_id=self._turn_id, body=body, max_hold_s=hold_s)]
 
     def _new_turn(self, body: Mapping[str, Any], now: float) -> Turn:
+        may_call = self._prompts.params.get("tool_choice") != "none"
         return Turn(
             started_at=now,
             prompted=self._prompts.prompted,
-            tool_names=() if body.get("tool_choice") == "none" else self._tools.names,
+            tool_names=self._tools.names if may_call else (),
             opens_thinking=self._opens_thinking,
             loop_detector=self._config.loop_detector,
             runaway_tokens=runaway_tokens(body),

@@ -665,6 +665,28 @@ def test_calls_not_run_are_traced_as_written() -> None:
     ]
 
 
+FUNCTION = {"type": "function", "function": {"name": "add"}}
+
+
+@cases(
+    "choice, prompted, later",
+    {
+        "required": ("required", False, None),
+        "one function": (FUNCTION, False, None),
+        "auto": ("auto", False, "auto"),
+        "none": ("none", False, "none"),
+        "prompted": ("required", True, None),
+    },
+)
+def test_a_call_is_forced_until_the_first(choice: Any, prompted: bool, later: str | None) -> None:
+    play = asked(WITH_TOOLS, params={"tool_choice": choice}, prompted=prompted)
+    assert play.body.get("tool_choice") == (None if prompted else choice)
+    assert play >> (call("add"), CALLS, Done()) << CLOSE << CallTool
+    assert play >> returned("3") << PostChat
+    assert play.body.get("tool_choice") == later
+    assert play >> (TextDelta("It is 3."), STOP, Done()) << CLOSE_SECOND << Ends("stop")
+
+
 # ---------------------------------------------------------------- exit calls
 
 
