@@ -32,7 +32,7 @@ from llama_worker.request.messages import (
     StuckToolThreads,
     ToolsRefused,
 )
-from llama_worker.request.prompt import params_warnings
+from llama_worker.request.params import params_warnings
 from llama_worker.request.report import lost_record
 from llama_worker.request.states import READ_REST_S
 from llama_worker.request.table import Admitted, RequestRecord, RequestTable

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from llama_worker.bios import STATUS_CLOSE, STATUS_OPEN, PromptError, run_bios, tagged_call
-from llama_worker.config.command_flags import cache_ram_mib
 from llama_worker.config.settings import WorkerConfig
-from llama_worker.config.validation import as_count
 from llama_worker.request.messages import BiosWritten, WriteBios
+from llama_worker.request.params import OWNED_PARAMS, TEMPLATE_PARAMS, TOKEN_LIMITS
 from llama_worker.request.submission import Submission
 from llama_worker.request.turn import ToolBatch, Turn
 from llama_worker.stream.calls import ParsedCall
@@ -61,7 +59,7 @@ class Prompts:
     @property
     def keep_template_end(self) -> bool:
         """Whether no parameter changes how the template ends the prompt."""
-        return _TEMPLATE_PARAMS.isdisjoint(self.params)
+        return TEMPLATE_PARAMS.isdisjoint(self.params)
 
     @property
     def max_hold_s(self) -> float:
@@ -244,40 +242,6 @@ def _assistant(text: str, reasoning: str) -> ChatMessage:
 
 # ---------------------------------------------------------------- the body
 
-_OWNED_PARAMS = ("messages", "tools", "stream")  # the worker sets them: a caller's are dropped
-
-# With one of these the prompt may end differently from the one that the server was asked about.
-_TEMPLATE_PARAMS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "enable_thinking",
-        "reasoning_budget",
-        "reasoning_budget_tokens",
-        "reasoning_effort",
-        "thinking_budget_tokens",
-    }
-)
-
-_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
-_MORE_TOKENS = 64
-
-
-def params_warnings(config: WorkerConfig, params: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for the user: what in a request's parameters is ignored, or breaks a promise."""
-    given = {**config.default_params, **params}
-    for owned in _OWNED_PARAMS:
-        if owned in given:
-            yield f"params: {owned!r} is set by the worker; the given value was ignored"
-    names_slot = config.slots > 1 and _count(given.get("id_slot")) is not None
-    if names_slot and cache_ram_mib(config.server_cmd, config.env):
-        yield (
-            "params: 'id_slot' may mix two conversations: while that slot is busy, the server may "
-            "load another prompt from its cache into it; leave it out, or set --cache-ram 0"
-        )
-
 
 def request_body(
     config: WorkerConfig,
@@ -288,7 +252,7 @@ def request_body(
     after_calls: bool,
 ) -> dict[str, Any]:
     """The body of the chat request. The caller's parameters override the worker's defaults, but not
-    `_OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools.
+    `OWNED_PARAMS`. In prompted mode only the prompt tells the model of the tools.
 
     A `tool_choice` that forces a call holds until the first calls: a model that must call in every
     turn never answers.
@@ -302,10 +266,10 @@ def request_body(
     if config.max_tokens is not None:
         body["max_tokens"] = config.max_tokens
     for given in (config.default_params, params):
-        if not given.keys().isdisjoint(_TOKEN_LIMITS):  # one limit, under any of its names
-            body = {name: value for name, value in body.items() if name not in _TOKEN_LIMITS}
+        if not given.keys().isdisjoint(TOKEN_LIMITS):  # one limit, under any of its names
+            body = {name: value for name, value in body.items() if name not in TOKEN_LIMITS}
         body.update(given)
-    for owned in _OWNED_PARAMS:
+    for owned in OWNED_PARAMS:
         body.pop(owned, None)
     body["messages"] = messages
     tools = [*config.normal_tools, *config.exit_tools]
@@ -316,40 +280,6 @@ def request_body(
         body.pop("tool_choice", None)
     body["stream"] = True
     return body
-
-
-def runaway_tokens(body: Mapping[str, Any]) -> int | None:
-    """If a turn has more tokens than this, its server ignores the limit. None: unlimited.
-
-    Deltas are counted, and a token may come in several: hence a quarter and some above the limit.
-    """
-    limits: list[float] = []
-    for key in _TOKEN_LIMITS:
-        limit = body.get(key)
-        if limit is None:
-            continue
-        if not isinstance(limit, int | float) or not 0 < limit < math.inf:
-            return None
-        limits.append(limit)
-    if not limits:
-        return None
-    return int(max(limits)) * 5 // 4 + _MORE_TOKENS  # in integers, which do not overflow
-
-
-def answers_requested(body: Mapping[str, Any]) -> int:
-    """How many answers the body asks for, under either of the server's names (b11434)."""
-    return max(_count(body.get(key)) or 1 for key in ("n", "n_cmpl"))
-
-
-def needs_specific_slots(body: Mapping[str, Any]) -> bool:
-    """Whether the body asks for one slot by its number, or for several answers, so several slots:
-    the request waits for those even if another slot is idle (b11434)."""
-    return _count(body.get("id_slot")) is not None or answers_requested(body) > 1
-
-
-def _count(value: object) -> int | None:
-    """A count as the server reads it: it may be written as 2.0 (b11434)."""
-    return as_count(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 # ---------------------------------------------------------------- the BIOS

@@ -25,8 +25,9 @@ from llama_worker.errors import masked
 from llama_worker.mailbox import Tick
 from llama_worker.request import ending, messages, states
 from llama_worker.request.output import Output, read_output
+from llama_worker.request.params import needs_specific_slots, runaway_tokens
 from llama_worker.request.progress import Progress
-from llama_worker.request.prompt import Prompts, needs_specific_slots, runaway_tokens
+from llama_worker.request.prompt import Prompts
 from llama_worker.request.report import RequestTotals, build_progress, build_record, build_status
 from llama_worker.request.turn import ToolBatch, ToolUse, Turn
 from llama_worker.stream.calls import ParsedCall

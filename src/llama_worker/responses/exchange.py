@@ -14,7 +14,7 @@ from llama_worker.actors.messages import EndLease, Lease
 from llama_worker.config.settings import Endpoint
 from llama_worker.mailbox import Mailbox
 from llama_worker.request.leased import LeasedRequest
-from llama_worker.request.prompt import needs_specific_slots
+from llama_worker.request.params import needs_specific_slots
 from llama_worker.request.submission import content_parts, is_link
 from llama_worker.request.table import Admitted
 from llama_worker.responses.api.store import StoredResponse

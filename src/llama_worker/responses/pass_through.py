@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 
 from llama_worker.config.validation import json_of
-from llama_worker.request.prompt import answers_requested
+from llama_worker.request.params import answers_requested
 from llama_worker.responses.errors import ApiError
 from llama_worker.responses.exchange import Exchange
 from llama_worker.responses.http.client import Client
