@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llama_worker.config.command_flags import cache_ram_mib
@@ -37,12 +37,47 @@ def params_warnings(config: WorkerConfig, params: Mapping[str, Any]) -> Iterator
     for owned in OWNED_PARAMS:
         if owned in given:
             yield f"params: {owned!r} is set by the worker; the given value was ignored"
+    may_call = bool(config.normal_tools or config.exit_tools) and given.get("tool_choice") != "none"
+    for name, (breaks, why) in {**_PITFALLS, **(_PITFALLS_OF_TOOLS if may_call else {})}.items():
+        if breaks(given.get(name)):
+            yield f"params: {name!r} {why}; leave it out"
     names_slot = config.slots > 1 and _count(given.get("id_slot")) is not None
     if names_slot and cache_ram_mib(config.server_cmd, config.env):
         yield (
             "params: 'id_slot' may mix two conversations: while that slot is busy, the server may "
             "load another prompt from its cache into it; leave it out, or set --cache-ram 0"
         )
+
+
+def _is_several(value: object) -> bool:
+    return (_count(value) or 1) > 1
+
+
+def _is_schema(value: object) -> bool:
+    return isinstance(value, Mapping) and value.get("type") in ("json_object", "json_schema")
+
+
+_ONE_ANSWER = (
+    "makes the server work on several answers: only the first is kept, the others are cut off when "
+    "it ends"
+)
+_NO_PROBABILITIES = "gives probabilities, which no result has"
+_NO_PREFILL = "cannot continue an answer, since the last message is never the assistant's"
+_NO_CALLS = "makes the server keep all text to the format: the model can call no tool"
+
+# By the parameter's name: whether a value is one that goes wrong, and how it does (b11434).
+_PITFALLS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (_is_several, _ONE_ANSWER),
+    "n_cmpl": (_is_several, _ONE_ANSWER),
+    "logprobs": (bool, _NO_PROBABILITIES),
+    "n_probs": (bool, _NO_PROBABILITIES),
+    "continue_final_message": (bool, _NO_PREFILL),
+    "add_generation_prompt": (lambda value: value is False, _NO_PREFILL),
+}
+_PITFALLS_OF_TOOLS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "response_format": (_is_schema, _NO_CALLS),
+    "json_schema": (lambda value: value is not None, _NO_CALLS),
+}
 
 
 def runaway_tokens(body: Mapping[str, Any]) -> int | None:
