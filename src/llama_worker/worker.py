@@ -293,8 +293,12 @@ class LlamaWorker(Startable):
         return self._ask(lambda reply: WaitSlot(reply=reply))
 
     def result(self, request_id: int) -> ResultFuture[RequestResult | NotFound]:
-        """Resolves when the request is terminal; TimeoutProfile and `max_tokens` bound the wait.
-        The request is forgotten once a `get` has returned the value."""
+        """Resolves when the request is terminal; it is forgotten once a `get` has returned the
+        value.
+
+        `absolute_timeout_s` bounds the wait, if it is set. Else the other limits of TimeoutProfile,
+        `max_tokens` and `tool_timeout_s` do, each of at most `max_tool_iterations` + 1 turns.
+        """
         backend = self._backend
 
         def release(value: RequestResult | NotFound) -> None:
