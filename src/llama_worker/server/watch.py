@@ -222,6 +222,8 @@ class ServerWatch:
                 self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
             case messages.ProbeOutcome.OTHER_PROCESS:
                 self._fail_startup(StartFailReason.PORT_IN_USE, probed.detail, now)
+            case messages.ProbeOutcome.NOT_ASKED:  # meanwhile the server may have become ready
+                self._stage = launch.probed(probed.detail).saw_work(now)
             case _:
                 self._stage = launch.probed(probed.detail)
 

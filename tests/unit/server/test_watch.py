@@ -28,7 +28,7 @@ from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from tests.docs.pages import table
 from tests.tables import cases
-from tests.virtual_watch import generating, probed, unwatch
+from tests.virtual_watch import VirtualWatch, generating, probed, unwatch
 
 STALLS_AFTER_1_S = TimeoutProfile(
     idle_stream_timeout_s=1.0,
@@ -220,6 +220,18 @@ def test_abandoned_launch_tells_of_its_last_probe(profile: TimeoutProfile) -> No
             step(probed(ProbeOutcome.FAILED), now)
     (failed,) = (each for each in news if isinstance(each, messages.StartupFailed))
     assert failed.detail.endswith("; the last probe: told")
+
+
+@cases(
+    "outcome, fails",
+    {
+        "no name server": (ProbeOutcome.NOT_ASKED, False),
+        "it was asked": (ProbeOutcome.LOADING, True),
+    },
+)
+def test_unasked_probe_is_no_silence_of_launch(outcome: ProbeOutcome, fails: bool) -> None:
+    watch = VirtualWatch(TimeoutProfile(startup_timeout_s=120.0), readiness=lambda now: outcome)
+    assert (watch.run(300.0, messages.StartupFailed) is not None) is fails
 
 
 def test_launch_without_process_is_unprobed_and_abandoned_timely() -> None:
