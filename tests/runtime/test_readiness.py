@@ -119,6 +119,14 @@ def test_questions_that_could_not_be_asked_are_repeated(
     assert ("the canary request failed: " in seen.detail) is (fails == COMPLETIONS)
 
 
+def test_answer_that_fits_no_memory_is_reasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "ask", Mock(return_value=(200, b"{}")))
+    monkeypatch.setattr(readiness, "json_of", Mock(side_effect=[MemoryError(), {}]))
+    monkeypatch.setattr(threads, "run_probe", lambda probe: probe())
+    outcomes = [probed(CONFIG, 1, first=False).outcome for _ in range(2)]
+    assert outcomes == [ProbeOutcome.NOT_ASKED, ProbeOutcome.READY]
+
+
 # ---------------------------------------------------------------- port
 
 
@@ -245,11 +253,11 @@ def test_without_proc_a_launched_server_is_believed(
     assert owns_port(os.getpid(), 1, "127.0.0.1")
 
 
-def probed(config: WorkerConfig, root_pid: int) -> Probed:
-    """What a first probe of the launch 3 says."""
+def probed(config: WorkerConfig, root_pid: int, *, first: bool = True) -> Probed:
+    """What a probe of the launch 3 says."""
     told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
     host = Mock(tell=told.put)
-    probe_readiness(config, epoch=3, root_pid=root_pid, first=True, reply_to=host)
+    probe_readiness(config, epoch=3, root_pid=root_pid, first=first, reply_to=host)
     return told.get(timeout=WAIT_S)
 
 

@@ -65,10 +65,10 @@ def probe_readiness(
         traits = ServerTraits()
         try:
             status, body = ask_server("GET", "/v1/models", timeout_s=timeout_s)
-        except Exception as error:
+            outcome, detail = models_outcome(status, json_of(body))
+        except Exception as error:  # the answer may need more memory than there is
             report(*unanswered(error), traits)
             return
-        outcome, detail = models_outcome(status, json_of(body))
         try:
             if outcome is ProbeOutcome.READY and first:
                 ip, port = abort.peer_ip, config.port
