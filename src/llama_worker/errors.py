@@ -42,7 +42,7 @@ def is_shortage(error: BaseException | None) -> bool:
             isinstance(error, OSError) and error.errno in _SHORTAGES
         ):
             return True
-        if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        if isinstance(error, RuntimeError) and "new thread" in str(error):
             return True
         hidden = error.__suppress_context__  # raised "from None" or from a cause
         error = error.__cause__ if hidden else error.__context__

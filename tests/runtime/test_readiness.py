@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ import pytest
 
 from llama_worker import Canary, ConfigError, WorkerConfig
 from llama_worker.config.settings import Endpoint
-from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.probes import readiness
 from llama_worker.runtime.probes.readiness import (
@@ -56,6 +56,7 @@ CONFIG = WorkerConfig(name="w", host="127.0.0.1", port=9, server_cmd=("llama-ser
         (MemoryError(), ProbeOutcome.NOT_ASKED),
         (socket.gaierror(socket.EAI_AGAIN, "no name server"), ProbeOutcome.NOT_ASKED),
         (RuntimeError("can't start new thread"), ProbeOutcome.NOT_ASKED),
+        (RuntimeError("can't create new thread at interpreter shutdown"), ProbeOutcome.NOT_ASKED),
         (RuntimeError("a mistake"), ProbeOutcome.FAILED),
     ],
 )
@@ -113,7 +114,7 @@ def test_questions_that_could_not_be_asked_are_repeated(
 
     monkeypatch.setattr(readiness, "ask", ask)
     monkeypatch.setattr(readiness, "owns_port", Mock(return_value=True))
-    monkeypatch.setattr(threads, "run_probe", lambda probe: probe())
+    monkeypatch.setattr(readiness, "run_probe", lambda probe, _: probe())
     seen = probed(replace(CONFIG, canary=Canary(prompt="x", check=lambda text: True)), 1)
     assert seen.outcome is outcome
     assert ("the canary request failed: " in seen.detail) is (fails == COMPLETIONS)
@@ -122,9 +123,26 @@ def test_questions_that_could_not_be_asked_are_repeated(
 def test_answer_that_fits_no_memory_is_reasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "ask", Mock(return_value=(200, b"{}")))
     monkeypatch.setattr(readiness, "json_of", Mock(side_effect=[MemoryError(), {}]))
-    monkeypatch.setattr(threads, "run_probe", lambda probe: probe())
+    monkeypatch.setattr(readiness, "run_probe", lambda probe, _: probe())
     outcomes = [probed(CONFIG, 1, first=False).outcome for _ in range(2)]
     assert outcomes == [ProbeOutcome.NOT_ASKED, ProbeOutcome.READY]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        partial(probe_answer, Endpoint.of(CONFIG)),
+        partial(probe_readiness, CONFIG, root_pid=1, first=True),
+    ],
+)
+def test_probe_that_gets_no_thread_is_not_asked(
+    ask: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lack = RuntimeError("can't start new thread")
+    monkeypatch.setattr(readiness, "run_probe", lambda _, refuse: refuse(lack))
+    told: list[Probed] = []
+    ask(epoch=3, reply_to=Mock(tell=told.append))
+    assert [each.outcome for each in told] == [ProbeOutcome.NOT_ASKED]
 
 
 # ---------------------------------------------------------------- port

@@ -9,9 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from llama_worker.errors import is_shortage
 from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.futures import WorkerFuture
-from llama_worker.runtime.host.threads import ProbeQueue, may_block_this_thread, run_on_thread
+from llama_worker.runtime.host.probe_queue import ProbeQueue
+from llama_worker.runtime.host.threads import may_block_this_thread, run_on_thread
 from tests.actors.conftest import WAIT_S, eventually, no_threads
 
 
@@ -195,3 +197,32 @@ def test_probes_wait_while_the_host_has_no_thread(alarms: list[Callable[[], obje
     alarms.pop()()
     assert made.wait(WAIT_S)
     hanging.let_go.set()
+
+
+def test_probes_that_get_no_thread_are_refused(alarms: list[Callable[[], object]]) -> None:
+    probes, hanging, refused = ProbeQueue(), Hanging(), list[BaseException]()
+    probes.run(hanging)
+    assert hanging.has_begun.wait(WAIT_S)
+    for _ in range(2):
+        probes.run(lambda: 1 / 0, refused.append)
+    with no_threads("-probes"):
+        alarms.pop()()
+    assert list(map(is_shortage, refused)) == [True, True]
+    alarms.pop()()  # nobody waits any more
+    assert not alarms
+    hanging.let_go.set()
+
+
+def test_refuses_no_probe_while_threads_start(
+    alarms: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lack = RuntimeError("can't start new thread")
+    monkeypatch.setattr(threads, "run_on_thread", Mock(side_effect=[None, None, None, lack, lack]))
+    probes, refused = ProbeQueue(), list[BaseException]()
+    for _ in range(4):
+        probes.run(lambda: None, refused.append)
+    for _ in range(2):  # one more thread, then one of the two that it would take
+        alarms.pop()()
+    assert not refused
+    alarms.pop()()
+    assert refused == [lack] * 4

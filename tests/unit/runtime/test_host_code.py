@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker.request.messages import RunTool, StuckToolThreads
-from llama_worker.runtime.host import threads
+from llama_worker.runtime.host import host_code
 from llama_worker.runtime.host.host_code import SerializedProbe, ToolCallThread, look
 from llama_worker.server.messages import Look
 from llama_worker.stream.calls import ParsedCall
@@ -77,7 +77,7 @@ def test_raising_probe_brings_no_news_and_is_reasked(
 
 def test_next_launch_waits_for_a_probe_still_out(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Callable[[], object]] = []
-    monkeypatch.setattr(threads, "run_probe", begun.append)
+    monkeypatch.setattr(host_code, "run_probe", lambda call, _: begun.append(call))
     mailbox, seen = Told(), list[str]()
 
     class Slow(Probe):
@@ -104,17 +104,30 @@ def test_next_launch_waits_for_a_probe_still_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_look_without_a_thread_is_not_counted_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(call: Callable[[], object]) -> None:
+    def refuse(*calls: Callable[..., object]) -> None:
         raise RuntimeError("can't start new thread")
 
     looks, mailbox = SerializedProbe(Probe(None)), Told()
     order = Look(probe=0, round=1, fresh=True)
-    monkeypatch.setattr(threads, "run_probe", refuse)
+    monkeypatch.setattr(host_code, "run_probe", refuse)
     with pytest.raises(RuntimeError):
         looks.look(order, 1, mailbox)
-    monkeypatch.setattr(threads, "run_probe", lambda call: call())
+    monkeypatch.setattr(host_code, "run_probe", lambda call, _: call())
     looks.look(order, 1, mailbox)
     assert [evidence.alive for evidence in mailbox] == [True]
+
+
+def test_refused_looks_are_shortages(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals: list[Callable[[RuntimeError], object]] = []
+    monkeypatch.setattr(host_code, "run_probe", lambda _, refuse: refusals.append(refuse))
+    looks, mailbox = SerializedProbe(Probe(None)), Told()
+    for launch in (1, 2):
+        looks.look(Look(probe=0, round=launch, fresh=True), launch, mailbox)
+    (refuse,) = refusals
+    refuse(RuntimeError("can't start new thread"))
+    assert [(each.look.round, each.by_shortage) for each in mailbox] == [(1, True), (2, True)]
+    looks.look(Look(probe=0, round=3, fresh=False), 2, mailbox)
+    assert len(refusals) == 2
 
 
 class Awaited(SimpleQueue[Any]):

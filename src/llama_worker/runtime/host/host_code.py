@@ -22,6 +22,7 @@ from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
 from llama_worker.request.turn import call_result
 from llama_worker.runtime.host import threads
+from llama_worker.runtime.host.probe_queue import run_probe
 from llama_worker.server.messages import EvidenceSeen, Look
 from llama_worker.types.hooks import LivenessProbe, RunningCall
 
@@ -154,11 +155,20 @@ class ToolCallThread:
         return await coroutine
 
 
-def look(probe: LivenessProbe, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-    """Have one probe look at the server's processes, and send one EvidenceSeen. A probe that raises
-    or returns something invalid counts as no news."""
+def look(
+    probe: LivenessProbe,
+    order: Look,
+    root_pid: int,
+    reply_to: Mailbox[EvidenceSeen],
+    *,
+    refused: RuntimeError | None = None,
+) -> None:
+    """Have one probe look at the server's processes, unless it was `refused` a thread, and send one
+    EvidenceSeen. A probe that raises or returns something invalid counts as no news."""
     alive, reads, detail, by_shortage = False, False, "", False
     try:
+        if refused is not None:
+            raise refused
         with threads.may_block_this_thread():
             if order.fresh:
                 probe.reset()
@@ -186,7 +196,7 @@ class SerializedProbe:
         self._probe = probe
         self._lock = threading.Lock()
         self._is_running = False
-        self._next: Callable[[], None] | None = None
+        self._next: Callable[..., None] | None = None
 
     def look(self, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
         """Raises RuntimeError if the system has no thread left."""
@@ -197,16 +207,17 @@ class SerializedProbe:
                 return
             self._is_running = True
         try:
-            threads.run_probe(partial(self._run_calls, call))
+            run_calls = partial(self._run_calls, call)
+            run_probe(run_calls, run_calls)
         except RuntimeError:
             with self._lock:
                 self._is_running = False
             raise
 
-    def _run_calls(self, call: Callable[[], None]) -> None:
-        following: Callable[[], None] | None = call
+    def _run_calls(self, call: Callable[..., None], refused: RuntimeError | None = None) -> None:
+        following: Callable[..., None] | None = call
         while following is not None:
-            following()
+            following(refused=refused)
             with self._lock:
                 following, self._next = self._next, None
                 self._is_running = following is not None

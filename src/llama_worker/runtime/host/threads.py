@@ -11,12 +11,10 @@ import queue
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 
 from llama_worker.clock import ClockTimer, PausingClock
 
-ADD_THREADS_AFTER_S = 0.05  # a server that works answers sooner
 _MAX_SPARE = 4  # threads that are kept
 _RETRY_S = 0.25  # until the start of a callback thread is tried again
 _PAUSE_S = 0.1  # of the timer thread after a failure
@@ -319,80 +317,11 @@ def _run_calls(mailbox: queue.SimpleQueue[tuple[str, _Call]]) -> None:
             _spare.append(mailbox)
 
 
-class ProbeQueue:
-    """Makes probes one after the other on one thread: threads that run at the same instant wake one
-    another for the interpreter's lock. Thread-safe.
-
-    Whenever a probe waits and none was begun for `ADD_THREADS_AFTER_S`, threads are added, twice as
-    many as the last time: servers that do not answer, however many, do not delay other probes.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows
-        self._waiting: deque[_Call] = deque()
-        self._threads_count = 0
-        self._timer_is_set = False
-        self._threads_to_add = 1  # next time
-
-    def run(self, probe: _Call) -> None:
-        """Make the probe soon. Raises RuntimeError if the first thread cannot be started."""
-        with self._lock:
-            if not self._threads_count:
-                self._start_thread()
-                self._waiting.append(probe)
-                return
-            self._waiting.append(probe)
-            self._set_timer()
-
-    def _start_thread(self) -> None:
-        run_on_thread("llama_worker-probes", self._run_probes)
-        self._threads_count += 1
-
-    def _set_timer(self) -> None:
-        if not self._timer_is_set:
-            self._timer_is_set, first = True, self._waiting[0]
-            call_at(now() + ADD_THREADS_AFTER_S, lambda: self._add_threads(first))
-
-    def _add_threads(self, first: _Call) -> None:
-        """`first`: the probe that was the next when the timer was set."""
-        with self._lock:
-            self._timer_is_set = False
-            if not self._waiting:
-                self._threads_to_add = 1
-                return
-            self._set_timer()
-            if self._waiting[0] is first:
-                with contextlib.suppress(RuntimeError):  # no thread is left: the probes wait
-                    for _ in range(min(self._threads_to_add, len(self._waiting))):
-                        self._start_thread()
-                    self._threads_to_add *= 2
-
-    def _run_probes(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._threads_count -= 1
-                    return
-                probe = self._waiting.popleft()
-            try:
-                probe()
-            except Exception:
-                log_exception(_logger, "a probe failed")
-
-
-_probes = ProbeQueue()
-
-
-def run_probe(probe: _Call) -> None:
-    """`ProbeQueue.run`, in the queue that all workers of this process share."""
-    _probes.run(probe)
-
-
 def _reset_after_fork() -> None:
     """The parent's threads do not exist in the child."""
-    global _callback_thread, _log_thread, _timers, _probes, _spare, _spare_lock
+    global _callback_thread, _log_thread, _timers, _spare, _spare_lock
     _callback_thread, _log_thread = _CallbackThread(), _LogThread()
-    _timers, _probes = TimerThread(), ProbeQueue()
+    _timers = TimerThread()
     _spare, _spare_lock = [], threading.Lock()
 
 

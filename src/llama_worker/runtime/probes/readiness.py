@@ -24,6 +24,7 @@ from llama_worker.config.validation import json_of
 from llama_worker.errors import described_error, is_shortage, masked
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host import threads
+from llama_worker.runtime.host.probe_queue import run_probe
 from llama_worker.runtime.http.abortable_socket import Abort
 from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.probes.liveness_probes import PROC, listening_addresses, tree_pids
@@ -86,7 +87,7 @@ def probe_readiness(
             outcome, detail = unanswered(error)[0], described_error(error)
         report(outcome, detail, traits)
 
-    threads.run_probe(run)
+    run_probe(run, lambda error: report(*unanswered(error), ServerTraits()))
     return abort
 
 
@@ -94,15 +95,17 @@ def probe_answer(endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -
     """Ask whether a server that this program did not start answers at all. Sends one Probed."""
     abort = Abort()
 
+    def report(outcome: ProbeOutcome, detail: str) -> None:
+        reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail=detail))
+
     def run() -> None:
         try:
             status, _ = ask(endpoint, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S, abort=abort)
-            outcome, detail = ProbeOutcome.READY, f"GET /v1/models: {status}"
+            report(ProbeOutcome.READY, f"GET /v1/models: {status}")
         except Exception as error:
-            outcome, detail = unanswered(error)
-        reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail=detail))
+            report(*unanswered(error))
 
-    threads.run_probe(run)
+    run_probe(run, lambda error: report(*unanswered(error)))
     return abort
 
 
@@ -126,7 +129,7 @@ def look_at_slots(endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[Slot
             pass
         reply_to.tell(SlotsSeen(epoch=order.epoch, look=look))
 
-    threads.run_probe(run)
+    run_probe(run)  # not refused: no look would follow for a minute
     return abort
 
 
