@@ -199,7 +199,9 @@ class SlotsWatch:
         self._has_answered = self._has_answered or isinstance(look, SlotsLook)
         is_refused = look is None or not self._has_answered
         if is_refused:  # also at READY, outside a round
-            self._paused_until = now + NO_ANSWER_PAUSE_S
+            # what has answered was probably not asked, for a shortage that may pass
+            pause_s = LOOK_INTERVAL_S if self._has_answered else NO_ANSWER_PAUSE_S
+            self._paused_until = now + pause_s
         if not self._active:
             return
         if look is not None:  # else it was refused, or could not be asked

@@ -234,6 +234,14 @@ def test_slots_refused_at_ready_not_asked_for_minute(answer: SlotsTimeout | None
     assert again_at - at_ready >= NO_ANSWER_PAUSE_S
 
 
+def test_look_that_could_not_be_asked_is_repeated() -> None:
+    def slots(now: float) -> tuple[Slot, ...] | None:
+        return None if 0.0 < now < 6.0 else (slot(prompt=64 * int(now)),)
+
+    watch = watched(slots, waits, evidence=rests)
+    assert watch.run(5.0 * PROFILE.headers_timeout_s, Stalled) is None
+
+
 def waits(now: float) -> Progress:
     return silent(WAITING)
 
