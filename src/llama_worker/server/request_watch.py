@@ -323,7 +323,11 @@ class RequestWatch:
         profile = self._profile
         if profile.suspect_after_s is None:
             return False
-        limits = (profile.idle_stream_timeout_s, profile.prefill_liveness_timeout_s)
+        limits = (
+            profile.idle_stream_timeout_s,
+            profile.prefill_liveness_timeout_s,
+            profile.silent_work_timeout_s,
+        )
         parts = [limit_s / 2 for limit_s in limits if limit_s is not None]
         if progress.phase is RequestPhase.WAITING:  # a batch of another's may take most of it
             parts.append(profile.headers_timeout_s / 6)

@@ -254,6 +254,13 @@ def waits_for_all(now: float) -> Progress:
     return silent(WAITING, in_one_piece=True)
 
 
+@pytest.mark.parametrize("request_at", [waits_for_all, has_headers])
+def test_moving_slot_is_seen_before_silent_work_limit(request_at: RequestAt) -> None:
+    impatient = replace(PROFILE, silent_work_timeout_s=60.0)
+    watch = watched(lambda now: (slot(prompt=64 * int(now)),), request_at, profile=impatient)
+    assert watch.run(1000.0, Stalled) is None
+
+
 @cases(
     "request_at",
     {
