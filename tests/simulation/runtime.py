@@ -187,7 +187,7 @@ class SimRuntime:
                     if used.serves or not server.loaded
                 }
                 self._activity, evidence = self._activity.observe(
-                    ProcessSample(at=self.scheduler.now, processes=processes)
+                    ProcessSample(at=self.now(), processes=processes)
                 )
             now = self.now()
             if evidence is None:
