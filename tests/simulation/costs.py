@@ -49,13 +49,13 @@ class _Launch:
     jobs_with_errors: set[str] = field(default_factory=set)
     degenerate_jobs: set[str] = field(default_factory=set)
     alone: tuple[int, int] | None = None  # who was given up alone, and the newest request then
-    spoke_again_at: float = -math.inf  # when a new request had completed behind that
+    spoke_again_at: float = -math.inf  # when a new request was served behind that
     is_unclear: bool = False  # somebody came at that moment, before it or behind it
 
 
 class Costs:
     """Of one worker. A verdict costs its request where another is served, once until a new request
-    completes, and else the server; failures cost it by their number."""
+    is served, and else the server; failures cost it by their number."""
 
     def __init__(
         self, invariants: Invariants, policy: RestartPolicy, profile: TimeoutProfile
@@ -147,7 +147,9 @@ class Costs:
         launch = self._launches.setdefault(truth.epoch, _Launch())
         reason, policy = record.result["fail_reason"], self._policy
         completed = record.result["state"] is RequestState.COMPLETED
-        if completed and launch.alone is not None and truth.request_id > launch.alone[1]:
+        canceled = record.result["state"] is RequestState.CANCELED
+        served = completed or (canceled and record.last_data_at is not None)
+        if served and launch.alone is not None and truth.request_id > launch.alone[1]:
             launch.alone, launch.spoke_again_at = None, self._invariants.now
         if not counts:
             return
@@ -161,6 +163,9 @@ class Costs:
             launch.disconnected = 0
             launch.jobs_with_errors.clear()
             launch.degenerate_jobs.clear()
+        elif served:
+            launch.disconnected = 0
+            launch.jobs_with_errors.clear()
         elif reason in _TRANSPORT:
             launch.disconnected += 1
             if launch.disconnected >= policy.transport_failures_before_restart:

@@ -5,10 +5,10 @@ often, and when an idle one is recycled. Pure. Instants (`now`) are monotonic se
 | --- | --- |
 | a verdict while no other request is served | a restart |
 | the first verdict while another request is served | its request ends alone |
-| the next verdict, if no request admitted since has completed | a restart |
+| the next verdict, if no request admitted since was served (`was_served`) | a restart |
 | one for `absolute_timeout`, or a request lost before its headers | its request ends alone |
 | `transport_failures_before_restart` failures in a row; each one before | a restart; a probe |
-| `server_errors_before_restart` jobs with a 5xx, no success between | a restart |
+| `server_errors_before_restart` jobs with a 5xx, none served between | a restart |
 | `degenerate_outputs_before_restart` jobs that ended in a loop or without output | a restart |
 | an error after which a GPU computes nothing more; any other GPU error | a restart; a warning |
 
@@ -98,10 +98,11 @@ class VerdictHistory(Struct, frozen=True):
             return VerdictHistory(request_id, newest_request_id), False
         return VerdictHistory(), True
 
-    def completed(self, request_id: int) -> VerdictHistory:
-        """What is known after a request completed; only one admitted after the verdict shows that
-        the server takes new work."""
-        return VerdictHistory() if request_id > self.newest_id else self
+    def ended(self, record: RequestRecord) -> VerdictHistory:
+        """What is known after a request ended; only one that was served, and admitted after the
+        verdict, shows that the server takes new work."""
+        is_new = record.request_id > self.newest_id
+        return VerdictHistory() if is_new and was_served(record) else self
 
 
 def is_busy(data_at: float | None, *, profile: TimeoutProfile, now: float) -> bool:
@@ -130,6 +131,13 @@ def is_degenerate(record: RequestRecord) -> bool:
     return result["fail_reason"] in _LOOPS
 
 
+def was_served(record: RequestRecord) -> bool:
+    """Whether the request completed, or received data until it was canceled."""
+    state = record.result["state"]
+    has_data = record.last_data_at is not None
+    return state is RequestState.COMPLETED or (state is RequestState.CANCELED and has_data)
+
+
 def succeeded(record: RequestRecord, policy: RestartPolicy) -> bool:
     """Whether the request completed, with output that does not count against the server."""
     is_counted = policy.degenerate_outputs_before_restart is not None and is_degenerate(record)
@@ -137,7 +145,7 @@ def succeeded(record: RequestRecord, policy: RestartPolicy) -> bool:
 
 
 class FailureCounts(Struct, frozen=True):
-    """Counts the failed requests of one launch since the last success.
+    """Counts the failed requests of one launch since the last one that was served.
 
     Most 500s before the stream are caused by the request (b11434): a job that retries counts once,
     and only several jobs together restart the server. The same holds for degenerate output.
@@ -156,6 +164,8 @@ class FailureCounts(Struct, frozen=True):
         reason = record.result["fail_reason"]
         if reason in _REPLIES or record.result["state"] is RequestState.COMPLETED:
             return replace(self, transport_failures_count=0)._after_reply(record, policy)
+        if was_served(record):  # its output, cut short, says nothing about degenerate ones
+            return FailureCounts(degenerate_jobs=self.degenerate_jobs), None
         if reason not in _TRANSPORT_FAILURES:
             return self, None
         count = self.transport_failures_count + 1

@@ -89,10 +89,10 @@ class RequestWatch:
         self._note_data(request_id, record.last_data_at)
         self._note_data(_ENDED_ID, self._data_at.pop(request_id, None))
         progress = self.progress.pop(request_id, None)
-        if record.result["state"] is RequestState.COMPLETED:
-            self._history = self._history.completed(request_id)
-            if progress is not None and progress.in_one_piece:  # its data are its client's
-                self._note_data(_ENDED_ID, now)
+        self._history = self._history.ended(record)
+        in_one_piece = progress is not None and progress.in_one_piece
+        if in_one_piece and record.result["state"] is RequestState.COMPLETED:
+            self._note_data(_ENDED_ID, now)  # its data are its client's
         if record.is_broken_off:
             self._broken_off(record, progress, now)
         given_up = self._judge_if_all_answered(now)

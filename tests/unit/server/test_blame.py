@@ -35,6 +35,28 @@ def judge(
     return blame.judge(request_id, verdict, other_is_served=False, newest_request_id=9)
 
 
+def ended(
+    reason: RequestFailReason | None = None, job: str = "j", *, http: int = 500, **result: Any
+) -> RequestRecord:
+    state = RequestState.FAILED if reason else RequestState.COMPLETED
+    nothing = {"text": "", "reasoning": "", "signals": [], "tool_trace": []}
+    told: Any = {
+        "status": {},
+        "result": {"state": state, "fail_reason": reason, **nothing, **result},
+    }
+    http_status = http if reason is RequestFailReason.HTTP_ERROR else None
+    return RequestRecord(request_id=1, job_name=job, **told, http_status=http_status)
+
+
+def done(request_id: int) -> RequestRecord:
+    return replace(ended(text="x"), request_id=request_id)
+
+
+def canceled(request_id: int, data_at: float | None = None) -> RequestRecord:
+    record = ended(RequestFailReason.CANCELED, "x", state=RequestState.CANCELED)
+    return replace(record, request_id=request_id, last_data_at=data_at)
+
+
 ONE_ENDED_ALONE, _ = judge(VerdictHistory(), 1)
 
 
@@ -45,8 +67,10 @@ ONE_ENDED_ALONE, _ = judge(VerdictHistory(), 1)
         "the first beside one that is served": (VerdictHistory(), 1, BESIDE, False),
         "the same one, told twice": (ONE_ENDED_ALONE, 1, STALLED, False),
         "the second": (ONE_ENDED_ALONE, 2, BESIDE, True),
-        "one under way completed": (ONE_ENDED_ALONE.completed(9), 2, BESIDE, True),
-        "a new one completed": (ONE_ENDED_ALONE.completed(10), 2, BESIDE, False),
+        "one under way completed": (ONE_ENDED_ALONE.ended(done(9)), 2, BESIDE, True),
+        "a new one completed": (ONE_ENDED_ALONE.ended(done(10)), 2, BESIDE, False),
+        "a new one was canceled": (ONE_ENDED_ALONE.ended(canceled(10)), 2, BESIDE, True),
+        "the same, with data": (ONE_ENDED_ALONE.ended(canceled(10, 9.0)), 2, BESIDE, False),
         "one that does not count": (ONE_ENDED_ALONE, 2, OVERDUE, False),
     },
 )
@@ -72,19 +96,6 @@ def test_data_within_two_intervals_or_one_second_recent(
     assert not is_busy(None, profile=profile, now=1000.0)
 
 
-def ended(
-    reason: RequestFailReason | None = None, job: str = "j", *, http: int = 500, **result: Any
-) -> RequestRecord:
-    state = RequestState.FAILED if reason else RequestState.COMPLETED
-    nothing = {"text": "", "reasoning": "", "signals": [], "tool_trace": []}
-    told: Any = {
-        "status": {},
-        "result": {"state": state, "fail_reason": reason, **nothing, **result},
-    }
-    http_status = http if reason is RequestFailReason.HTTP_ERROR else None
-    return RequestRecord(request_id=1, job_name=job, **told, http_status=http_status)
-
-
 def asked(reason: RequestFailReason, job: str) -> RequestRecord:
     return replace(ended(reason, job), job_key="why?")
 
@@ -101,10 +112,10 @@ def found(
 
 LOOP = RequestFailReason.REPEATED_LINE_LOOP
 TOOL_FAILED = RequestFailReason.TOOL_EXECUTION_ERROR
-DONE, BROKEN = ended(text="x"), ended(RequestFailReason.STREAM_DISCONNECTED)
+DONE, BROKEN = done(1), ended(RequestFailReason.STREAM_DISCONNECTED)
 REFUSED = ended(RequestFailReason.HTTP_ERROR)
 WITHOUT_A_CODE = ended(RequestFailReason.SERVER_ERROR, "e")
-CANCELED = ended(job="x", state="canceled")
+CANCELED, CANCELED_WITH_DATA = canceled(1), canceled(1, 9.0)
 
 
 def refused(jobs: str, http: int = 500) -> list[RequestRecord]:
@@ -126,11 +137,17 @@ def test_broken_connections_cost_a_probe_then_the_server() -> None:
         ended(RequestFailReason.TOOL_PARSE_ERROR),
         ended(RequestFailReason.TOOL_EXECUTION_ERROR),
         ended(LOOP),
+        CANCELED_WITH_DATA,
     ],
 )
 @pytest.mark.parametrize("policy", [RESTART, DEGENERATE])
 def test_a_reply_in_between_resets_the_count(between: RequestRecord, policy: RestartPolicy) -> None:
     assert isinstance(found(BROKEN, between, BROKEN, policy=policy), ProbeNow)
+
+
+@pytest.mark.parametrize("between", [CANCELED, replace(BROKEN, last_data_at=9.0)])
+def test_no_reply_in_between_resets_no_count(between: RequestRecord) -> None:
+    assert isinstance(found(BROKEN, between, BROKEN), RestartCause)
 
 
 JOBS_REFUSED = ("server_errors", "server errors in 5 jobs with no success between")
@@ -144,6 +161,8 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or w
         "one job that tries again and again": (refused("a" * 20), None),
         "too few jobs": (refused("ab" * 10), None),
         "a success between": ([*refused("ab"), DONE, *refused("cde")], None),
+        "data and a cancel between": ([*refused("ab"), CANCELED_WITH_DATA, *refused("cde")], None),
+        "a cancel without data": ([*refused("ab"), CANCELED, *refused("cde")], JOBS_REFUSED),
         "any 5xx": ([*refused("abcd"), *refused("e", 503)], JOBS_REFUSED),
         "499 is no 5xx": ([*refused("abcd"), *refused("e", 499)], None),
         "nor is 600": ([*refused("abcd"), *refused("e", 600)], None),
@@ -154,7 +173,10 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or w
         "one job that tries again": ([ended(LOOP, "a"), ended(LOOP, "a")], None),
         "one question, under another name": ([asked(LOOP, "a"), asked(LOOP, "b")], None),
         "a text between": ([ended(LOOP, "a"), ended(job="b", text="x"), ended(LOOP, "c")], None),
-        "a cancel between": ([ended(job="a"), CANCELED, ended(job="b")], JOBS_WITH_NOTHING),
+        "a cancel between": (
+            [ended(job="a"), CANCELED_WITH_DATA, ended(job="b")],
+            JOBS_WITH_NOTHING,
+        ),
         "a signal is something": ([ended(job="a"), ended(job="b", signals=[{}])], None),
         "so is a call": ([ended(job="a"), ended(job="b", tool_trace=[{}])], None),
         "so is reasoning": ([ended(job="a"), ended(job="b", reasoning="hm")], None),
