@@ -39,6 +39,7 @@ _LINKS = 0x85EBCA6B27D4EB2F
 _KINDS = 0xC2B2AE3D27D4EB4F
 _QUEUES = 0x9E3779B97F4A7C15
 _MODELS = 0xD6E8FEB86659FD93
+_SHORT_BATCH_S = 100.0  # such a batch passes for no livelock, however short earlier ones were
 _LONGEST_INFILL_S = 100.0  # chats wait for it, whatever they wait for
 
 
@@ -335,9 +336,14 @@ class Case(Bench):
             self.later(late_s + self.dice.between(0.5, 8.0), again)
 
     def _lose_cores(self, server: LlamaServer) -> None:
-        """Others compute on the machine for a while: prompts are read up to eight times more
-        slowly, as far as their batches stay within what the profile allows."""
-        factor = min(self.dice.log_between(1.0, 8.0), self.longest_batch_s / self.batch_s)
+        """Others compute on the machine for a while: prompts are read up to sixty times more slowly
+        (CPU time is no sign of work then), as far as their batches stay within what the profile
+        allows, and beyond eight times, as far as they don't pass for a livelock."""
+        factor = min(
+            self.dice.log_between(1.0, 60.0),
+            self.longest_batch_s / self.batch_s,
+            max(8.0, _SHORT_BATCH_S / self.batch_s),
+        )
         if factor > 1.0 and self.build.reports_progress and server.slowness == 1.0:
             server.slow_down(factor)
             seconds = self.dice.log_between(1.0, 1000.0)

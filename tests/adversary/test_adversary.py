@@ -12,6 +12,7 @@ from llama_worker.server.slot_verdicts import SlotsRound
 from tests.adversary.campaign import run, table
 from tests.adversary.case import Case
 from tests.adversary.wedges import WEDGES
+from tests.simulation.server import BUSY, LlamaServer, Use
 
 
 def test_honest_servers_stay_and_wedges_found_in_time() -> None:
@@ -22,6 +23,13 @@ def test_honest_servers_stay_and_wedges_found_in_time() -> None:
 
 def test_a_pause_behind_a_strangers_request_is_spared() -> None:
     assert Case(777094124).run().given_up_after_s is None
+
+
+def test_server_without_cores_is_spared_for_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Case(1016908).run().given_up_after_s is None
+    hardly_runs = property(lambda server: Use(cpu=BUSY / server.slowness))
+    monkeypatch.setattr(LlamaServer, "_busy_use", hardly_runs)
+    assert Case(1016908).run().given_up_after_s is not None
 
 
 def test_campaign_split_over_processes_is_the_same_campaign() -> None:

@@ -181,6 +181,7 @@ class SimRuntime:
                         cpu_ticks=int(used.cpu_ticks),
                         read_bytes=int(used.read_bytes),
                         major_faults=int(used.major_faults),
+                        waited_ns=int(1e7 * used.waited_ticks),
                     )
                     for pid, used in server.counters().items()
                     # once somebody listens, a child that does not is no server

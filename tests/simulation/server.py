@@ -57,6 +57,7 @@ class Use(NamedTuple):
     cpu: float  # ticks
     read_bytes: float = 0.0
     major_faults: float = 0.0
+    waits: float = 0.0  # ticks that its main thread waits for a core
 
 
 NO_USE, IDLE_USE, BUSY_USE = Use(cpu=0.0), Use(cpu=IDLE), Use(cpu=BUSY)
@@ -180,6 +181,7 @@ class Counters:
     cpu_ticks: float = 0.0
     read_bytes: float = 0.0
     major_faults: float = 0.0
+    waited_ticks: float = 0.0
 
 
 class LlamaServer:
@@ -250,7 +252,7 @@ class LlamaServer:
     def _show_load(self) -> None:
         works, reads = self._load_works, self.build.load_reads
         build = self.build
-        self._uses((build.reading if reads else build.busy) if works else build.idle)
+        self._uses((build.reading if reads else self._busy_use) if works else build.idle)
 
     def terminate(self) -> None:
         if self.gone or self.ignores_term or self.stopped:
@@ -322,7 +324,7 @@ class LlamaServer:
         """The main loop does nothing more: it waits, or it spins."""
         self.frozen = True
         self._keep_batch()
-        self._interrupt(self.build.busy if spins else self.build.idle)
+        self._interrupt(self._busy_use if spins else self.build.idle)
 
     def _keep_batch(self) -> None:
         if self._batch is not None:
@@ -590,7 +592,7 @@ class LlamaServer:
     def _start_batch(self, seconds: float) -> None:
         computes = self.build.cpu_shows and not self._pages_in
         build = self.build
-        shown = build.busy if computes else build.idle
+        shown = self._busy_use if computes else build.idle
         self._uses(build.reading if self._pages_in else shown)
         self._batch = self._scheduler.after(seconds, self._batch_done, "batch", of_host=False)
 
@@ -758,6 +760,13 @@ class LlamaServer:
         self._account()
         return self.processes
 
+    @property
+    def _busy_use(self) -> Use:
+        """Others that take cores away leave it less CPU time; it waits for the rest."""
+        busy = self.build.busy
+        cpu = busy.cpu / max(1.0, self.slowness)
+        return busy._replace(cpu=cpu, waits=busy.cpu - cpu)
+
     def _uses(self, use: Use) -> None:
         self._account()
         self.processes[self.pid].rate = use
@@ -771,6 +780,7 @@ class LlamaServer:
             used.cpu_ticks += used.rate.cpu * span_s
             used.read_bytes += used.rate.read_bytes * span_s
             used.major_faults += used.rate.major_faults * span_s
+            used.waited_ticks += used.rate.waits * span_s
 
 
 def _parts(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""Decides whether a process tree works, by the rates of its CPU time and its use of the disk, and
-when the liveness probes look. Sans-IO.
+"""Decides whether a process tree works, by the rates of its CPU time, its wait for a core and its
+use of the disk, and when the liveness probes look. Sans-IO.
 
 The probes that read `/proc` and ask the GPU are in `runtime.probes.liveness_probes`.
 
@@ -28,6 +28,11 @@ TICK_S = 0.01
 MIN_CPU_TICKS = 5
 MIN_CPU_TICKS_PER_S = 5.0
 
+# The same numbers hold for the time that the main thread waits for a core: where others leave the
+# server less than 5 % of one, it hardly computes, but waits for nearly all of the time. The main
+# thread loads the model, runs the task loop and computes (b11434); the other threads also wake for
+# HTTP. A thread that sleeps waits for no core.
+
 # A server whose model is paged in from disk (mmap under memory pressure, a slow share at load)
 # computes little. An idle or wedged one reads nothing; under pressure a health probe may page in a
 # little code, at most 128 KiB of read-ahead per fault, so that 3 faults a second stay below both
@@ -53,6 +58,7 @@ class Counters(NamedTuple):
     read_bytes: int | None = None  # from storage, not from caches
     write_bytes: int | None = None
     major_faults: int | None = None
+    waited_ns: int | None = None  # the main thread, which could run, for a core
 
 
 class ProcessSample(Struct, frozen=True, kw_only=True):
@@ -66,7 +72,7 @@ class _Point(NamedTuple):
     """The tree's usage at one instant, summed since watching began."""
 
     at: float
-    used: tuple[int, ...] = (0, 0, 0, 0)  # in the order of `Counters`
+    used: tuple[int, ...] = (0, 0, 0, 0, 0)  # in the order of `Counters`
 
 
 class ProcessActivity(Struct, frozen=True):
@@ -97,20 +103,22 @@ class ProcessActivity(Struct, frozen=True):
 
     def _judge(self, start: _Point, end: _Point) -> LivenessEvidence:
         span_s = end.at - start.at
-        ticks, read_bytes, write_bytes, major_faults = (
+        ticks, read_bytes, write_bytes, major_faults, waited_ns = (
             after - before for before, after in zip(start.used, end.used, strict=True)
         )
         cpu_ticks = ticks / self.ticks_per_second / TICK_S
-        computes = cpu_ticks >= MIN_CPU_TICKS and cpu_ticks >= MIN_CPU_TICKS_PER_S * span_s
+        waited_ticks = waited_ns / 1e9 / TICK_S
+        computes = max(cpu_ticks, waited_ticks) >= max(MIN_CPU_TICKS, MIN_CPU_TICKS_PER_S * span_s)
         disk_bytes = max(MIN_DISK_BYTES, MIN_DISK_BYTES_PER_S * span_s)
         reads = read_bytes >= disk_bytes or (
             major_faults >= MIN_MAJOR_FAULTS and major_faults >= MIN_MAJOR_FAULTS_PER_S * span_s
         )
         works = computes or reads or write_bytes >= disk_bytes
         detail = (
-            f"CPU {cpu_ticks / span_s:.1f} ticks/s, read {read_bytes / span_s / 1024:.1f} KiB/s, "
-            f"wrote {write_bytes / span_s / 1024:.1f} KiB/s, major faults "
-            f"{major_faults / span_s:.1f}/s over {span_s:.2f} s"
+            f"CPU {cpu_ticks / span_s:.1f} ticks/s, waited for a core {waited_ticks / span_s:.1f} "
+            f"ticks/s, read {read_bytes / span_s / 1024:.1f} KiB/s, wrote "
+            f"{write_bytes / span_s / 1024:.1f} KiB/s, major faults {major_faults / span_s:.1f}/s "
+            f"over {span_s:.2f} s"
         )
         return LivenessEvidence(alive=works, detail=detail, reads=reads)
 
@@ -224,6 +232,14 @@ def parse_io(io: str) -> dict[str, int | None]:
     return {
         name: int(said[name]) if name in said else None for name in ("read_bytes", "write_bytes")
     }
+
+
+def parse_schedstat(schedstat: str) -> int | None:
+    """The nanoseconds that the thread has waited for a core; None: the text does not say."""
+    try:
+        return int(schedstat.split()[1])
+    except (ValueError, IndexError):
+        return None
 
 
 def parse_uid(status: str) -> int | None:

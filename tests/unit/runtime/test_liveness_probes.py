@@ -238,13 +238,26 @@ def test_counts_cpu_faults_and_reads(
     assert saw_work(evidence) is alive
 
 
+@pytest.mark.parametrize(("waited_ns", "alive"), [(50_000_000, True), (40_000_000, False)])
+def test_counts_the_wait_for_a_core(proc: Path, waited_ns: int, alive: bool) -> None:
+    probe = ProcessProbe()
+    (proc / "stat").write_bytes(stat_line())
+    for now, waits in ((0.0, 7), (1.0, 7 + waited_ns)):
+        (proc / "schedstat").write_text(f"999999999999 {waits} 12\n")
+        evidence = probe.probe(ME, now)
+    assert saw_work(evidence) is alive
+
+
 def test_an_unreadable_look_between_two_loses_nothing(proc: Path) -> None:
     probe = ProcessProbe()
     evidence = []
     for now, stat in enumerate((stat_line(), b"", stat_line(utime=200))):
         (proc / "stat").write_bytes(stat)
         evidence.append(probe.probe(ME, float(now)))
-    detail = "CPU 100.0 ticks/s, read 0.0 KiB/s, wrote 0.0 KiB/s, major faults 0.0/s over 2.00 s"
+    detail = (
+        "CPU 100.0 ticks/s, waited for a core 0.0 ticks/s, read 0.0 KiB/s, wrote 0.0 KiB/s, "
+        "major faults 0.0/s over 2.00 s"
+    )
     assert evidence == [None, None, LivenessEvidence(alive=True, detail=detail)]
 
 

@@ -13,6 +13,7 @@ from llama_worker.server.liveness import (
     ProcessSample,
     parse_anon,
     parse_io,
+    parse_schedstat,
     parse_stat,
     parse_uid,
 )
@@ -96,6 +97,16 @@ def test_disk_use_and_major_faults_count_by_rate(
     assert told[-1] is works
 
 
+@pytest.mark.parametrize(("busy_share", "works"), [(0.0, False), (0.01, False), (1.0, True)])
+@pytest.mark.parametrize("neighbours", [25, 40, 1000])
+def test_wait_for_a_core_counts_as_work(neighbours: int, busy_share: float, works: bool) -> None:
+    """Beside so many that never sleep, on one core, for the share of the time that it would run."""
+    computes = busy_share / neighbours
+    waits = busy_share - computes
+    told = steady(5.0, cpu_ticks=100.0 * computes, waited_ns=1e9 * waits)
+    assert told[-1] is works
+
+
 def test_counters_that_cannot_be_read_are_left_out() -> None:
     told = alive(
         {ROOT: Counters(cpu_ticks=0)},
@@ -140,10 +151,13 @@ def test_look_at_same_instant_gives_no_evidence() -> None:
 
 
 def test_detail_tells_the_rates() -> None:
-    first = Counters(cpu_ticks=0, read_bytes=0, write_bytes=0, major_faults=0)
-    last = Counters(cpu_ticks=150, read_bytes=4096, write_bytes=1024, major_faults=3)
+    first = Counters(0, read_bytes=0, write_bytes=0, major_faults=0, waited_ns=0)
+    last = Counters(150, read_bytes=4096, write_bytes=1024, major_faults=3, waited_ns=10**8)
     told = watch({ROOT: first}, {ROOT: last}, every_s=2.0)
-    detail = "CPU 75.0 ticks/s, read 2.0 KiB/s, wrote 0.5 KiB/s, major faults 1.5/s over 2.00 s"
+    detail = (
+        "CPU 75.0 ticks/s, waited for a core 5.0 ticks/s, read 2.0 KiB/s, wrote 0.5 KiB/s, "
+        "major faults 1.5/s over 2.00 s"
+    )
     assert told[1] == LivenessEvidence(alive=True, detail=detail)
 
 
@@ -152,6 +166,7 @@ counters = st.builds(
     cpu_ticks=st.integers(0, 10**6),
     read_bytes=st.none() | st.integers(0, 10**12),
     major_faults=st.none() | st.integers(0, 10**6),
+    waited_ns=st.none() | st.integers(0, 10**15),
 )
 keys = st.sampled_from([ROOT, CHILD, (101, 5.0), (102, 5.0)])
 intervals = st.floats(0.05, 60.0)
@@ -207,3 +222,16 @@ def test_status_and_io_say_what_they_have() -> None:
     assert parse_io(said) == {"read_bytes": 7, "write_bytes": 8}
     nothing = {"read_bytes": None, "write_bytes": None}
     assert parse_io("cancelled_write_bytes: 7\nread_bytes: no\n") == nothing
+
+
+@cases(
+    "text, waited_ns",
+    {
+        "on a core, waiting, slices": ("2041807161 1916745594 31", 1916745594),
+        "another kernel": ("2041807161", None),
+        "no file": ("", None),
+        "not numbers": ("a b c", None),
+    },
+)
+def test_second_number_of_schedstat_is_the_wait(text: str, waited_ns: int | None) -> None:
+    assert parse_schedstat(text) == waited_ns

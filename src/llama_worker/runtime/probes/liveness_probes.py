@@ -50,7 +50,8 @@ def load_nvml() -> Any:
 
 
 class ProcessProbe:
-    """Evidence from the rates of CPU time, disk use and major faults of the serving processes."""
+    """Evidence from the rates of CPU time, waiting for a core, disk use and major faults of the
+    serving processes."""
 
     def __init__(self) -> None:
         self._ticks_per_second = os.sysconf("SC_CLK_TCK")
@@ -77,6 +78,7 @@ class ProcessProbe:
                 processes[stat.key(pid)] = liveness.Counters(
                     cpu_ticks=stat.cpu_ticks,
                     major_faults=stat.major_faults,
+                    waited_ns=liveness.parse_schedstat(_read(f"{PROC}/{pid}/schedstat") or ""),
                     **liveness.parse_io(_read(f"{PROC}/{pid}/io") or ""),
                 )
         self._activity, evidence = self._activity.observe(
