@@ -220,8 +220,11 @@ class SlotsRound:
             return False
         if self.suspect.phase is _GENERATING:
             return True
-        # In prefill only if no other prompt is read, which would fill the batches.
-        if track[0].decoded_tokens or sum(map(_may_read, self._tracks)) != 1:
+        # A reply in one piece is awaited to its end: its slot may be generating.
+        if track[0].decoded_tokens and not self.suspect.awaits_one_piece:
+            return False
+        # Only if no other prompt is read, which would fill the batches.
+        if sum(map(_may_read, self._tracks)) != 1:
             return False
         if self.suspect.phase is _WAITING:
             return self._must_have_slot
@@ -234,7 +237,9 @@ class SlotsRound:
         headers: a server sends them at the slot's first turn (b10453 to b11434). If none is idle,
         it may queue behind another client's."""
         others_are_served = all(
-            other in self._served for other in self.others if other.phase in (_WAITING, _PREFILL)
+            other in self._served
+            for other in self.others
+            if other.is_served or other.phase in (_WAITING, _PREFILL)
         )
         one_is_left = all(
             sum(slot.is_processing for slot in look.slots) == len(self._served) + 1
@@ -264,10 +269,12 @@ class SlotsRound:
 
 
 def _may_read(track: Sequence[Slot]) -> bool:
-    """Whether the slot may be reading a prompt: before b10453 it shows meanwhile what the task
-    before has generated."""
-    counts = {slot.decoded_tokens for slot in track if slot.is_processing}
-    return 0 in counts or len(counts) == 1
+    """Whether the slot may have been reading a prompt: before b10453 it shows meanwhile what the
+    task before has generated."""
+    seen = [slot for slot in track if slot.is_processing]
+    counts = {slot.decoded_tokens for slot in seen}
+    has_read = len({slot.prompt_tokens for slot in seen}) > 1
+    return has_read or 0 in counts or len(counts) == 1
 
 
 def _shown(slot: Slot) -> str:

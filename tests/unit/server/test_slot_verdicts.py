@@ -36,6 +36,10 @@ MOVES = decodes(50)
 READS: Track = [slot(prompt=512 * n) for n in range(LOOKS_COUNT)]
 MOVES_AT_TIMES: Track = [slot(decoded=4)] * 2 + [slot(decoded=5)] * 2
 MOVES_AT_LAST: Track = [*STUCK[:3], slot(decoded=12)]
+BEGINS_TO_WRITE: Track = [
+    *(slot(decoded=32, prompt=512 * n) for n in range(LOOKS_COUNT - 1)),
+    slot(decoded=1, prompt=1600),
+]
 CHANGES_TASKS: Track = [slot(decoded=9, task=n) for n in range(LOOKS_COUNT)]
 
 
@@ -48,6 +52,7 @@ def looks(*tracks: Track) -> list[SlotsLook]:
     ]
 
 
+IN_ONE_PIECE = silent(WAITING, in_one_piece=True)
 WAITS, IN_PREFILL, WRITES = silent(WAITING), silent(PREFILL), silent(GENERATING)
 REPORTED = silent(PREFILL, prompt_progress_at=40.0)
 TOLD_88 = silent(GENERATING, tokens=88)
@@ -104,6 +109,12 @@ def wedge(
         "a lone prefill stands still": wedge([IN_A_BATCH, MOVES], REPORTED, SERVED),
         "the same, unreported": wedge([IN_A_BATCH, MOVES, IDLE], IN_PREFILL, SERVED),
         "its slot never has a turn": wedge([stands(prompt=0), MOVES, IDLE], WAITS, SERVED),
+        "a reply in one piece, dead while it is written": wedge(
+            [STUCK, MOVES, IDLE], IN_ONE_PIECE, SERVED
+        ),
+        "the same, while its prompt is read": wedge(
+            [IN_A_BATCH, MOVES, IDLE], IN_ONE_PIECE, SERVED
+        ),
     },
 )
 def test_a_wedge_is_found_in_one_round(
@@ -222,6 +233,24 @@ def spared(
             [stands(prompt=0), MOVES, STUCK, IDLE], WAITS, SERVED
         ),
         "a slot that writes is not its own": spared([STUCK, MOVES], WAITS, SERVED),
+        "the same, although one is idle": spared([STUCK, MOVES, IDLE], WAITS, SERVED),
+        "a reply in one piece is written": spared(
+            [decodes(7), MOVES, IDLE], IN_ONE_PIECE, SERVED, works=True
+        ),
+        "the same, and is queued": spared([STUCK, MOVES], IN_ONE_PIECE, SERVED),
+        "the same, and the slot is another's, whose stream is silent": spared(
+            [STUCK, MOVES, IDLE], IN_ONE_PIECE, SERVED, replace(QUIET, request_id=3)
+        ),
+        "the same, beside another's": spared(
+            [STUCK, MOVES, IDLE], IN_ONE_PIECE, SERVED, replace(IN_ONE_PIECE, request_id=3)
+        ),
+        "the same, beside a stranger's": spared([STUCK, MOVES, STUCK, IDLE], IN_ONE_PIECE, SERVED),
+        "the same, behind another's prompt, on an old build": spared(
+            [stands(decoded=57), BEGINS_TO_WRITE, IDLE], IN_ONE_PIECE, SERVED
+        ),
+        "the same, and its token took six seconds": spared(
+            [MOVES_AT_LAST, MOVES, IDLE], IN_ONE_PIECE, SERVED, works=True
+        ),
         "another client's task, which no batch has room beside": spared(
             [MOVES, IN_A_BATCH], IN_PREFILL, works=True
         ),
