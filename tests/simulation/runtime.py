@@ -188,7 +188,11 @@ class SimRuntime:
                     if used.serves or not server.loaded
                 }
                 self._activity, evidence = self._activity.observe(
-                    ProcessSample(at=self.now(), processes=processes)
+                    ProcessSample(
+                        at=self.scheduler.now,
+                        lost_s=self.scheduler.now - self.now(),
+                        processes=processes,
+                    )
                 )
             now = self.now()
             if evidence is None:

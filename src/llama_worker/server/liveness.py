@@ -28,6 +28,11 @@ TICK_S = 0.01
 MIN_CPU_TICKS = 5
 MIN_CPU_TICKS_PER_S = 5.0
 
+# A server that was halted together with this program has computed in the rest of the time only: it
+# also passes by what one thread does in that. One that was idle in the lost time has used less,
+# unless over nine tenths of the time were lost.
+FULL_CPU_TICKS_PER_S = 80.0
+
 # The same numbers hold for the time that the main thread waits for a core: where others leave the
 # server less than 5 % of one, it hardly computes, but waits for nearly all of the time. The main
 # thread loads the model, runs the task loop and computes (b11434); the other threads also wake for
@@ -64,7 +69,8 @@ class Counters(NamedTuple):
 class ProcessSample(Struct, frozen=True, kw_only=True):
     """One look at a process tree."""
 
-    at: float
+    at: float  # on the system's clock
+    lost_s: float = 0.0  # by how much the pausing clock is behind (`clock.py`)
     processes: Mapping[ProcessKey, Counters]
 
 
@@ -72,6 +78,7 @@ class _Point(NamedTuple):
     """The tree's usage at one instant, summed since watching began."""
 
     at: float
+    lost_s: float = 0.0
     used: tuple[int, ...] = (0, 0, 0, 0, 0)  # in the order of `Counters`
 
 
@@ -92,7 +99,8 @@ class ProcessActivity(Struct, frozen=True):
         over.
         """
         if self.last is None or not self.last.processes.keys() & sample.processes.keys():
-            return ProcessActivity(self.ticks_per_second, sample, (_Point(sample.at),)), None
+            start_point = _Point(sample.at, sample.lost_s)
+            return ProcessActivity(self.ticks_per_second, sample, (start_point,)), None
         if sample.at <= self.last.at:
             return self, None
         point = _advance(self.points[-1], self.last.processes, sample)
@@ -108,7 +116,9 @@ class ProcessActivity(Struct, frozen=True):
         )
         cpu_ticks = ticks / self.ticks_per_second / TICK_S
         waited_ticks = waited_ns / 1e9 / TICK_S
-        computes = max(cpu_ticks, waited_ticks) >= max(MIN_CPU_TICKS, MIN_CPU_TICKS_PER_S * span_s)
+        ran_s = span_s - (end.lost_s - start.lost_s)
+        least_ticks = min(MIN_CPU_TICKS_PER_S * span_s, FULL_CPU_TICKS_PER_S * ran_s)
+        computes = max(cpu_ticks, waited_ticks) >= max(MIN_CPU_TICKS, least_ticks)
         disk_bytes = max(MIN_DISK_BYTES, MIN_DISK_BYTES_PER_S * span_s)
         reads = read_bytes >= disk_bytes or (
             major_faults >= MIN_MAJOR_FAULTS and major_faults >= MIN_MAJOR_FAULTS_PER_S * span_s
@@ -129,7 +139,7 @@ def _advance(point: _Point, before: Mapping[ProcessKey, Counters], sample: Proce
         for index, (old, new) in enumerate(zip(before.get(key, counts), counts, strict=True)):
             if old is not None and new is not None:
                 used[index] += max(0, new - old)
-    return _Point(sample.at, tuple(used))
+    return _Point(sample.at, sample.lost_s, tuple(used))
 
 
 class LookRounds:

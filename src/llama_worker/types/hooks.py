@@ -119,12 +119,8 @@ class LivenessProbe(Protocol):
     worker needs its own instance; one thread at a time then calls it."""
 
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
-        """Look at the process tree of `root_pid`. None means that nothing could be said, and never
-        counts as a failure.
-
-        `now` is monotonic seconds, without the time in which this program or the machine did not
-        run: compare it with that of another look only, not with `time.monotonic()`.
-        """
+        """Look at the process tree of `root_pid`; `now` is monotonic seconds. None means that
+        nothing could be said, and never counts as a failure."""
         ...
 
     def reset(self) -> None:

@@ -75,13 +75,6 @@ def test_raising_probe_brings_no_news_and_is_reasked(
     assert logging_raises or "a liveness probe failed" in caplog.text
 
 
-def test_rates_are_measured_on_the_pausing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "now", lambda: 77.0)
-    probe = Mock()
-    look(probe, Look(probe=0, round=1, fresh=False), 1, Told())
-    probe.probe.assert_called_once_with(1, 77.0)
-
-
 def test_next_launch_waits_for_a_probe_still_out(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Callable[[], object]] = []
     monkeypatch.setattr(host_code, "run_probe", lambda call, _: begun.append(call))

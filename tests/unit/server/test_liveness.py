@@ -107,6 +107,21 @@ def test_wait_for_a_core_counts_as_work(neighbours: int, busy_share: float, work
     assert told[-1] is works
 
 
+@pytest.mark.parametrize(
+    ("ticks", "lost_s", "works"),
+    [(1600, 361.0, True), (1600, 28_800.0, True), (1190, 361.0, False), (361, 361.0, False)],
+)
+def test_work_halted_with_the_program_counts(ticks: int, lost_s: float, works: bool) -> None:
+    """Over 15 s besides the time that was lost."""
+    activity = ProcessActivity(100)
+    for at, lost, used in ((0.0, 0.0, 0), (15.0 + lost_s, lost_s, ticks)):
+        activity, evidence = activity.observe(
+            ProcessSample(at=at, lost_s=lost, processes={ROOT: Counters(used)})
+        )
+    assert evidence is not None
+    assert evidence.alive is works
+
+
 def test_counters_that_cannot_be_read_are_left_out() -> None:
     told = alive(
         {ROOT: Counters(cpu_ticks=0)},

@@ -172,7 +172,7 @@ def look(
         with threads.may_block_this_thread():
             if order.fresh:
                 probe.reset()
-            evidence = probe.probe(root_pid, threads.now())
+            evidence = probe.probe(root_pid, time.monotonic())
         if evidence is not None:
             alive, detail = bool(evidence.alive), str(evidence.detail)
             reads = bool(getattr(evidence, "reads", False))  # older evidence lacks it

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
@@ -19,6 +20,7 @@ from typing import Any, Final
 import psutil
 
 from llama_worker.errors import is_shortage
+from llama_worker.runtime.host import threads
 from llama_worker.server import liveness
 from llama_worker.types.hooks import LivenessEvidence, LivenessProbe
 
@@ -82,7 +84,9 @@ class ProcessProbe:
                     **liveness.parse_io(_read(f"{PROC}/{pid}/io") or ""),
                 )
         self._activity, evidence = self._activity.observe(
-            liveness.ProcessSample(at=now, processes=processes)
+            liveness.ProcessSample(
+                at=now, lost_s=time.monotonic() - threads.now(), processes=processes
+            )
         )
         return evidence
 
