@@ -207,6 +207,15 @@ class RequestActor(Child[RequestMessage]):
             self._hurried_at = now
             self._transport.tell(messages.HurryStream(turn_id=self._stream))
 
+    def _is_to_end(self) -> bool:
+        """Whether the request is canceled or given up as soon as its stream is flushed."""
+        request_id = self._request.request_id if self._request is not None else None
+        return any(
+            isinstance(order, messages.Abandon | messages.CancelRequest)
+            and order.request_id in (None, request_id)
+            for _, order in self._awaiting_flush
+        )
+
     def _forget_request(self) -> None:
         """Call it once the request has its record: the WorkerActor answers what is left from it."""
         self._request = self._stream = None
@@ -236,7 +245,8 @@ class RequestActor(Child[RequestMessage]):
             case messages.CloseStream():
                 self._tell(self._transport, effect)
             case messages.CallTool():
-                self._tell(self._tools, messages.RunTool(**asdict(effect), reply_to=me))
+                if not self._is_to_end():  # else an answer to the flush ends it before any call
+                    self._tell(self._tools, messages.RunTool(**asdict(effect), reply_to=me))
             case messages.DropTool():
                 self._tell(self._tools, effect)
             case messages.WriteBios(turn_id=turn_id):

@@ -16,9 +16,9 @@ from llama_worker.request.request import Request
 from llama_worker.request.submission import validate_submit
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.server.roll_call import Member
-from llama_worker.stream.events import TextDelta
+from llama_worker.stream.events import Done, TextDelta
 from llama_worker.types.request import RequestFailReason
-from tests.unit.request.playbook import PLAIN
+from tests.unit.request.playbook import CALLS, WITH_TOOLS, call
 from tests.unit.runtime.test_host_code import Told
 
 
@@ -27,11 +27,11 @@ class Bench:
 
     def __init__(self) -> None:
         self.actor: RequestActor
-        self.transport, self.worker = Told(), Told()
+        self.transport, self.tools, self.worker = Told(), Told(), Told()
         runtime: Any = self
         member = Member(1, "request", 0)
-        parts: Any = (self.worker, member, {}, LiveSet(), runtime, PLAIN)
-        asked = {"transport": self.transport, "tools": Told(), "process": Told()}
+        parts: Any = (self.worker, member, {}, LiveSet(), runtime, WITH_TOOLS)
+        asked = {"transport": self.transport, "tools": self.tools, "process": Told()}
         started = RequestActor.start(*parts, **asked)
         pykka.ActorRegistry.unregister(started)
 
@@ -48,7 +48,7 @@ class Bench:
         return 0.0
 
     def write_bios(self, order: messages.WriteBios, reply_to: Mailbox[Any]) -> None:
-        self.actor.handle(write_bios(order, PLAIN, 0.0))
+        self.actor.handle(write_bios(order, WITH_TOOLS, 0.0))
 
     def begin(self, request_id: int) -> None:
         asked = validate_submit("j", "", "Hi", None, None)
@@ -98,6 +98,22 @@ def test_progress_is_reported_after_pending_output() -> None:
     bench.actor.handle(messages.StreamFlushed(turn_id=(1, 1)))
     (reported,) = watchdog
     assert reported.progress.last_data_at == 7.0
+
+
+@pytest.mark.parametrize("canceled_id", [1, 0])
+def test_call_unread_at_cancel_is_not_begun(canceled_id: int) -> None:
+    """That of an earlier request, which comes late, changes nothing."""
+    bench = Bench()
+    bench.begin(1)
+    bench.opened(1)
+    bench.cancel(canceled_id)
+    events = (call("add"), CALLS, Done())
+    bench.actor.handle(messages.StreamEvents(turn_id=(1, 1), events=events, at=0.0))
+    bench.actor.handle(messages.StreamFlushed(turn_id=(1, 1)))
+    closed = messages.StreamClosed(turn_id=(1, 1), failure=None, at=0.0, is_aborted=True)
+    bench.actor.handle(closed)
+    begun = [order for order in bench.tools if isinstance(order, messages.RunTool)]
+    assert len(begun) == (canceled_id == 0)
 
 
 def test_an_ended_request_reports_no_progress() -> None:
