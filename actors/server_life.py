@@ -210,13 +210,13 @@ class ServerLife:
 
     def _apply(self, step: tuple[states.Lifecycle, states.Effects], now: float) -> None:
         """Take over the lifecycle's next state and carry out its effects, in order."""
-        before = self.lifecycle.public_state
+        before, old_error = self.lifecycle.public_state, self.lifecycle.last_error
         self.lifecycle, effects = step
-        state = self.lifecycle.public_state
+        state, error = self.lifecycle.public_state, self.lifecycle.last_error
         if state is not before:
-            self._journal.note(
-                "state", now, state=state, before=before, error=self.lifecycle.last_error
-            )
+            if error is old_error and state is not WorkerState.FAILED:
+                error = None  # of an earlier change
+            self._journal.note("state", now, state=state, before=before, error=error)
             if state is WorkerState.READY:
                 self._last_ready_unix = self._journal.unix(now)
                 self._requests_count, self._anon_bytes = 0, None

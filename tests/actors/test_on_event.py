@@ -1,6 +1,8 @@
 """What a host's `on_event` hears."""
 
 import logging
+import os
+import signal
 import threading
 from queue import SimpleQueue
 from typing import Any
@@ -34,6 +36,16 @@ def test_on_event_gets_states_restarts_requests_in_order(make_worker: MakeWorker
         *(("state", "running"), ("restart", "requested"), ("state", "ready")),
         *(("state", "running"), ("state", "stopped")),
     ]
+
+
+def test_state_event_has_no_earlier_error(make_worker: MakeWorker) -> None:
+    rig = make_worker()
+    os.kill(rig.status()["pid"], signal.SIGKILL)
+    rig.wait_restarted()
+    rig.stop()
+    states = [each for each in rig.debug()["recent_events"] if each["event"] == "state"]
+    assert [each["state"] for each in states if "error" in each] == ["running"]
+    assert "server_died" in rig.status()["last_error"]
 
 
 def test_each_event_of_a_request_names_its_job(make_worker: MakeWorker) -> None:
