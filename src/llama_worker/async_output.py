@@ -49,7 +49,7 @@ async def _chunks(
         if not chunk["ok"]:
             raise LookupError(no_such_request(request_id))
         text_offset, reasoning_offset = chunk["text_offset"], chunk["reasoning_offset"]
-        yield chunk
+        yield chunk.copy()  # the caller may change it
         if chunk["done"]:
             return
         await asyncio.sleep(max(0.0, next_at - now()))

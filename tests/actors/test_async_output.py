@@ -16,7 +16,11 @@ from tests.actors.conftest import MakeWorker, Rig, run_async
 
 
 async def collect(rig: Rig, request_id: int, **how: Any) -> list[OutputChunk]:
-    return [chunk async for chunk in stream(rig.worker, request_id, poll_interval_s=0.01, **how)]
+    chunks = []
+    async for chunk in stream(rig.worker, request_id, poll_interval_s=0.01, **how):
+        chunks.append(chunk.copy())
+        chunk.clear()  # type: ignore[attr-defined]  # a caller may change what it gets
+    return chunks
 
 
 async def first_then(rig: Rig, request_id: int, act: Callable[[], Awaitable[Any]]) -> None:
