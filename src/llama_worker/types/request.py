@@ -360,9 +360,9 @@ class RequestResult(TypedDict):
         fail_reason: why the request failed; None on success.
         conversation: the messages from the user prompt on, as the server last saw them, and the
             final answer, which ends where `text` and `reasoning` end. If you pass them to the next
-            `submit`, as `messages=earlier + conversation`, the server finds all of them in its
-            prompt cache. If the request was not completed they may end without an answer: append
-            one first, since some chat templates refuse a new prompt there.
+            `submit`, as `messages=earlier + conversation`, the server mostly finds all of
+            them in its prompt cache. If the request was not completed they may end without an
+            answer: append one first, since some chat templates refuse a new prompt there.
         usage: token counts, as reported by the server.
         timings: how long the request took.
         fail_detail: the cause of the failure, as text for a person; at most 2,000 characters.
