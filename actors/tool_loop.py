@@ -2,8 +2,8 @@
 
 Receives RunTool and DropTool. The threads send CallEnded to the RequestActor that gave the order,
 which orders one call after the other and keeps the deadline of each (`Request`, in
-`request.request`). A thread whose call does not return is left running: it is a daemon, and sends
-the WorkerActor StuckToolThreads, and another if it ends later.
+`request.request`). A thread whose call is given up is left running, as a daemon: the WorkerActor
+gets StuckToolThreads, and another from the thread if it ends later.
 """
 
 from __future__ import annotations

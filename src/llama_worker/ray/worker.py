@@ -185,7 +185,7 @@ class RayWorker:
                 yield event
 
     async def wait_failed(self) -> WorkerStatus:
-        """Return when the worker is FAILED: it is locked out, and runs no more requests."""
+        """Return when the worker is FAILED, for whatever reason."""
         with self._listening() as queue:
             while True:
                 status = await self._worker.get_worker_status()
