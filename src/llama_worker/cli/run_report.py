@@ -32,7 +32,7 @@ _LOG_LINES = 12  # shown if a server did not start: a failed model load prints t
 _LABEL_CHARS = 200  # a terminal cuts it to its width
 _SLOW_HARDWARE = "on slow hardware, use --timeouts slow"
 _LOOPS = "the model repeats itself: try another --temperature, --seed or prompt"
-_HANGS = f"the server showed no sign of work; {_SLOW_HARDWARE}"
+_HANGS = f"the server made no progress that could be seen; {_SLOW_HARDWARE}"
 _BY_FAILURE = {
     RequestFailReason.SERVER_DIED: (
         "its last log lines say why; `llama-worker doctor MODEL` looks for common causes"
