@@ -177,6 +177,11 @@ class LookRounds:
         self._awaited.discard(look.probe)
         return None
 
+    def not_made(self, look: Look) -> None:
+        """The look failed for lack of resources: it may not have reset its probe."""
+        if look.fresh:
+            self._to_reset.add(look.probe)
+
     def is_current(self, look: Look) -> bool:
         """Whether the look began after watching started over."""
         return look.round >= self._first_round

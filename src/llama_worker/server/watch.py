@@ -296,6 +296,8 @@ class ServerWatch:
         again = self._rounds.returned(seen.look)
         if again is not None:
             self._effects.append(again)
+        elif seen.by_shortage:
+            self._rounds.not_made(seen.look)
         if not self._rounds.is_current(seen.look) or self._watched_since is not None:
             return
         self._activity[seen.look.probe] = seen.detail
@@ -305,7 +307,7 @@ class ServerWatch:
         if self._requests.ids:
             self._requests.record_evidence(seen)
             self._report_observed(seen.at)
-            if self._rounds.complete and not seen.look.fresh:
+            if self._rounds.complete and (seen.by_shortage or not seen.look.fresh):
                 self._ask_for_verdicts(now)
 
     def _slots_seen(self, seen: messages.SlotsSeen, now: float) -> None:

@@ -158,6 +158,19 @@ def test_evidence_then_progress_then_verdict() -> None:
     assert step(told(generating(0.0)), 60.13) == []  # it works
 
 
+def test_probe_is_reset_by_the_look_that_is_made() -> None:
+    step = ready(STALLS_AFTER_1_S, probes_count=1)
+    step(Watch(request_id=1), 60.0)
+    (refused,) = step(Tick(), 60.05)
+    (asked,) = step(EvidenceSeen(look=refused, at=60.05, by_shortage=True), 60.05)
+    assert asked.for_verdict
+    assert step(told(generating(0.0)), 60.06) == []  # nobody could look
+    (made,) = step(Tick(), 60.1)
+    step(EvidenceSeen(look=made, at=60.1), 60.1)
+    (later,) = step(Tick(), 60.2)
+    assert [look.fresh for look in (refused, made, later)] == [True, True, False]
+
+
 def test_hanging_probe_is_unrepeated_and_delays_no_verdict() -> None:
     step = ready(STALLS_AFTER_1_S, probes_count=2)
     step(Watch(request_id=1), 60.0)
