@@ -18,6 +18,7 @@ With `restart_on_stall=False` the first three only end their request.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -82,7 +83,7 @@ class RestartCause(Struct, frozen=True):
 class VerdictHistory(Struct, frozen=True):
     """What is known from the verdicts of one launch; it begins as `VerdictHistory()`."""
 
-    ended_alone_id: int | None = None  # the request that ended alone, until a new one completes
+    ended_alone_id: int | None = None  # the request that ended alone, until a new one is served
     newest_id: int = 0  # the last id admitted by then; a higher id is a new request
 
     def judge(
@@ -132,7 +133,7 @@ def is_degenerate(record: RequestRecord) -> bool:
 
 
 def was_served(record: RequestRecord) -> bool:
-    """Whether the request completed, or received data until it was canceled."""
+    """Whether the request completed, or received data before it was canceled."""
     state = record.result["state"]
     has_data = record.last_data_at is not None
     return state is RequestState.COMPLETED or (state is RequestState.CANCELED and has_data)
@@ -145,7 +146,8 @@ def succeeded(record: RequestRecord, policy: RestartPolicy) -> bool:
 
 
 class FailureCounts(Struct, frozen=True):
-    """Counts the failed requests of one launch since the last one that was served.
+    """Counts the failed requests of one launch since the last one that was served; degenerate ones
+    since the last success.
 
     Most 500s before the stream are caused by the request (b11434): a job that retries counts once,
     and only several jobs together restart the server. The same holds for degenerate output.
@@ -154,6 +156,7 @@ class FailureCounts(Struct, frozen=True):
     transport_failures_count: int = 0  # in a row
     jobs_with_server_error: frozenset[str] = frozenset()
     degenerate_jobs: frozenset[str] = frozenset()
+    failed_id: int = 0  # of the newest request that was counted
 
     def after(
         self, record: RequestRecord, policy: RestartPolicy
@@ -164,18 +167,22 @@ class FailureCounts(Struct, frozen=True):
         reason = record.result["fail_reason"]
         if reason in _REPLIES or record.result["state"] is RequestState.COMPLETED:
             return replace(self, transport_failures_count=0)._after_reply(record, policy)
-        if was_served(record):  # its output, cut short, says nothing about degenerate ones
+        if was_served(record) and record.request_id > self.failed_id:
+            # its output, cut short, says nothing about degenerate ones
             return FailureCounts(degenerate_jobs=self.degenerate_jobs), None
         if reason not in _TRANSPORT_FAILURES:
             return self, None
         count = self.transport_failures_count + 1
         limit = policy.transport_failures_before_restart
-        counts = replace(self, transport_failures_count=count)
+        counts = self._counted(record, transport_failures_count=count)
         if count < limit:
             return counts, ProbeNow(f"a request failed with {reason}")
         limited = f"(limit: transport_failures_before_restart {limit})"
         detail = f"{count} transport failures in a row {limited}"
         return counts, RestartCause("transport_failures", detail)
+
+    def _counted(self, record: RequestRecord, **counts: Any) -> FailureCounts:
+        return replace(self, failed_id=max(self.failed_id, record.request_id), **counts)
 
     def _after_reply(
         self, record: RequestRecord, policy: RestartPolicy
@@ -194,10 +201,10 @@ class FailureCounts(Struct, frozen=True):
             return self, None
         jobs = self.jobs_with_server_error | {record.job}
         limit = policy.server_errors_before_restart
-        counts = replace(self, jobs_with_server_error=jobs)
+        counts = self._counted(record, jobs_with_server_error=jobs)
         if len(jobs) < limit:
             return counts, None
-        detail = f"server errors in {len(jobs)} jobs with no success between"
+        detail = f"server errors in {len(jobs)} jobs, none served between"
         limited = f"(limit: server_errors_before_restart {limit})"
         return counts, RestartCause("server_errors", f"{detail} {limited}")
 

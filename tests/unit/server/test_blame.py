@@ -115,7 +115,7 @@ TOOL_FAILED = RequestFailReason.TOOL_EXECUTION_ERROR
 DONE, BROKEN = done(1), ended(RequestFailReason.STREAM_DISCONNECTED)
 REFUSED = ended(RequestFailReason.HTTP_ERROR)
 WITHOUT_A_CODE = ended(RequestFailReason.SERVER_ERROR, "e")
-CANCELED, CANCELED_WITH_DATA = canceled(1), canceled(1, 9.0)
+CANCELED, CANCELED_WITH_DATA = canceled(1), canceled(2, 9.0)
 
 
 def refused(jobs: str, http: int = 500) -> list[RequestRecord]:
@@ -145,12 +145,15 @@ def test_a_reply_in_between_resets_the_count(between: RequestRecord, policy: Res
     assert isinstance(found(BROKEN, between, BROKEN, policy=policy), ProbeNow)
 
 
-@pytest.mark.parametrize("between", [CANCELED, replace(BROKEN, last_data_at=9.0)])
+@pytest.mark.parametrize(
+    "between",
+    [CANCELED, replace(BROKEN, last_data_at=9.0), canceled(1, 9.0)],  # the last is no later one
+)
 def test_no_reply_in_between_resets_no_count(between: RequestRecord) -> None:
     assert isinstance(found(BROKEN, between, BROKEN), RestartCause)
 
 
-JOBS_REFUSED = ("server_errors", "server errors in 5 jobs with no success between")
+JOBS_REFUSED = ("server_errors", "server errors in 5 jobs, none served between")
 JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or without output")
 
 
