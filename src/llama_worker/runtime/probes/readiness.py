@@ -129,7 +129,7 @@ def look_at_slots(endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[Slot
             pass
         reply_to.tell(SlotsSeen(epoch=order.epoch, look=look))
 
-    run_probe(run)  # not refused: no look would follow for a minute
+    run_probe(run)  # not refused: none would follow for a minute before the first answer
     return abort
 
 

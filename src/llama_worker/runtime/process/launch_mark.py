@@ -36,7 +36,7 @@ class LaunchMark:
         while True:
             try:
                 marked = [each for each in psutil.process_iter() if self._is_on(each)]
-            except (OSError, MemoryError) as error:
+            except (psutil.Error, OSError, MemoryError) as error:
                 if not is_shortage(error):
                     raise
                 time.sleep(guard.RETRY_S)
