@@ -29,14 +29,15 @@ def test_unknown_messages_change_nothing(
     rig.wait_text(request, "before ")
     before, actors = rig.status(), set(pykka.ActorRegistry.get_all())
     known = frozenset[Any]().union(*(ref.actor_class.accepts for ref in actors))
-    told = 0
+    told: list[Any] = []
+    dropped = "dropped an unknown message: "
     with caplog.at_level(logging.WARNING, logger="llama_worker"):
         for ref in actors:  # one after the other: only 1,000 log lines wait
-            for message in strays_for(ref, known):
+            strays = strays_for(ref, known)
+            for message in strays:
                 ref.tell(message)
-                told += 1
-            dropped = "dropped an unknown message: "
-            eventually(lambda: caplog.text.count(dropped) == told, "the actor's warnings")  # noqa: B023
+            told += strays
+            eventually(lambda: caplog.text.count(dropped) == len(told), "the actor's warnings")
     for ref in actors:
         assert ref.ask("hello", timeout=WAIT_S) is None, "a question is answered with None"
     assert rig.status() == before
