@@ -36,7 +36,7 @@ def test_unknown_messages_change_nothing(
             strays = strays_for(ref, known)
             for message in strays:
                 ref.tell(message)
-            told += strays
+            told.extend(strays)
             eventually(lambda: caplog.text.count(dropped) == len(told), "the actor's warnings")
     for ref in actors:
         assert ref.ask("hello", timeout=WAIT_S) is None, "a question is answered with None"

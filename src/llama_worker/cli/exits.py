@@ -13,9 +13,8 @@ OUTPUT_CLOSED = 141  # 128 + SIGPIPE
 
 HELP = (
     "Exit codes: 0 success; 1 the start, the request or the proxy's server failed, or doctor found "
-    "a problem; 2 wrong usage; "
-    "130 cancelled by Ctrl-C; 141 the reader of the output closed it; 129, 143 ended by SIGHUP, "
-    "SIGTERM (responses-proxy: 0)."
+    "a problem; 2 wrong usage; 130 cancelled by Ctrl-C; 141 the reader of the output closed it; "
+    "129, 143 ended by SIGHUP, SIGTERM (responses-proxy: 0)."
 )
 
 
