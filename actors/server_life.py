@@ -146,7 +146,7 @@ class ServerLife:
             self.handle(messages.Died(epoch=self.lifecycle.epoch, returncode=None), now)
             return
         self._requests_count += 1
-        self._failure_counts, cause = self._failure_counts.after(record, self._config.restart)
+        self._failure_counts, cause = self._failure_counts.after(record, self._config.restart, now)
         match cause:
             case _ if self.lifecycle.is_draining:
                 pass  # this server gets no further request

@@ -18,7 +18,6 @@ With `restart_on_stall=False` the first three only end their request.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -132,10 +131,10 @@ def is_degenerate(record: RequestRecord) -> bool:
     return result["fail_reason"] in _LOOPS
 
 
-def was_served(record: RequestRecord) -> bool:
-    """Whether the request completed, or received data before it was canceled."""
-    state = record.result["state"]
-    has_data = record.last_data_at is not None
+def was_served(record: RequestRecord, *, after: float = -math.inf) -> bool:
+    """Whether the request completed, or was canceled and had received data later than `after`."""
+    state, data_at = record.result["state"], record.last_data_at
+    has_data = data_at is not None and data_at > after
     return state is RequestState.COMPLETED or (state is RequestState.CANCELED and has_data)
 
 
@@ -156,36 +155,33 @@ class FailureCounts(Struct, frozen=True):
     transport_failures_count: int = 0  # in a row
     jobs_with_server_error: frozenset[str] = frozenset()
     degenerate_jobs: frozenset[str] = frozenset()
-    failed_id: int = 0  # of the newest request that was counted
+    failed_at: float = -math.inf  # when the newest of them was told
 
     def after(
-        self, record: RequestRecord, policy: RestartPolicy
+        self, record: RequestRecord, policy: RestartPolicy, now: float
     ) -> tuple[FailureCounts, ProbeNow | RestartCause | None]:
         """The counts after one more request, and what follows for the server; None: nothing."""
         if succeeded(record, policy):
             return FailureCounts(), None
         reason = record.result["fail_reason"]
         if reason in _REPLIES or record.result["state"] is RequestState.COMPLETED:
-            return replace(self, transport_failures_count=0)._after_reply(record, policy)
-        if was_served(record) and record.request_id > self.failed_id:
+            return replace(self, transport_failures_count=0)._after_reply(record, policy, now)
+        if was_served(record, after=self.failed_at):
             # its output, cut short, says nothing about degenerate ones
             return FailureCounts(degenerate_jobs=self.degenerate_jobs), None
         if reason not in _TRANSPORT_FAILURES:
             return self, None
         count = self.transport_failures_count + 1
         limit = policy.transport_failures_before_restart
-        counts = self._counted(record, transport_failures_count=count)
+        counts = replace(self, transport_failures_count=count, failed_at=now)
         if count < limit:
             return counts, ProbeNow(f"a request failed with {reason}")
         limited = f"(limit: transport_failures_before_restart {limit})"
         detail = f"{count} transport failures in a row {limited}"
         return counts, RestartCause("transport_failures", detail)
 
-    def _counted(self, record: RequestRecord, **counts: Any) -> FailureCounts:
-        return replace(self, failed_id=max(self.failed_id, record.request_id), **counts)
-
     def _after_reply(
-        self, record: RequestRecord, policy: RestartPolicy
+        self, record: RequestRecord, policy: RestartPolicy, now: float
     ) -> tuple[FailureCounts, RestartCause | None]:
         """The counts after a request that did not succeed although the server replied."""
         reason, code = record.result["fail_reason"], record.http_status
@@ -201,7 +197,7 @@ class FailureCounts(Struct, frozen=True):
             return self, None
         jobs = self.jobs_with_server_error | {record.job}
         limit = policy.server_errors_before_restart
-        counts = self._counted(record, jobs_with_server_error=jobs)
+        counts = replace(self, jobs_with_server_error=jobs, failed_at=now)
         if len(jobs) < limit:
             return counts, None
         detail = f"server errors in {len(jobs)} jobs, none served between"

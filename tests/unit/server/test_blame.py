@@ -103,10 +103,10 @@ def asked(reason: RequestFailReason, job: str) -> RequestRecord:
 def found(
     *records: RequestRecord, policy: RestartPolicy = RESTART
 ) -> ProbeNow | RestartCause | None:
-    """What the last of these gives."""
+    """What the last of these gives, which are told at 0.0, 1.0, ..."""
     ends, last = FailureCounts(), None
-    for record in records:
-        ends, last = ends.after(record, policy)
+    for number, record in enumerate(records):
+        ends, last = ends.after(record, policy, float(number))
     return last
 
 
@@ -115,7 +115,7 @@ TOOL_FAILED = RequestFailReason.TOOL_EXECUTION_ERROR
 DONE, BROKEN = done(1), ended(RequestFailReason.STREAM_DISCONNECTED)
 REFUSED = ended(RequestFailReason.HTTP_ERROR)
 WITHOUT_A_CODE = ended(RequestFailReason.SERVER_ERROR, "e")
-CANCELED, CANCELED_WITH_DATA = canceled(1), canceled(2, 9.0)
+CANCELED, CANCELED_WITH_DATA = canceled(1), canceled(1, 9.0)
 
 
 def refused(jobs: str, http: int = 500) -> list[RequestRecord]:
@@ -147,7 +147,7 @@ def test_a_reply_in_between_resets_the_count(between: RequestRecord, policy: Res
 
 @pytest.mark.parametrize(
     "between",
-    [CANCELED, replace(BROKEN, last_data_at=9.0), canceled(1, 9.0)],  # the last is no later one
+    [CANCELED, replace(BROKEN, last_data_at=9.0), canceled(2, 0.0)],  # its data came before
 )
 def test_no_reply_in_between_resets_no_count(between: RequestRecord) -> None:
     assert isinstance(found(BROKEN, between, BROKEN), RestartCause)
