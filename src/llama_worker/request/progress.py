@@ -91,7 +91,7 @@ class Progress:
     @property
     def heard_at(self) -> float:
         """When this turn's latest data came; when it began if none did."""
-        return self.turn_started_at if self.data_at is None else self.data_at
+        return newest(self.turn_started_at, self.data_at)
 
 
 def newest(start: float, *others: float | None) -> float:

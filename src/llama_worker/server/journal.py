@@ -143,7 +143,7 @@ class Journal:
             progress = seen.get(admitted.request_id)
             at = admitted.created_at
             if progress is not None:  # a turn begins when a tool returns
-                at = newest(progress.turn_started_at, progress.data_at, liveness_at)
+                at = newest(progress.heard_at, liveness_at)
             ages_s.append(now - at)
         return max(ages_s, default=None)
 

@@ -108,7 +108,7 @@ class _Limits:
         self._progress, self._neighbours, self._slots = progress, neighbours, slots
         self._profile = profile
         # Not before the turn's start: earlier signs say nothing about this turn.
-        self._data_at = newest(progress.turn_started_at, progress.data_at)
+        self._data_at = progress.heard_at
         self._working_at = newest(self._data_at, progress.headers_at, liveness_at)
         self._any_data_at = newest(self._data_at, neighbours.data_at)
         # Batches are filled in slot order: while another prompt is read first, a request gets
