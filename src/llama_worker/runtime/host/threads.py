@@ -270,7 +270,7 @@ def now() -> float:
 
 
 def lost_s() -> float:
-    """By how many seconds `now` is behind `time.monotonic()`."""
+    """How many seconds were lost in the gaps that are over. Never falls."""
     return _timers.clock.lost_s
 
 

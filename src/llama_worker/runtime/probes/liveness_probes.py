@@ -67,6 +67,7 @@ class ProcessProbe:
     def probe(self, root_pid: int, now: float) -> LivenessEvidence | None:
         """What the server did lately; None at the first look, and if the root is gone or cannot be
         read."""
+        lost_s = time.monotonic() - threads.now()  # as of `now`: reading takes a while
         root = _read_stat(f"{PROC}/{root_pid}/stat")
         if root is None or root.dead:
             return None
@@ -84,9 +85,7 @@ class ProcessProbe:
                     **liveness.parse_io(_read(f"{PROC}/{pid}/io") or ""),
                 )
         self._activity, evidence = self._activity.observe(
-            liveness.ProcessSample(
-                at=now, lost_s=time.monotonic() - threads.now(), processes=processes
-            )
+            liveness.ProcessSample(at=now, lost_s=lost_s, processes=processes)
         )
         return evidence
 
