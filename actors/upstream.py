@@ -95,17 +95,10 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
                 for request_id in list(self._exchanges):
                     yield self._give_up(request_id, RequestFailReason.STALL_TIMEOUT, detail, now)
             case messages.ProbeReadiness(epoch=epoch):
-                try:
-                    self._probes[messages.ProbeReadiness] = self._runtime.probe(epoch, self.me())
-                except RuntimeError as error:  # the system has no thread left
-                    outcome = messages.ProbeOutcome.NOT_ASKED
-                    yield messages.Probed(epoch=epoch, outcome=outcome, detail=str(error))
-            case messages.LookAtSlots(epoch=epoch):
-                try:
-                    look = self._runtime.look_at_slots(effect, self.me())
-                    self._probes[messages.LookAtSlots] = look
-                except RuntimeError:
-                    yield messages.SlotsSeen(epoch=epoch, look=None)
+                self._probes[messages.ProbeReadiness] = self._runtime.probe(epoch, self.me())
+            case messages.LookAtSlots():
+                look = self._runtime.look_at_slots(effect, self.me())
+                self._probes[messages.LookAtSlots] = look
             case messages.AbortProbes():
                 self._abort_probes()
 

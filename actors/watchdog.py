@@ -13,7 +13,6 @@ from typing import Any
 
 from llama_worker.actors.base import Child, message_types
 from llama_worker.config.command_flags import batch_tokens
-from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.ports import Abortable
 from llama_worker.request.messages import ReportProgress
@@ -62,30 +61,18 @@ class WatchdogActor(Child[messages.WatchdogMessage]):
                 for request in self._requests.values():
                     request.tell(question)
             case messages.Look():
-                try:
-                    self._runtime.look(effect, self._watch.root_pid, self.me())
-                except RuntimeError:  # the system has no thread left
-                    self.me().tell(
-                        messages.EvidenceSeen(look=effect, at=self._runtime.now(), by_shortage=True)
-                    )
+                self._runtime.look(effect, self._watch.root_pid, self.me())
             case messages.BecameReady(epoch=epoch):
                 self.tell_worker(effect)
                 with contextlib.suppress(RuntimeError):  # no thread left: GPUs are not watched
                     self._runtime.watch_gpus(epoch, self._watch.root_pid, self.me())
             case messages.ProbeReadiness(epoch=epoch, first=first):
-                try:
-                    self._probes[messages.ProbeReadiness] = self._runtime.probe_readiness(
-                        epoch, self._watch.root_pid, first=first, reply_to=self.me()
-                    )
-                except RuntimeError as error:
-                    why, outcome = described_error(error), messages.ProbeOutcome.NOT_ASKED
-                    self.me().tell(messages.Probed(epoch=epoch, outcome=outcome, detail=why))
-            case messages.LookAtSlots(epoch=epoch):
-                try:
-                    look = self._runtime.look_at_slots(effect, self.me())
-                    self._probes[messages.LookAtSlots] = look
-                except RuntimeError:
-                    self.me().tell(messages.SlotsSeen(epoch=epoch, look=None))
+                self._probes[messages.ProbeReadiness] = self._runtime.probe_readiness(
+                    epoch, self._watch.root_pid, first=first, reply_to=self.me()
+                )
+            case messages.LookAtSlots():
+                look = self._runtime.look_at_slots(effect, self.me())
+                self._probes[messages.LookAtSlots] = look
             case messages.AbortProbes():
                 self._abort_probes()
             case _:

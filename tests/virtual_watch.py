@@ -200,7 +200,7 @@ class VirtualWatch:
             return
         self._open_look = None
         look = SlotsLook(asked_at=self.now, slots=slots) if isinstance(slots, tuple) else slots
-        yield SlotsSeen(epoch=order.epoch, look=look)
+        yield SlotsSeen(epoch=order.epoch, look=look, by_shortage=self.blind(self.now))
 
     def _seen(self, look: Look) -> EvidenceSeen:
         if self.blind(self.now):

@@ -80,7 +80,11 @@ def test_look_at_slots_is_answered_during_any_shortage(
     told: queue.SimpleQueue[SlotsSeen] = queue.SimpleQueue()
     order = LookAtSlots(epoch=3, timeout_s=WAIT_S)
     look_at_slots(Endpoint.of(CONFIG), order, Mock(tell=told.put))
-    assert told.get(timeout=WAIT_S) == SlotsSeen(epoch=3, look=None)
+    not_asked = SlotsSeen(epoch=3, look=None, by_shortage=True)
+    assert told.get(timeout=WAIT_S) == not_asked
+    monkeypatch.setattr(readiness, "run_probe", lambda _, refuse: refuse(RuntimeError()))
+    look_at_slots(Endpoint.of(CONFIG), order, Mock(tell=told.put))
+    assert told.get(timeout=WAIT_S) == not_asked
 
 
 def test_an_aborted_look_at_slots_ends_at_once(listener: int) -> None:

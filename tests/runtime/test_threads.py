@@ -105,6 +105,8 @@ def test_few_threads_are_kept(spare: list[object]) -> None:
 
 # ---------------------------------------------------------------- probes
 
+NOT_EXPECTED = Mock()  # a refusal: what the probe would do is missed
+
 
 @pytest.fixture
 def alarms(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
@@ -116,10 +118,10 @@ def alarms(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 
 def test_one_thread_makes_all_probes(alarms: list[Callable[[], object]]) -> None:
     probes, first = ProbeQueue(), Hanging()
-    probes.run(first)
+    probes.run(first, NOT_EXPECTED)
     idents: queue.SimpleQueue[int] = queue.SimpleQueue()
     for _ in range(5):
-        probes.run(lambda: idents.put(threading.get_ident()))
+        probes.run(lambda: idents.put(threading.get_ident()), NOT_EXPECTED)
     first.let_go.set()
     assert len({idents.get(timeout=WAIT_S) for _ in range(5)}) == 1
     assert len(alarms) == 1
@@ -130,11 +132,11 @@ def test_one_thread_makes_all_probes(alarms: list[Callable[[], object]]) -> None
 def test_a_hanging_probe_delays_no_other(alarms: list[Callable[[], object]]) -> None:
     probes, hanging, made = ProbeQueue(), [Hanging(), Hanging()], threading.Event()
     for each in hanging:
-        probes.run(each)
+        probes.run(each, NOT_EXPECTED)
     assert hanging[0].has_begun.wait(WAIT_S)
     while not hanging[1].has_begun.wait(0.01):
         alarms.pop(0)()
-    probes.run(made.set)
+    probes.run(made.set, NOT_EXPECTED)
     while not made.wait(0.01):
         alarms.pop(0)()
     for each in hanging:
@@ -147,10 +149,10 @@ def test_no_thread_is_added_while_probes_begin(
     start = Mock(wraps=run_on_thread)
     monkeypatch.setattr(threads, "run_on_thread", start)
     probes, (first, second, third) = ProbeQueue(), (Hanging(), Hanging(), Hanging())
-    probes.run(first)
+    probes.run(first, NOT_EXPECTED)
     assert first.has_begun.wait(WAIT_S)
     for each in (second, third):
-        probes.run(each)
+        probes.run(each, NOT_EXPECTED)
     first.let_go.set()
     assert second.has_begun.wait(WAIT_S)
     alarms.pop()()
@@ -168,7 +170,7 @@ def test_many_hanging_probes_get_threads_soon(
     for _ in range(2):
         counts = []
         for _ in range(10):
-            probes.run(lambda: None)
+            probes.run(lambda: None, NOT_EXPECTED)
         for _ in range(5):
             counts.append(len(begun))
             alarms.pop()()
@@ -180,28 +182,22 @@ def test_many_hanging_probes_get_threads_soon(
 
 def test_a_probe_that_raises_harms_no_other(alarms: list[Callable[[], object]]) -> None:
     probes = ProbeQueue()
-    probes.run(lambda: 1 / 0)
-    assert made_by(probes.run)
+    probes.run(lambda: 1 / 0, NOT_EXPECTED)
+    assert made_by(lambda call: probes.run(call, NOT_EXPECTED))
 
 
-def test_probes_wait_while_the_host_has_no_thread(alarms: list[Callable[[], object]]) -> None:
-    probes, hanging, made = ProbeQueue(), Hanging(), threading.Event()
-    with no_threads("-probes"), pytest.raises(RuntimeError):
-        probes.run(made.set)
-    probes.run(hanging)
-    assert hanging.has_begun.wait(WAIT_S)
-    probes.run(made.set)
+def test_probe_without_a_first_thread_is_refused() -> None:
+    probes, refused, made = ProbeQueue(), list[BaseException](), threading.Event()
     with no_threads("-probes"):
-        alarms.pop()()
-    assert not made.is_set()
-    alarms.pop()()
+        probes.run(lambda: 1 / 0, refused.append)
+    assert list(map(is_shortage, refused)) == [True]
+    probes.run(made.set, NOT_EXPECTED)
     assert made.wait(WAIT_S)
-    hanging.let_go.set()
 
 
 def test_probes_that_get_no_thread_are_refused(alarms: list[Callable[[], object]]) -> None:
     probes, hanging, refused = ProbeQueue(), Hanging(), list[BaseException]()
-    probes.run(hanging)
+    probes.run(hanging, NOT_EXPECTED)
     assert hanging.has_begun.wait(WAIT_S)
     for _ in range(2):
         probes.run(lambda: 1 / 0, refused.append)

@@ -14,7 +14,7 @@ from llama_worker.clock import ClockTimer
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import LlamaWorkerError
 from llama_worker.mailbox import Mailbox, Reply
-from llama_worker.ports import Waitable
+from llama_worker.ports import Abortable, Waitable
 from llama_worker.request.messages import (
     BiosWritten,
     CallEnded,
@@ -140,9 +140,11 @@ class SimRuntime:
 
     def probe_readiness(
         self, epoch: int, root_pid: int, *, first: bool, reply_to: Mailbox[Probed]
-    ) -> SimQuestion:
-        self.machine.need_thread()
-
+    ) -> Abortable:
+        if self.machine.lacks_threads:
+            refused = unanswered(RuntimeError("can't start new thread"))
+            reply_to.tell(Probed(epoch=epoch, outcome=refused[0], detail=refused[1]))
+            return _NotAsked()
         limit_s = probe_timeout_s(self._config.timeouts)
 
         def probed(reply: int | Exception) -> Probed:
@@ -168,7 +170,9 @@ class SimRuntime:
         )
 
     def look(self, look: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-        self.machine.need_thread()
+        if self.machine.lacks_threads:
+            reply_to.tell(EvidenceSeen(look=look, at=self.now(), by_shortage=True))
+            return
 
         def looked() -> None:
             if look.fresh and look.probe == 0:
@@ -205,8 +209,10 @@ class SimRuntime:
         if look.probe == 0 or not self.machine.looks_hang:
             self.scheduler.after(_THREAD_START_S * self.machine.slowness, looked, "look")
 
-    def look_at_slots(self, order: LookAtSlots, reply_to: Mailbox[SlotsSeen]) -> SimQuestion:
-        self.machine.need_thread()
+    def look_at_slots(self, order: LookAtSlots, reply_to: Mailbox[SlotsSeen]) -> Abortable:
+        if self.machine.lacks_threads:
+            reply_to.tell(SlotsSeen(epoch=order.epoch, look=None, by_shortage=True))
+            return _NotAsked()
         self.slots_asked += 1
         looks = self._looks.setdefault(order.epoch, Looks())
         looks.asked(self.now())
@@ -617,6 +623,11 @@ class SimStream:
         )
         self._order.reply_to.tell(closed)
         self._on_closed.tell(closed)
+
+
+class _NotAsked:
+    def abort(self) -> None:
+        pass
 
 
 class SimQuestion:

@@ -261,10 +261,11 @@ class LookAtSlots(Struct, frozen=True, kw_only=True):
 
 class SlotsSeen(Struct, frozen=True, kw_only=True):
     """The result of one look at `/slots`, sent last by its thread. `look` None: no usable answer,
-    or it was not asked."""
+    or it was not asked, since this machine was short of something (`by_shortage`)."""
 
     epoch: int
     look: SlotsLook | SlotsTimeout | None
+    by_shortage: bool = False
 
 
 ServerMessage = (  # what decides about the server's life

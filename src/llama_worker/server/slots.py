@@ -193,15 +193,15 @@ class SlotsWatch:
         self._is_looking, self._asked_at = True, now
         return LOOK_TIMEOUT_S if self.silent_since is None else SILENT_S
 
-    def record_look(self, look: SlotsLook | SlotsTimeout | None, now: float) -> None:
-        """Record the result of a look; None: no usable answer."""
+    def record_look(
+        self, look: SlotsLook | SlotsTimeout | None, now: float, *, by_shortage: bool = False
+    ) -> None:
+        """Record the result of a look; None: no usable answer, or, `by_shortage`, not asked."""
         self._is_looking = False
         self._has_answered = self._has_answered or isinstance(look, SlotsLook)
         is_refused = look is None or not self._has_answered
         if is_refused:  # also at READY, outside a round
-            # what has answered was probably not asked, for a shortage that may pass
-            pause_s = LOOK_INTERVAL_S if self._has_answered else NO_ANSWER_PAUSE_S
-            self._paused_until = now + pause_s
+            self._paused_until = now + (LOOK_INTERVAL_S if by_shortage else NO_ANSWER_PAUSE_S)
         if not self._active:
             return
         if look is not None:  # else it was refused, or could not be asked

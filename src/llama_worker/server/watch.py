@@ -312,7 +312,7 @@ class ServerWatch:
 
     def _slots_seen(self, seen: messages.SlotsSeen, now: float) -> None:
         slots = self._requests.slots
-        slots.record_look(seen.look, now)
+        slots.record_look(seen.look, now, by_shortage=seen.by_shortage)
         if slots.silent_since is not None:
             self._probe(now, failure_counts=False)  # does HTTP still answer?
         if slots.complete:

@@ -104,17 +104,15 @@ def test_next_launch_waits_for_a_probe_still_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_look_without_a_thread_is_not_counted_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*calls: Callable[..., object]) -> None:
-        raise RuntimeError("can't start new thread")
-
+    lack = RuntimeError("can't start new thread")
     looks, mailbox = SerializedProbe(Probe(None)), Told()
     order = Look(probe=0, round=1, fresh=True)
-    monkeypatch.setattr(host_code, "run_probe", refuse)
-    with pytest.raises(RuntimeError):
-        looks.look(order, 1, mailbox)
+    monkeypatch.setattr(host_code, "run_probe", lambda _, refuse: refuse(lack))
+    looks.look(order, 1, mailbox)
     monkeypatch.setattr(host_code, "run_probe", lambda call, _: call())
     looks.look(order, 1, mailbox)
-    assert [evidence.alive for evidence in mailbox] == [True]
+    seen = [(evidence.alive, evidence.by_shortage) for evidence in mailbox]
+    assert seen == [(False, True), (True, False)]
 
 
 def test_refused_looks_are_shortages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,10 +235,13 @@ def test_slots_refused_at_ready_not_asked_for_minute(answer: SlotsTimeout | None
 
 
 def test_look_that_could_not_be_asked_is_repeated() -> None:
-    def slots(now: float) -> tuple[Slot, ...] | None:
-        return None if 0.0 < now < 6.0 else (slot(prompt=64 * int(now)),)
+    def blind(now: float) -> bool:
+        return 0.0 < now < 6.0
 
-    watch = watched(slots, waits, evidence=rests)
+    def slots(now: float) -> tuple[Slot, ...] | None:
+        return None if blind(now) else (slot(prompt=64 * int(now)),)
+
+    watch = watched(slots, waits, evidence=rests, blind=blind)
     assert watch.run(5.0 * PROFILE.headers_timeout_s, Stalled) is None
 
 

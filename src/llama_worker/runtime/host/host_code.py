@@ -199,20 +199,14 @@ class SerializedProbe:
         self._next: Callable[..., None] | None = None
 
     def look(self, order: Look, root_pid: int, reply_to: Mailbox[EvidenceSeen]) -> None:
-        """Raises RuntimeError if the system has no thread left."""
         call = partial(look, self._probe, order, root_pid, reply_to)
         with self._lock:
             if self._is_running:
                 self._next = call  # replaces a waiting one, whose launch is over
                 return
             self._is_running = True
-        try:
-            run_calls = partial(self._run_calls, call)
-            run_probe(run_calls, run_calls)
-        except RuntimeError:
-            with self._lock:
-                self._is_running = False
-            raise
+        run_calls = partial(self._run_calls, call)
+        run_probe(run_calls, run_calls)
 
     def _run_calls(self, call: Callable[..., None], refused: RuntimeError | None = None) -> None:
         following: Callable[..., None] | None = call

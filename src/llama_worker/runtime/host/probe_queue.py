@@ -20,7 +20,7 @@ _Refuse = Callable[[RuntimeError], object]
 
 class _Waiting(NamedTuple):
     probe: _Call
-    refuse: _Refuse | None
+    refuse: _Refuse
 
 
 class ProbeQueue:
@@ -39,19 +39,21 @@ class ProbeQueue:
         self._timer_is_set = False
         self._threads_to_add = 1  # next time
 
-    def run(self, probe: _Call, refuse: _Refuse | None = None) -> None:
-        """Make the probe soon, or else call `refuse` with the reason, on a thread that it must not
-        block; None: the probe waits as long as need be.
-
-        Raises RuntimeError if the first thread cannot be started.
-        """
+    def run(self, probe: _Call, refuse: _Refuse) -> None:
+        """Make the probe soon, or else call `refuse` with the reason, on this thread or another,
+        which it must not block."""
+        refusals: list[_Call] = []
         with self._lock:
-            if not self._threads_count:
-                self._start_thread()
-                self._waiting.append(_Waiting(probe, refuse))
-                return
             self._waiting.append(_Waiting(probe, refuse))
-            self._set_timer()
+            if self._threads_count:
+                self._set_timer()
+                return
+            try:
+                self._start_thread()
+            except RuntimeError as error:
+                refusals = self._refusals(error)
+        for refusal in refusals:
+            _make(refusal)
 
     def _start_thread(self) -> None:
         threads.run_on_thread("llama_worker-probes", self._run_probes)
@@ -85,10 +87,9 @@ class ProbeQueue:
             _make(refusal)
 
     def _refusals(self, error: RuntimeError) -> list[_Call]:
-        """Take the probes that can be refused out of the queue; returns the calls that do so."""
-        waiting = list(self._waiting)
-        self._waiting = deque(each for each in waiting if each.refuse is None)
-        return [partial(each.refuse, error) for each in waiting if each.refuse is not None]
+        """Empty the queue; returns the calls that refuse its probes."""
+        waiting, self._waiting = self._waiting, deque()
+        return [partial(each.refuse, error) for each in waiting]
 
     def _run_probes(self) -> None:
         while True:
@@ -110,7 +111,7 @@ def _make(probe: _Call) -> None:
 _probes = ProbeQueue()
 
 
-def run_probe(probe: _Call, refuse: _Refuse | None = None) -> None:
+def run_probe(probe: _Call, refuse: _Refuse) -> None:
     """`ProbeQueue.run`, in the queue that all workers of this process share."""
     _probes.run(probe, refuse)
 

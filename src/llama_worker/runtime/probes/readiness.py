@@ -116,6 +116,7 @@ def look_at_slots(endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[Slot
     def run() -> None:
         asked_at = threads.now()
         look: SlotsLook | SlotsTimeout | None = None
+        by_shortage = False
         try:
             status, body = ask(endpoint, "GET", "/slots", timeout_s=order.timeout_s, abort=abort)
             slots = parse_slots(json_of(body)) if status == 200 else None
@@ -125,11 +126,12 @@ def look_at_slots(endpoint: Endpoint, order: LookAtSlots, reply_to: Mailbox[Slot
                 look = SlotsLook(asked_at=asked_at, slots=slots)
         except TimeoutError:
             look = SlotsTimeout()
-        except Exception:  # no answer, or this machine lacks something: nothing was seen
-            pass
-        reply_to.tell(SlotsSeen(epoch=order.epoch, look=look))
+        except Exception as error:  # no answer: nothing was seen
+            by_shortage = is_shortage(error)
+        reply_to.tell(SlotsSeen(epoch=order.epoch, look=look, by_shortage=by_shortage))
 
-    run_probe(run)  # not refused: none would follow for a minute before the first answer
+    not_asked = SlotsSeen(epoch=order.epoch, look=None, by_shortage=True)
+    run_probe(run, lambda _: reply_to.tell(not_asked))
     return abort
 
 
