@@ -5,8 +5,6 @@ import encodings.cp1252
 import html.entities
 import json
 import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from llama_worker.stream.loops import (
     TextLoopWatch,
 )
 from tests.tables import cases
+from tests.timing import is_linear
 
 SHORT = "qrstuvwxyz" * 3 + "qr"  # the shortest line that counts
 # the shortest that need fewer repeats
@@ -295,14 +294,10 @@ def test_splits_do_not_matter(text: str, data: st.DataObject) -> None:
         pytest.param(lines(LONG, times=3000), id="equal lines"),
     ],
 )
-def test_the_cost_per_character_is_small(text: str) -> None:
-    def seconds(feed: Callable[[str], object]) -> float:
-        started = time.thread_time()
-        for at in range(0, len(text), 4):
-            feed(text[at : at + 4])
-        return time.thread_time() - started
+def test_the_cost_per_character_does_not_grow(text: str) -> None:
+    def feed(size: int) -> None:
+        loop_watch = LoopWatch(NO_LINE_LOOPS)
+        for at in range(0, size, 4):
+            loop_watch.feed(text[at : at + 4])
 
-    pieces: list[str] = []
-    bare = min(seconds(pieces.append) for _ in range(3))
-    loop_watch = LoopWatch(NO_LINE_LOOPS)
-    assert min(seconds(loop_watch.feed) for _ in range(3)) < 20 * bare + 0.1
+    assert is_linear(feed, len(text) // 8)
