@@ -58,11 +58,11 @@ ASKED = "asked.txt"  # the tests of a stage
 NOT_FOUND = 4  # says pytest, of a test or of what it needs
 COVERED = (
     *("--cov=src", "--cov=actors", "--cov-append", "--cov-context=test", "--cov-report="),
-    "--maxfail=1000",
+    *("--maxfail=1000", "--timeout=600"),  # it takes several times as long
 )
 TIMED_OUT = "timed out"
 WITHIN_H = re.compile(r"^within ([\d.]+) worker-hours$", re.MULTILINE)  # as a campaign says
-TEST_LIMIT_S = 60  # one test, and the tidying behind it
+TEST_LIMIT_S = 120  # one test, and the tidying behind it
 STAGE_LIMIT_S = 120.0  # beside what it takes without a mutant, several times
 # Everything in it ends with the thread that waits for it, however that ends. The shell reaps what
 # a test leaves to the namespace's first process, as init does.
