@@ -22,7 +22,6 @@ from llama_worker.runtime.host.futures import OpenFutures, WorkerFuture
 from llama_worker.runtime.host.threads import flush_callbacks_and_log
 from llama_worker.server.messages import Stop
 
-_logger = logging.getLogger("llama_worker")
 _EXIT_GRACE_S = 2.0  # at the host's exit: from a server's SIGTERM to its SIGKILL
 _LEAVE_S = 5.0  # how long close() waits for the actors to end after the stop
 _FLUSH_S = 1.0  # for the host's callbacks, and for the last log lines, if one of them is slow
@@ -102,7 +101,9 @@ class Backend:
             error.__traceback__ = None
         except WorkerStopError as error:
             error.__traceback__ = None
-            _logger.error("close() of worker %r: %s", self.config.name, error)
+            self._runtime.write_log(
+                logging.ERROR, f"close() of worker {self.config.name!r}: {error}"
+            )
         self._worker.stop()
 
     def wait_gone(self, timeout_s: float) -> None:

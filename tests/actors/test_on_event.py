@@ -1,16 +1,19 @@
 """What a host's `on_event` hears."""
 
+import contextlib
 import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from llama_worker.testing.scripts import Text, plain_reply
-from tests.actors.conftest import WAIT_S, MakeWorker
+from tests.actors.conftest import WAIT_S, MakeWorker, fast_timeouts
+from tests.actors.test_unkillable import outliving_sigkill
 
 
 def test_on_event_gets_states_restarts_requests_in_order(make_worker: MakeWorker) -> None:
@@ -78,20 +81,51 @@ class Stuck(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if threading.current_thread() is not threading.main_thread():
-            self.go_on.wait(WAIT_S)
+            self.go_on.wait()
 
 
-@pytest.mark.parametrize("name", ["llama_worker", "pykka"])
-def test_a_blocked_log_handler_delays_no_call(make_worker: MakeWorker, name: str) -> None:
+@contextlib.contextmanager
+def halted(name: str) -> Iterator[None]:
+    """Meanwhile the logger writes everything, to a handler that does not return."""
     logger, handler = logging.getLogger(name), Stuck()
     before = logger.level
     logger.setLevel(logging.DEBUG)
     logger.addHandler(handler)
     try:
-        rig = make_worker()
-        assert rig.run(*plain_reply(Text("x")))["text"] == "x"
-        rig.stop()
+        yield
     finally:
         handler.go_on.set()
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+@pytest.mark.parametrize("name", ["", "llama_worker", "pykka", "sseclient"])
+def test_a_blocked_log_handler_delays_no_call(make_worker: MakeWorker, name: str) -> None:
+    with halted(name):
+        rig = make_worker()
+        assert rig.run(*plain_reply(Text("x")))["text"] == "x"
+        rig.stop()
+
+
+def test_a_mistake_in_a_callback_delays_no_other(make_worker: MakeWorker) -> None:
+    heard = threading.Event()
+
+    def fail(_: Any) -> None:
+        raise ValueError
+
+    with halted("llama_worker.futures"):
+        status = make_worker().worker.get_worker_status()
+        status.add_done_callback(fail)
+        status.add_done_callback(lambda _: heard.set())
+        assert heard.wait(WAIT_S)
+
+
+def test_a_blocked_log_handler_does_not_delay_the_close_of_an_unkillable_server(
+    make_worker: MakeWorker,
+) -> None:
+    rig = make_worker(timeouts=fast_timeouts(stop_grace_s=0.3, kill_timeout_s=0.5))
+    with halted("llama_worker"), outliving_sigkill(rig):
+        closing = threading.Thread(target=rig.worker.close, daemon=True)
+        closing.start()
+        closing.join(WAIT_S)
+        assert not closing.is_alive()

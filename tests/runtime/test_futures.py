@@ -206,6 +206,7 @@ def test_callback_exception_is_logged_and_the_next_runs(
         future.add_done_callback(lambda _: called.set())
         future.answer(1)
         assert called.wait(WAIT_S)
+        threads.flush_callbacks_and_log(WAIT_S)
     (entry,) = [record for record in caplog.records if record.name == "llama_worker.futures"]
     assert entry.exc_info is not None
     assert entry.exc_info[1] is error

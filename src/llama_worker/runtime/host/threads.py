@@ -192,17 +192,26 @@ def flush_callbacks_and_log(timeout_s: float) -> None:
     _log_thread.flush(timeout_s)
 
 
+def _is_on_our_thread() -> bool:
+    """Whether this is a thread that a blocked log handler would stop, with all that wait for it."""
+    name = threading.current_thread().name
+    return name.startswith("llama_worker-") and name != _LOG_THREAD_NAME
+
+
 def _is_handled_here(record: logging.LogRecord) -> bool:
-    """A filter that has the log thread write what Pykka logs on an actor's thread, when an actor
-    starts or ends, as it does our own lines."""
-    thread_name = threading.current_thread().name
-    if thread_name == _LOG_THREAD_NAME or not thread_name.startswith("llama_worker-"):
+    """A filter that has the log thread write what is logged on another thread of ours."""
+    if not _is_on_our_thread():
         return True
     _log_thread.run(lambda: logging.getLogger(record.name).handle(record))
     return False
 
 
-logging.getLogger("pykka").addFilter(_is_handled_here)
+for _name in ("", ".futures", ".ray", ".responses", ".timers"):
+    logging.getLogger(f"llama_worker{_name}").addFilter(_is_handled_here)
+for _name in ("asyncio", "pykka"):  # as an event loop or an actor begins or ends
+    logging.getLogger(_name).addFilter(_is_handled_here)
+# A line for every record of a stream says nothing, and would displace the others.
+logging.getLogger("sseclient").addFilter(lambda _: not _is_on_our_thread())
 
 
 # ---------------------------------------------------------------- timers
