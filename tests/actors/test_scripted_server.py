@@ -49,6 +49,7 @@ def test_replies_follow_prompt_order_and_the_last_repeats(
     assert said(scripted_worker, "before there is a reply") == "Hello"
     scripted_server.reply("one", times=2)
     scripted_server.reply(Text("t"), "wo")
+    scripted_server.reply("to the worker's own words", to="Time: ")
     scripted_server.reply("rivers: 3", to="rivers")
     prompts = ["a", "b", "rivers?", "c", "d"]
     assert [said(scripted_worker, prompt) for prompt in prompts] == [
@@ -56,7 +57,7 @@ def test_replies_follow_prompt_order_and_the_last_repeats(
     ]
     contents = [body["messages"][-1]["content"] for body in scripted_server.requests]
     assert len(contents) == 6
-    assert contents[3].startswith("rivers?")
+    assert contents[3].startswith("rivers?\n\n<worker_status>\nTime: ")
     assert scripted_server.wait_request(6) == scripted_server.requests[-1]
 
 

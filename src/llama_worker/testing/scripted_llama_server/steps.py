@@ -344,6 +344,8 @@ def message_text(message: Json) -> str:
 
 
 def last_prompt(messages: Sequence[Json]) -> str:
-    """The last user message that is no result of a tool in prompted mode."""
+    """The last user message that is no result of a tool in prompted mode, without what the worker
+    adds to it."""
     texts = (message_text(said) for said in reversed(messages) if said.get("role") == "user")
-    return next((text for text in texts if not text.startswith("<tool_response")), "")
+    prompt = next((text for text in texts if not text.startswith("<tool_response")), "")
+    return prompt.partition("<worker_status>")[0]
