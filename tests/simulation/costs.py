@@ -89,18 +89,15 @@ class Costs:
             is_first = not is_second and now - launch.spoke_again_at > _LAG_S
             if is_first and not launch.is_unclear and self._another_is_served(truth):
                 self._fail(stalled, "costs the server, which serves another request")
-            self._expect_restart(
-                stalled.epoch,
-                f"the verdict on request {truth.request_id}",
-                lambda: truth.record is not None and truth.record.result["fail_reason"] != reason,
-            )
+            self._expect_restart(truth, stalled, "restarts the server")
             launch.alone = None
             return
+        # of several at once, the last one restarts the server
         if is_second and not launch.is_unclear:
-            self._fail(stalled, "ends alone, as one before it did")
+            self._expect_restart(truth, stalled, "ends alone, as one before it did")
         beside = any(words in stalled.verdict.detail for words in _BESIDE_OTHERS)
         if not beside and self._nobody_is_served(truth):
-            self._fail(stalled, "ends alone, and the server serves nobody")
+            self._expect_restart(truth, stalled, "ends alone, and the server serves nobody")
         newest = max(self._invariants.requests)
         launch.alone = truth.request_id, newest
         launch.is_unclear |= now - self._invariants.requests[newest].admitted_at < _LAG_S
@@ -158,7 +155,7 @@ class Costs:
             launch.degenerate_jobs.add(record.job)
             limit = policy.degenerate_outputs_before_restart or math.inf
             if len(launch.degenerate_jobs) >= limit:
-                self._expect_restart(truth.epoch, f"nonsense of {launch.degenerate_jobs}")
+                self._expect_end(truth.epoch, f"nonsense of {launch.degenerate_jobs}")
         elif completed:
             launch.disconnected = 0
             launch.jobs_with_errors.clear()
@@ -169,7 +166,7 @@ class Costs:
         elif reason in _TRANSPORT:
             launch.disconnected += 1
             if launch.disconnected >= policy.transport_failures_before_restart:
-                self._expect_restart(truth.epoch, f"{launch.disconnected} broken connections")
+                self._expect_end(truth.epoch, f"{launch.disconnected} broken connections")
             self._expect_look(truth)
         elif reason in _ANSWERED:
             launch.disconnected = 0
@@ -177,12 +174,12 @@ class Costs:
             if status is not None and 500 <= status <= 599:
                 launch.jobs_with_errors.add(record.job)
             if len(launch.jobs_with_errors) >= policy.server_errors_before_restart:
-                self._expect_restart(truth.epoch, f"errors in {launch.jobs_with_errors}")
+                self._expect_end(truth.epoch, f"errors in {launch.jobs_with_errors}")
 
     def _expect_look(self, truth: Truth) -> None:
         """Behind a broken connection the server is probed at once: where it does not answer, it is
-        ended after one probe, or after the one that was under way and another; but for one that
-        serves somebody meanwhile. Probes that fail behind a halt of the host may be made again."""
+        ended after one probe, or after the one that was under way and another, once it has served
+        nobody for the time that counts. Probes that fail behind a halt may be made again."""
         invariants, now = self._invariants, self._invariants.now
         server = invariants.living_server
         if server is None or server.epoch != truth.epoch or server.answers:
@@ -195,7 +192,7 @@ class Costs:
             return server.gone or server.killed or is_back or self._served(truth.epoch, now)
 
         what = f"launch {truth.epoch}, which does not answer, is over"
-        bound_s = 2 * self._probe_s + _LAG_S
+        bound_s = self._window_s + 2 * self._probe_s + _LAG_S
         invariants.expect(
             Promise.HUNG_OR_SLOW, bound_s, what, is_over, lambda: 60.0 - invariants.ran_s
         )
@@ -221,7 +218,16 @@ class Costs:
 
     # ------------------------------------------------------------
 
-    def _expect_restart(
+    def _expect_restart(self, truth: Truth, stalled: Stalled, why: str) -> None:
+        """Unless the request has ended in another way."""
+        reason = stalled.verdict.reason
+        self._expect_end(
+            stalled.epoch,
+            f"the verdict on request {truth.request_id}, which {why}",
+            lambda: truth.record is not None and truth.record.result["fail_reason"] != reason,
+        )
+
+    def _expect_end(
         self, epoch: int, cause: str, unless: Callable[[], bool] = lambda: False
     ) -> None:
         def is_over() -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from llama_worker.clock import latest
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress, newest
@@ -22,7 +24,7 @@ from llama_worker.server.slots import SILENT_S, SlotsLook, SlotsWatch
 from llama_worker.server.timeouts import Neighbours, SlotSigns, describe, timeout_verdict
 from llama_worker.types.request import RequestFailReason, RequestPhase, RequestState
 
-_ENDED_ID = 0  # stands for all ended requests; no request has this id
+ENDED_ID = 0  # stands for all ended requests; no request has this id
 
 
 class RequestWatch:
@@ -47,7 +49,7 @@ class RequestWatch:
         self._profile = profile
         self._batch_tokens = batch_tokens
         self._is_cold = True  # nothing was computed in this launch so far
-        # by id: the latest data of each request in flight; under `_ENDED_ID`, of all ended ones
+        # by id: the latest data of each request in flight; under `ENDED_ID`, of all ended ones
         self._data_at: dict[int, float] = {}
         self._unanswered: set[int] = set()  # ids that have not answered in the current round
         self._answered: list[int] = []  # ids that have answered
@@ -56,8 +58,7 @@ class RequestWatch:
         self._reads_at: float | None = None  # when the server last read its memory from disk
         self._leftover_batch = _LeftoverWork()
         self._leftover_media = _LeftoverWork()  # images or sounds to be encoded
-        # by id: when a slot that may be the request's was last seen to move
-        self._moved_at: dict[int, float] = {}
+        self._moved_at: dict[int, float] = {}  # by id: when a slot, perhaps its own, last moved
 
     @property
     def data_at(self) -> float | None:
@@ -87,12 +88,12 @@ class RequestWatch:
         self._learn(request_id, record.batches)
         self.pace.forget(request_id)
         self._note_data(request_id, record.last_data_at)
-        self._note_data(_ENDED_ID, self._data_at.pop(request_id, None))
+        self._note_data(ENDED_ID, self._data_at.pop(request_id, None))
         progress = self.progress.pop(request_id, None)
         self._history = self._history.ended(record)
         in_one_piece = progress is not None and progress.in_one_piece
         if in_one_piece and record.result["state"] is RequestState.COMPLETED:
-            self._note_data(_ENDED_ID, now)  # its data are its client's
+            self._note_data(ENDED_ID, now)  # its data are its client's
         if record.is_broken_off:
             self._broken_off(record, progress, now)
         given_up = self._judge_if_all_answered(now)
@@ -191,6 +192,9 @@ class RequestWatch:
             for progress in reports
             if (verdict := self._judge(progress, reports, now)) is not None
         ]
+        # Only the last one restarts the server: by then each has its own reason.
+        given_up.sort(key=lambda each: each.restarts_server)
+        given_up[:-1] = [replace(each, restarts_server=False) for each in given_up[:-1]]
         if self.slots.complete:
             self.slots.end_round(now)
         if any(self._is_looked_at(progress, now) for progress in reports):
@@ -201,17 +205,14 @@ class RequestWatch:
 
     def _give_up(self, request_id: int, verdict: Verdict, now: float) -> Stalled:
         others_data_at = self.data_of_others(request_id)
-        self._history, restarts_server = self._history.judge(
+        self._history, restarts = self._history.judge(
             request_id,
             verdict,
             other_is_served=is_busy(others_data_at, profile=self._profile, now=now),
             newest_request_id=max(self.ids),
         )
         return Stalled(
-            epoch=self._epoch,
-            request_id=request_id,
-            verdict=verdict,
-            restarts_server=restarts_server,
+            epoch=self._epoch, request_id=request_id, verdict=verdict, restarts_server=restarts
         )
 
     def _judge(self, progress: Progress, reports: Sequence[Progress], now: float) -> Verdict | None:

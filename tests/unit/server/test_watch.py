@@ -97,6 +97,21 @@ def test_no_verdict_before_every_request_has_answered(
     )
 
 
+def test_of_those_given_up_together_only_the_last_restarts_the_server() -> None:
+    step = ready(STALLS_AFTER_1_S)
+    for request_id in (1, 2, 3):
+        step(Watch(request_id=request_id), 60.0)
+    step(Tick(), 60.1)
+    given_up = [
+        each
+        for request_id in (2, 1, 3)
+        for each in step(told(generating(0.0, request_id=request_id)), 60.1)
+    ]
+    assert [(each.request_id, each.restarts_server) for each in given_up] == [
+        *((2, False), (1, False), (3, True))
+    ]
+
+
 PROBE = ProbeReadiness(epoch=1, first=False)
 DOUBT = ProbeNow("a broken connection")
 DOUBT_CONFIRMED = messages.HealthLost(
