@@ -35,15 +35,15 @@ from llama_worker.mailbox import Tick
 from llama_worker.request.messages import ProgressReported
 from llama_worker.request.table import RequestRecord
 from llama_worker.server import health, messages
-from llama_worker.server.blame import ProbeNow
+from llama_worker.server.blame import ProbeNow, is_busy
 from llama_worker.server.liveness import LookRounds
-from llama_worker.server.request_watch import RequestWatch
+from llama_worker.server.request_watch import ENDED_ID, RequestWatch
 from llama_worker.server.slots import LOOK_TIMEOUT_S
 from llama_worker.server.traits import answers_during_batches
 from llama_worker.types.worker import StartFailReason
 
 FIRST_LOOK_S = 0.5  # after the first request began
-_RETRY_S = 1.0  # until a probe that could not be made is tried again
+_RETRY_S = 1.0  # until a probe that could not be made, or decided nothing, is made again
 
 
 class ServerWatch:
@@ -201,10 +201,14 @@ class ServerWatch:
             case health.StartupWatch():
                 self._startup_probed(self._stage, probed, now)
             case health.HealthCounter() if probed.outcome is messages.ProbeOutcome.NOT_ASKED:
-                self._probes.want(self._probes.cause)
-                self._probe_at = min(self._probe_at or math.inf, now + _RETRY_S)
+                self._probe_again(now)
             case health.HealthCounter():
-                self._health_probed(self._stage, probed, began_at, now)
+                self._health_probed(self._stage, probed, now)
+
+    def _probe_again(self, now: float) -> None:
+        """Soon, for the same cause."""
+        self._probes.want(self._probes.cause)
+        self._probe_at = min(self._probe_at or math.inf, now + _RETRY_S)
 
     def _startup_probed(
         self, launch: health.StartupWatch, probed: messages.Probed, now: float
@@ -228,15 +232,18 @@ class ServerWatch:
                 self._stage = launch.probed(probed.detail)
 
     def _health_probed(
-        self, counter: health.HealthCounter, probed: messages.Probed, began_at: float, now: float
+        self, counter: health.HealthCounter, probed: messages.Probed, now: float
     ) -> None:
-        ok, data_at = probed.outcome is messages.ProbeOutcome.READY, self._requests.data_at
+        ok, profile = probed.outcome is messages.ProbeOutcome.READY, self._profile
+        doubt, in_flight_data_at = self._probes.cause, self._requests.data_of_others(ENDED_ID)
+        if doubt is not None and not ok and is_busy(in_flight_data_at, profile=profile, now=now):
+            self._probe_again(now)
+            return
         self._stage, lost = counter.probed(
-            ok=ok, detail=probed.detail, data_at=data_at, profile=self._profile, now=now
+            ok=ok, detail=probed.detail, data_at=self._requests.data_at, profile=profile, now=now
         )
-        serves = data_at is not None and data_at > began_at
-        if self._probes.cause is not None and not ok and not serves:
-            lost = f"{self._probes.cause}, and then the probe failed: {probed.detail}"
+        if doubt is not None and not ok:
+            lost = f"{doubt}, and then the probe failed: {probed.detail}"
         if lost is not None:
             self._report_observed(now)
             self._effects.append(messages.HealthLost(epoch=self._epoch, detail=lost))

@@ -1,6 +1,7 @@
 """What is asked about a server, and when it is judged, step by step with a literal clock."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -140,6 +141,22 @@ def test_data_since_the_probe_began_overrides_its_failure(
         if data_at is not None:
             step(told(generating(min(due_at, data_at), request_id=2)), due_at)
     assert step(probed(ProbeOutcome.FAILED), 41.0) == ([] if works else [DOUBT_CONFIRMED])
+
+
+def test_a_doubt_waits_for_the_silence_of_those_who_received_data_lately() -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=None))
+    step(Watch(request_id=1), 30.0)
+    step(Watch(request_id=2), 30.0)
+    step(told(generating(30.9, request_id=2)), 31.0)
+    step(unwatch(1, last_data_at=30.99), 31.0)
+    assert step(DOUBT, 31.0)[-1] == PROBE
+    now, probed_at = 31.01, []
+    while not (effects := step(probed(ProbeOutcome.FAILED), now)):
+        probed_at.append(now)
+        while PROBE not in step(Tick(), now := step.watch.deadline or math.inf):
+            pass
+    assert effects[-1] == DOUBT_CONFIRMED
+    assert (len(probed_at), now) == (10, pytest.approx(41.01))
 
 
 def test_a_probe_that_was_not_asked_is_retried() -> None:
