@@ -22,7 +22,7 @@ from llama_worker.actors.messages import BeginLease, EndLease, RequestMessage
 from llama_worker.errors import described_error
 from llama_worker.mailbox import Mailbox
 from llama_worker.request import messages
-from llama_worker.request.output import WaitingReads, can_answer
+from llama_worker.request.output import OpenQuestions, can_answer
 from llama_worker.request.request import Request
 from llama_worker.runtime.http.leased_exchange import LeasedExchange
 from llama_worker.stream.lazy_reading import HURRY_S
@@ -56,7 +56,7 @@ class RequestActor(Child[RequestMessage]):
         self._hurried_at = -math.inf
         # messages that wait for a flush, each with the stream that is flushed
         self._awaiting_flush: deque[tuple[messages.TurnId, AfterFlush]] = deque()
-        self._waiting_reads = WaitingReads()
+        self._waiting_reads = OpenQuestions[messages.ReadOutput]()
         self._is_launch_over = False
 
     def handle(self, message: RequestMessage) -> None:
@@ -195,7 +195,8 @@ class RequestActor(Child[RequestMessage]):
     def _answer_waiting(self) -> None:
         """Answer the waiting reads for which there is output."""
         if self._request is not None:
-            for question in self._waiting_reads.take(*self._request.output_chars):
+            chars = self._request.output_chars
+            for question in self._waiting_reads.take(lambda read: can_answer(read, *chars)):
                 self._answer_read(question, self._request)
             self._hurry()
 
@@ -220,7 +221,7 @@ class RequestActor(Child[RequestMessage]):
         """Call it once the request has its record: the WorkerActor answers what is left from it."""
         self._request = self._stream = None
         self._awaiting_flush.clear()
-        self._waiting_reads = WaitingReads()
+        self._waiting_reads = OpenQuestions()
 
     def _send(self, effects: Sequence[messages.RequestOutput]) -> None:
         for effect in effects:

@@ -3,7 +3,6 @@ or passes these on to the RequestActor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -19,7 +18,7 @@ from llama_worker.request.messages import (
     Question,
     ReadOutput,
 )
-from llama_worker.request.output import WaitingReads, read_output
+from llama_worker.request.output import OpenQuestions, read_output
 from llama_worker.request.table import NOT_FOUND, NOT_READY, Admitted, RequestRecord, RequestTable
 from llama_worker.runtime.host.futures import WeakList
 from llama_worker.runtime.http.leased_exchange import LeasedExchange
@@ -28,8 +27,6 @@ from llama_worker.types.request import NotFound, RequestFailReason, RequestResul
 
 RequestOrder = Question | GetResult | AwaitResult | ReleaseResult | CancelRequest
 """What a host asks or orders about one request that was admitted."""
-
-_SWEEP_FROM = 16
 
 
 @dataclass
@@ -43,24 +40,7 @@ class _InFlight:
     # other.
     results: WeakList[Reply[RequestResult | NotFound]] = field(default_factory=WeakList)
     cancels: list[Reply[bool]] = field(default_factory=list)
-    reads: WaitingReads = field(default_factory=WaitingReads)  # passed on; may wait for long
-    _questions: list[Question] = field(default_factory=list)  # passed on; some are answered by now
-
-    def remember(self, question: Question) -> None:
-        """Keep a question that was passed on: it may be unanswered when the request ends."""
-        if isinstance(question, ReadOutput) and question.wait:
-            self.reads.add(question)
-            return
-        if len(self._questions) > _SWEEP_FROM:
-            self._questions = self._unanswered()
-        self._questions.append(question)
-
-    def unanswered(self) -> Iterator[Question]:
-        yield from self._unanswered()
-        yield from self.reads.take()
-
-    def _unanswered(self) -> list[Question]:
-        return [question for question in self._questions if not question.reply.done()]
+    questions: OpenQuestions[Question] = field(default_factory=OpenQuestions)  # passed on
 
 
 class RequestDispatcher:
@@ -90,7 +70,7 @@ class RequestDispatcher:
         """Pass it on to the running request, or answer it from the record."""
         running = self._in_flight.get(question.request_id)
         if running is not None:
-            running.remember(question)
+            running.questions.add(question)
             self._children.requests[running.slot].tell(question)
             return
         record = self._table.record(question.request_id)
@@ -175,7 +155,7 @@ class RequestDispatcher:
             reply.answer(record.result["state"] is RequestState.CANCELED)
         for waiter in running.results.alive():
             waiter.answer(record.copy_of_result())
-        for question in running.unanswered():
+        for question in running.questions.take():
             self._question(question)
         if running.asked_by is not None:
             self._table.release(record.request_id)

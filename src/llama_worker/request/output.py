@@ -1,16 +1,21 @@
-"""Keeps a request's output, which only grows, and the reads that wait for more. Sans-IO; not
-thread-safe."""
+"""Keeps a request's output, which only grows, and the questions that wait for an answer. Sans-IO;
+not thread-safe."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from msgspec import structs
 
 from llama_worker.config.profiles import LoopDetector
 from llama_worker.mailbox import Reply
-from llama_worker.request.messages import ReadOutput
+from llama_worker.request.messages import Question, ReadOutput
 from llama_worker.stream.loops import LoopFound, LoopWatch, TextLoopFound
-from llama_worker.types.request import NotFound, OutputChunk
+from llama_worker.types.request import OutputChunk
 
+Q = TypeVar("Q", bound=Question)
 _SWEEP_MIN = 16
 
 
@@ -102,49 +107,38 @@ def can_answer(question: ReadOutput, text_chars: int, reasoning_chars: int) -> b
     return behind or not question.wait
 
 
-class WaitingReads:
-    """The reads that wait for output. Held weakly: a host may wait with a timeout many times."""
+class OpenQuestions(Generic[Q]):
+    """Questions that may be unanswered. Held weakly: a host may wait with a timeout many times."""
 
     def __init__(self) -> None:
-        self._reads: list[tuple[weakref.ref[Reply[OutputChunk | NotFound]], int, int, int]] = []
+        self._questions: list[tuple[weakref.ref[Reply[Any]], Q]] = []  # each without its reply
         self._sweep_at = _SWEEP_MIN
 
     def __len__(self) -> int:
-        return len(self._reads)
+        return len(self._questions)
 
-    def add(self, question: ReadOutput) -> None:
-        """Keep the read; now and then, forget those that the host has dropped."""
-        self._reads.append(
-            (
-                weakref.ref(question.reply),
-                question.request_id,
-                question.text_offset,
-                question.reasoning_offset,
-            )
-        )
-        if len(self._reads) >= self._sweep_at:
-            self._reads = [read for read in self._reads if read[0]() is not None]
-            self._sweep_at = max(_SWEEP_MIN, 2 * len(self._reads))
+    def add(self, question: Q) -> None:
+        """Keep it; now and then, forget those that are answered, or that the host has dropped."""
+        kept = structs.replace(question, reply=None)
+        self._questions.append((weakref.ref(question.reply), kept))
+        if len(self._questions) >= self._sweep_at:
+            self._questions = [each for each in self._questions if _is_open(each[0]())]
+            self._sweep_at = max(_SWEEP_MIN, 2 * len(self._questions))
 
-    def take(self, text_chars: int | None = None, reasoning_chars: int = 0) -> list[ReadOutput]:
-        """Remove and return the reads that output of this length answers; None: all reads."""
-        taken: list[ReadOutput] = []
+    def take(self, can_answer: Callable[[Q], bool] = lambda _: True) -> list[Q]:
+        """Remove and return the unanswered ones that can be answered now."""
+        taken: list[Q] = []
         left = []
-        for read in self._reads:
-            ref, request_id, text_offset, reasoning_offset = read
-            reply = ref()
-            if reply is None or reply.done():
-                continue
-            question = ReadOutput(
-                request_id=request_id,
-                text_offset=text_offset,
-                reasoning_offset=reasoning_offset,
-                wait=True,
-                reply=reply,
-            )
-            if text_chars is None or can_answer(question, text_chars, reasoning_chars):
-                taken.append(question)
-            else:
-                left.append(read)
-        self._reads = left
+        for each in self._questions:
+            reply, question = each[0](), each[1]
+            if _is_open(reply):
+                if can_answer(question):
+                    taken.append(structs.replace(question, reply=reply))
+                else:
+                    left.append(each)
+        self._questions = left
         return taken
+
+
+def _is_open(reply: Reply[Any] | None) -> bool:
+    return reply is not None and not reply.done()

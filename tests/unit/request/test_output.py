@@ -1,12 +1,13 @@
 """What a request has put out, which only grows, and who waits for more."""
 
 import gc
+from collections.abc import Callable
 
 import pytest
 
 from llama_worker.config.profiles import LoopDetector
 from llama_worker.request.messages import ReadOutput
-from llama_worker.request.output import Output, WaitingReads, can_answer
+from llama_worker.request.output import OpenQuestions, Output, can_answer
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.types.request import NotFound, OutputChunk
 
@@ -69,17 +70,21 @@ def test_what_answers_a_question(
     assert can_answer(read(Future(), *offsets, wait=wait), *chars) == answered
 
 
+def with_text(chars: int) -> Callable[[ReadOutput], bool]:
+    return lambda question: can_answer(question, chars, 0)
+
+
 def test_each_waits_for_its_own_offset() -> None:
     early, late = read(Future(), 3), read(Future(), 5)
-    reads = WaitingReads()
+    reads = OpenQuestions[ReadOutput]()
     reads.add(early)
     reads.add(late)
-    taken = [reads.take(3, 0), reads.take(4, 0), reads.take(), reads.take()]
+    taken = [reads.take(with_text(3)), reads.take(with_text(4)), reads.take(), reads.take()]
     assert taken == [[], [early], [late], []]
 
 
 def test_answered_and_abandoned_waits_are_forgotten() -> None:
-    reads, answered = WaitingReads(), Future()
+    reads, answered = OpenQuestions[ReadOutput](), Future()
     reads.add(read(answered))
     reads.add(read(Future()))  # and dropped
     answered.answer(CHUNK)
@@ -87,10 +92,13 @@ def test_answered_and_abandoned_waits_are_forgotten() -> None:
     assert reads.take() == []
 
 
-def test_waiting_again_and_again_leaves_little_behind() -> None:
-    reads, kept = WaitingReads(), Future()
+def test_asking_again_and_again_leaves_little_behind() -> None:
+    reads, kept = OpenQuestions[ReadOutput](), Future()
     reads.add(read(kept))
-    for _ in range(1000):
-        reads.add(read(Future()))
+    answered = [Future() for _ in range(1000)]
+    for each in answered:
+        reads.add(read(Future()))  # and dropped
+        reads.add(read(each))
+        each.answer(CHUNK)
     assert len(reads) <= 32
-    assert reads.take(1, 0) == [read(kept)]
+    assert reads.take(with_text(1)) == [read(kept)]
