@@ -3,7 +3,6 @@ Pure."""
 
 from __future__ import annotations
 
-import difflib
 import errno
 import re
 import signal
@@ -51,8 +50,8 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
             r"(?:invalid|unknown) argument:? (?P<option>--\S+)"
             r"|invalid argument: |unknown argument|error while handling argument"
         ),
-        "the server rejects {option} as it was given: {suggestion}compare it with the options in "
-        "`llama-server --help`",
+        "the server rejects {option} as it was given: compare it with the options in "
+        "`llama-server --help`; `llama-worker doctor` tells what may have been meant",
     ),
     (
         r"failed to open GGUF file '?(?P<path>.*?)'? \(No such file",
@@ -94,27 +93,6 @@ _BY_PROBE: tuple[tuple[str, str], ...] = (
     ("GET /v1/models: 40[13]", "give the worker the server's --api-key as api_key"),
     ("GET /v1/models: 404", "start the server without --api-prefix"),
 )
-# The options of llama-server that people write by hand (b11434): `--help` lists all.
-_COMMON = """
-    --alias --api-key --api-key-file --api-prefix --batch-size --cache-prompt --cache-ram
-    --cache-reuse --cache-type-k --cache-type-v --chat-template --chat-template-file
-    --chat-template-kwargs --cont-batching --context-shift --control-vector --cpu-mask --cpu-moe
-    --ctx-checkpoints --ctx-size --device --embedding --embeddings --fit --flash-attn --gpu-layers
-    --grammar --grammar-file --hf-file --hf-repo --hf-token --host --jinja --json-schema --keep
-    --kv-offload --kv-unified --list-devices --log-disable --log-file --log-prefix
-    --log-timestamps --log-verbosity --lora --lora-scaled --main-gpu --metrics --min-p --mmproj
-    --mmproj-url --model --model-draft --model-url --n-cpu-moe --n-gpu-layers --n-predict
-    --no-context-shift --no-jinja --no-kv-offload --no-kv-unified --no-mmproj --no-perf
-    --no-repack --no-slots --no-ui --no-warmup --no-webui --numa --offline --override-kv
-    --override-tensor --parallel --path --pooling --port --predict --presence-penalty --prio
-    --props --reasoning --reasoning-budget --reasoning-effort --reasoning-format --repeat-penalty
-    --reranking --rope-freq-base --rope-freq-scale --rope-scale --rope-scaling --rpc --samplers
-    --seed --sleep-idle-seconds --slot-save-path --slots --split-mode --ssl-cert-file
-    --ssl-key-file --swa-full --temp --tensor-split --threads --threads-batch --threads-http
-    --timeout --top-k --top-p --ubatch-size --verbose --version --warmup --yarn-orig-ctx
-"""
-COMMON_OPTIONS = tuple(_COMMON.split())
-_MIN_SIMILARITY = 0.75
 _SEARCHED_LINES = 5  # a dead server's last log lines, which are searched
 _LISTENS = re.compile(r"listening on (\S+)")
 _BY_SIGNAL: dict[int, str] = {
@@ -231,11 +209,4 @@ def _advice_by(text: str, table: Sequence[tuple[str, str]]) -> str | None:
 def _filled_in(advice: str, match: re.Match[str]) -> str:
     """The advice with the path or the option that the log names."""
     parts = match.groupdict()
-    option = parts.get("option") or ""
-    similar = difflib.get_close_matches(option, COMMON_OPTIONS, n=1, cutoff=_MIN_SIMILARITY)
-    is_misspelt = bool(similar) and option not in COMMON_OPTIONS
-    return advice.format(
-        path=parts.get("path") or "",
-        option=option or "an option",
-        suggestion=f"did you mean {similar[0]!r}? Else " if is_misspelt else "",
-    )
+    return advice.format(path=parts.get("path") or "", option=parts.get("option") or "an option")
