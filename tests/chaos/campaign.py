@@ -73,8 +73,8 @@ _WEATHERS = {
     "stormy": _DAILY | _STORM,
     "stormy for the guard too": _DAILY | _STORM | {"SIGKILL guard": 0.3, "SIGSTOP guard": 0.2},
 }
-# that a worker may remember for the case that the actor that was asked dies
-_QUESTIONS_PER_SLOT = 20
+# what tells that all actors have ended, and the reply to the message that was handled last
+_OTHER_FUTURES = 2
 _ENDS = ("drain and close", "stop and close", "close under fire", "crash", "lost handle")
 _BAD_LAUNCHES = (
     fs.Script(exits=[fs.Exit(1, "before_bind", ["no such model"])]),
@@ -494,7 +494,7 @@ class Episode:
         self._drain(ANSWER_S)
         take(self._worker.get_worker_status(), "get_worker_status")  # behind the last release
         kept = _living(Request, RequestRecord, WorkerFuture)
-        kept["WorkerFuture"] -= _QUESTIONS_PER_SLOT * self._config.slots
+        kept["WorkerFuture"] -= _OTHER_FUTURES
         assert not +kept, f"every result was taken, and the worker keeps {kept}"
 
     def _drain(self, bound_s: float) -> None:
