@@ -24,7 +24,7 @@ _OWN_ID = re.compile("c(0[0-9]{7})")  # no request makes 10**7 calls
 # as the server makes it (b11434)
 _KIMI_ID = re.compile(r"functions\.[^:]+:[0-9]+")
 _EXCERPT_CHARS = 200
-# arguments up to this length are parsed again whenever they grow; longer ones once, at the end
+# arguments up to this length are parsed again whenever they grow; longer ones once the call ended
 _EARLY_CHARS = 1 << 14
 
 
@@ -113,27 +113,31 @@ class ToolCallAssembler:
 
     def __init__(self) -> None:
         self._by_index: dict[int, _Fragments] = {}
-        self._grown: dict[int, _Fragments] = {}  # those that `take_complete` has not seen since
+        # those that `take_complete` has not seen since, and whether the next one has begun
+        self._grown: dict[int, bool] = {}
 
     def feed(self, delta: ToolCallDelta) -> None:
         """Add a fragment: id and name are replaced, arguments appended."""
+        if self._by_index and delta.index not in self._by_index:
+            self._grown[next(reversed(self._by_index))] = True
         call = self._by_index.setdefault(delta.index, _Fragments(None, "", []))
         call.call_id = delta.call_id or call.call_id
         call.name = delta.name or call.name
         if delta.arguments:
             call.arguments.append(delta.arguments)
             call.chars += len(delta.arguments)
-            self._grown[delta.index] = call
+            self._grown.setdefault(delta.index, False)
 
     def take_complete(self, names: Collection[str]) -> list[RawCall]:
-        """Calls of these tools whose arguments are a complete JSON object by now; checks only calls
-        that grew since the last time."""
+        """Calls of these tools whose arguments are a complete JSON object by now, or none and the
+        next call has begun; checks only calls that grew or ended since the last time."""
         complete = []
         grown, self._grown = self._grown, {}
-        for call in grown.values():
+        for index, has_ended in grown.items():
+            call = self._by_index[index]
             if call.taken or call.name not in names:
                 continue
-            if call.may_be_complete:
+            if has_ended or call.may_be_complete:
                 raw = call.raw()
                 try:
                     parse_arguments(raw.arguments)

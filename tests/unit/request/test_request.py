@@ -704,6 +704,20 @@ def test_exit_call_is_recorded_once_complete() -> None:
     assert len(play.signals) == 1
 
 
+@pytest.mark.parametrize("following", ["signal", "add"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"s": list(range(5_000))}], ids=["none", "too long to be parsed early"]
+)
+def test_next_call_completes_an_exit_call(arguments: dict[str, Any], following: str) -> None:
+    play = asked(WITH_TOOLS)
+    assert play >> call("signal", json.dumps(arguments) if arguments else "")
+    assert play.signals == []
+    assert play >> call(following, '{"a": 1', 1)
+    assert play.signals == [arguments]
+    assert play >> ToolCallDelta(index=1, call_id=None, name=None, arguments="}")
+    assert play.signals == [arguments, {"a": 1}][: 1 + (following == "signal")]
+
+
 @pytest.mark.parametrize(
     ("of", "prompted", "max_hold_s"),
     [

@@ -104,8 +104,12 @@ class Names(frozenset[str]):
         return super().__contains__(name)
 
 
-@pytest.mark.parametrize("prompted", [True, False])
-def test_each_call_is_looked_at_once(prompted: bool) -> None:
+@pytest.mark.parametrize(
+    ("prompted", "compared"),
+    # a native call that was not taken is looked at once more when the next one begins
+    [(True, 100), (False, 100 + 89)],
+)
+def test_each_call_is_looked_at_twice_at_most(prompted: bool, compared: int) -> None:
     it, names = turn(prompted=prompted), Names({"exit"})
     exits = []
     for number in range(100):
@@ -116,4 +120,4 @@ def test_each_call_is_looked_at_once(prompted: bool) -> None:
             take(it, said)
             exits += it.take_exits(names)
     assert (len(exits), len(it.calls())) == (10, 90)
-    assert names.compared == 100
+    assert names.compared == compared

@@ -80,6 +80,7 @@ def test_long_arguments_take_linear_time() -> None:
     def assemble(count: int) -> None:
         assembler = ToolCallAssembler()
         assembler.feed(ToolCallDelta(0, None, "escalate", '{"code": "' + count * "x"))
+        assembler.feed(ToolCallDelta(1, None, "escalate", None))  # it ends the first, which goes on
         for _ in range(count):
             assembler.feed(more(0, "}"))
             assert assembler.take_complete(EXITS) == []
