@@ -134,9 +134,7 @@ class RequestActor(Child[RequestMessage]):
 
     def _begin(self, order: messages.Begin) -> None:
         now = self._runtime.now()
-        self._request = Request(
-            order, config=self._config, unix_offset=self._runtime.unix_offset(), now=now
-        )
+        self._request = Request(order, config=self._config, unix=self._runtime.unix, now=now)
         self._send(self._request.begin(now))
 
     def _end_lease(self, order: EndLease) -> None:

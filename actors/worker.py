@@ -62,7 +62,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         self._open_futures = open_futures
         self._table = RequestTable(config.slots, config.result_ttl_s)
         feed = EventFeed(config.on_event, runtime.call_host) if config.on_event else None
-        self._journal = Journal(config.name, runtime.unix_offset, runtime.write_log, feed)
+        self._journal = Journal(config.name, runtime.unix, runtime.write_log, feed)
         for line in (*config.warnings, *runtime.warnings):
             self._journal.warn(line, runtime.now())
         self._tools_refused = False
@@ -174,8 +174,7 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         if admitted is None:
             order.reply.answer({"ok": False, "error": error or "NO_SLOT_AVAILABLE"})
             return
-        offset = self._runtime.unix_offset()
-        order.exchange.begin(admitted, api_key=self._config.api_key, unix_offset=offset)
+        order.exchange.begin(admitted, api_key=self._config.api_key, unix=self._runtime.unix)
         order.reply.answer({"ok": True, "request_id": admitted.request_id})  # first: a client waits
         self._note_admitted(admitted, now)
         self._dispatcher.begin(admitted, messages.BeginLease(exchange=order.exchange))
@@ -323,8 +322,8 @@ class WorkerActor(SupervisedActor[messages.WorkerMessage]):
         self._end_launch(death.member, death.detail, now)
         lost = self._table.in_slot(slot) if slot is not None else None
         if lost is not None:
-            offset, secret = self._runtime.unix_offset(), self._config.api_key
-            record = lost_record(lost, death.detail, now, unix_offset=offset, secret=secret)
+            unix, secret = self._runtime.unix, self._config.api_key
+            record = lost_record(lost, death.detail, now, unix=unix, secret=secret)
             self._request_ended(record, now)
 
     def _end_launch(self, dead: Member, detail: str, now: float) -> None:

@@ -75,7 +75,7 @@ def worker(data: bytes) -> int:
     )
     submission = validate_submit("bench", "", "x", None, None)
     begin = Begin(request_id=1, submission=submission, prompted=False, opens_thinking=False)
-    request = Request(begin, config=config, unix_offset=0.0, now=0.0)
+    request = Request(begin, config=config, unix=lambda at: at, now=0.0)
     request.begin(0.0)
     (order,) = request.step(BiosWritten(turn_id=(1, 1), bios="", error=None), 0.0)
     assert isinstance(order, PostChat)

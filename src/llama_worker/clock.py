@@ -11,6 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 LATE_S = 1.0  # while the program runs, no timer is later than this
 # How long the clock is paused after a gap, before any timer fires: messages that came meanwhile are
@@ -18,6 +19,8 @@ LATE_S = 1.0  # while the program runs, no timer is later than this
 PAUSE_AFTER_GAP_S = 1.0
 _OWN_TIMER_S = 1.0
 _SWEEP_MIN = 64
+
+ToUnix: TypeAlias = Callable[[float], float]  # see `unix` of `ports.Host`
 
 
 def earliest(*instants: float | None) -> float | None:

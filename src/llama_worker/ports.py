@@ -24,8 +24,8 @@ class Host(Protocol):
     def now(self) -> float:
         """Seconds of a clock that stands while this program does not run: see `clock`."""
 
-    def unix_offset(self) -> float:
-        """Seconds to add to an instant of `now()` to get Unix seconds. It never falls, and grows
+    def unix(self, at: float) -> float:
+        """The Unix seconds of an instant of `now()`. For the same instant they never fall, and grow
         only by the time in which this program did not run."""
 
     def call_at(self, at: float, call: Callable[[], object]) -> ClockTimer:

@@ -53,7 +53,7 @@ class Stream:
         abort = Abort()
         self.leased = LeasedExchange(abort)
         admitted = Admitted(1, 0, "responses:r", 0.0, is_leased=True)
-        self.leased.begin(admitted, api_key=None, unix_offset=0.0)
+        self.leased.begin(admitted, api_key=None, unix=lambda at: at)
         ours, self.reader = socket.socketpair()
         ours.setblocking(False)
         http = RequestReader(max_body_bytes=1, allowed_origin=lambda _: None)

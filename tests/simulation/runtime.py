@@ -90,8 +90,8 @@ class SimRuntime:
     def now(self) -> float:
         return self.scheduler.host_time
 
-    def unix_offset(self) -> float:
-        return UNIX_EPOCH + self.scheduler.lost_s
+    def unix(self, at: float) -> float:
+        return at + (UNIX_EPOCH + self.scheduler.lost_s)
 
     def unix_now(self) -> float:
         return UNIX_EPOCH + self.scheduler.now + self.machine.unix_jump_s

@@ -27,6 +27,7 @@ from dataclasses import replace
 
 from msgspec import Struct
 
+from llama_worker.clock import ToUnix
 from llama_worker.mailbox import Tick
 from llama_worker.request import ending, messages
 from llama_worker.request.output import Output, read_output
@@ -89,7 +90,7 @@ class LeasedRequest:
         admitted: Admitted,
         *,
         api_key: str | None,
-        unix_offset: float,
+        unix: ToUnix,
         has_media: bool = False,
         links_media: bool = False,
         needs_specific_slots: bool = False,
@@ -109,7 +110,7 @@ class LeasedRequest:
             request_id=admitted.request_id,
             job_name=admitted.job_name,
             created_at=admitted.created_at,
-            unix_offset=unix_offset,
+            unix=unix,
             output=Output(None),
             iterations_left=0,
             job_key=job_key,

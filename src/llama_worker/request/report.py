@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from msgspec import Struct, field
 
-from llama_worker.clock import latest
+from llama_worker.clock import ToUnix, latest
 from llama_worker.request.ending import Outcome, failed
 from llama_worker.request.output import Output
 from llama_worker.request.progress import Progress, TurnProgress
@@ -36,7 +36,7 @@ class RequestTotals(Struct, kw_only=True):
     request_id: int
     job_name: str
     created_at: float
-    unix_offset: float  # Unix seconds minus monotonic seconds
+    unix: ToUnix
     output: Output
     iterations_left: int
     job_key: str = ""
@@ -55,6 +55,10 @@ class RequestTotals(Struct, kw_only=True):
     first_token_at: float | None = None
     data_at: float | None = None
     stream_byte_at: float | None = None
+    created_offset: float = 0.0  # Unix seconds minus monotonic seconds, when it was created
+
+    def __post_init__(self) -> None:
+        self.created_offset = self.unix(0.0)
 
     def add_turn(self, turn: TurnProgress) -> None:
         turn.is_over = True
@@ -78,9 +82,6 @@ class RequestTotals(Struct, kw_only=True):
         """The newest evidence of work by the server since the request was admitted."""
         at = self.liveness_at
         return at if at is not None and at > self.created_at else None
-
-    def unix(self, at: float) -> float:
-        return at + self.unix_offset
 
 
 def build_progress(
@@ -120,8 +121,8 @@ def build_status(
         if progress.phase is RequestPhase.TOOL
         else RequestState.RUNNING,
         "phase": progress.phase,
-        "created_at": totals.unix(totals.created_at),
-        "dispatched_at": totals.unix(totals.created_at),
+        "created_at": totals.created_at + totals.created_offset,
+        "dispatched_at": totals.created_at + totals.created_offset,
         "output_chars": totals.output.text.chars,
         "reasoning_chars": totals.output.reasoning.chars,
         "tool_iters_remaining": totals.iterations_left,
@@ -130,10 +131,10 @@ def build_status(
         "fail_reason": None,
         "tokens_received": totals.tokens + (0 if turn.is_over else turn.tokens),
     }
+    first = turn.first_token_at if totals.first_token_at is None else totals.first_token_at
+    if first is not None:
+        status["first_token_at"] = first + totals.created_offset
     instants = {
-        "first_token_at": turn.first_token_at
-        if totals.first_token_at is None
-        else totals.first_token_at,
         "last_progress_at": latest(totals.data_at, progress.data_at, totals.work_seen_at),
         "last_stream_byte_at": latest(turn.last_stream_byte_at, totals.stream_byte_at),
         "last_liveness_at": totals.liveness_at,
@@ -220,14 +221,14 @@ def build_record(
 
 
 def lost_record(
-    admitted: Admitted, detail: str, now: float, *, unix_offset: float, secret: str | None
+    admitted: Admitted, detail: str, now: float, *, unix: ToUnix, secret: str | None
 ) -> RequestRecord:
     """The record of a request whose actor died: failed, and nothing else is known."""
     totals = RequestTotals(
         request_id=admitted.request_id,
         job_name=admitted.job_name,
         created_at=admitted.created_at,
-        unix_offset=unix_offset,
+        unix=unix,
         output=Output(None),
         iterations_left=0,
         is_leased=admitted.is_leased,

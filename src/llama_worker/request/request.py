@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llama_worker.clock import ToUnix
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.errors import masked
 from llama_worker.mailbox import Tick
@@ -49,7 +50,7 @@ class Request:
     """One request's state machine. Not thread-safe: one actor at a time."""
 
     def __init__(
-        self, order: messages.Begin, *, config: WorkerConfig, unix_offset: float, now: float
+        self, order: messages.Begin, *, config: WorkerConfig, unix: ToUnix, now: float
     ) -> None:
         self.request_id = order.request_id
         self.state: states.State  # set by `begin`
@@ -60,7 +61,7 @@ class Request:
             request_id=self.request_id,
             job_name=order.submission.job_name,
             created_at=now,
-            unix_offset=unix_offset,
+            unix=unix,
             output=Output(config.loop_detector),
             iterations_left=config.max_tool_iterations,
             job_key=order.submission.job_key,

@@ -124,7 +124,7 @@ class Exchange:
         if not upstream.restarts:
             admitted = Admitted(next(_lease_ids), 0, job_name, threads.now(), is_leased=True)
             # nobody is shown its record, whose instants are Unix seconds
-            self.leased.begin(admitted, api_key=upstream.endpoint.api_key, unix_offset=0.0)
+            self.leased.begin(admitted, api_key=upstream.endpoint.api_key, unix=lambda at: at)
             return
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
         answer = ask(watch, order(reply), reply)

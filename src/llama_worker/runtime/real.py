@@ -56,11 +56,11 @@ class RealHost:
     call_at = staticmethod(threads.call_at)
     call_host = staticmethod(threads.call_host)
 
-    def unix_offset(self) -> float:
+    def unix(self, at: float) -> float:
         suspended_s = _suspended_s()
         if suspended_s - self._suspended_s > _SUSPENDED_S:
             self._suspended_s = suspended_s
-        return self._unix_at_boot + self._suspended_s + threads.lost_s()
+        return at + (self._unix_at_boot + self._suspended_s + threads.lost_s())
 
     def run_actor(self, start_thread: Callable[[], None], actor: Any) -> None:
         start_thread()

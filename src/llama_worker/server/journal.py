@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from llama_worker.clock import ToUnix
 from llama_worker.request.progress import newest
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.server.messages import Observed
@@ -37,14 +38,14 @@ class Journal:
     def __init__(
         self,
         worker: str,
-        unix_offset: Callable[[], float],
+        unix: ToUnix,
         write_log: Callable[[int, str], object],
         feed: EventFeed | None = None,
     ) -> None:
         self.totals = Totals()
         self.observed: Observed | None = None  # the latest from the watchdog
+        self.unix = unix  # for instants that are not past
         self._worker = worker
-        self._unix_offset = unix_offset
         self._write_log = write_log
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._feed = feed
@@ -57,10 +58,6 @@ class Journal:
     def warnings(self) -> list[str]:
         """A copy of the warnings, oldest first, each line once."""
         return list(self._warnings)
-
-    def unix(self, now: float) -> float:
-        """`now`, which must be the present or in the future, in Unix seconds."""
-        return now + self._unix_offset()
 
     def note(self, event: str, now: float, *, level: int = logging.INFO, **facts: Any) -> None:
         """Record the event, log it on one line, and tell the host. `facts` must hold no

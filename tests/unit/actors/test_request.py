@@ -44,8 +44,8 @@ class Bench:
     def call_at(self, at: float, call: Callable[[], object]) -> Mock:
         return Mock()
 
-    def unix_offset(self) -> float:
-        return 0.0
+    def unix(self, at: float) -> float:
+        return at
 
     def write_bios(self, order: messages.WriteBios, reply_to: Mailbox[Any]) -> None:
         self.actor.handle(write_bios(order, WITH_TOOLS, 0.0))

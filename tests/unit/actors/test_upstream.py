@@ -88,8 +88,8 @@ class World:
     def now(self) -> float:
         return self.scheduler.now
 
-    def unix_offset(self) -> float:
-        return 0.0
+    def unix(self, at: float) -> float:
+        return at
 
     def call_at(self, at: float, call: Callable[[], object]) -> Event:
         return self.scheduler.at(at, call, "alarm")
@@ -122,7 +122,7 @@ class World:
         now = self.now()
         for client in clients:
             admitted = Admitted(next(self.request_ids), 0, "responses:r", now, is_leased=True)
-            client.exchange.begin(admitted, api_key=None, unix_offset=0.0)
+            client.exchange.begin(admitted, api_key=None, unix=self.unix)
             client.exchange.started_waiting()
             reply: WorkerFuture[SubmitResult] = WorkerFuture()
             self.tell(Lease(job_name="responses:r", exchange=client.exchange, reply=reply))

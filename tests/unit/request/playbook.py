@@ -102,7 +102,7 @@ class Play:
         self._config = of or PLAIN
         self.writes_bios = writes_bios  # as the default BIOS is, before anything else happens
         self._effects: list[RequestOutput] = []  # not named yet
-        self.request = Request(order, config=self._config, unix_offset=UNIX, now=self.now)
+        self.request = Request(order, config=self._config, unix=UNIX.__add__, now=self.now)
         self._follow(self.request.begin(self.now))
 
     def __rshift__(self, event: Event | tuple[StreamEvent, ...]) -> Play:

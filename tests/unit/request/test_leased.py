@@ -41,9 +41,13 @@ BROKEN = disconnected("in mid-stream")
 REFUSED = StreamFailure(reason=Reason.HTTP_ERROR, detail="500", http_status=500)
 
 
+def unix(at: float) -> float:
+    return at + 100.0
+
+
 def leased(**how: Any) -> LeasedRequest:
     """Sent at 0.0."""
-    request = LeasedRequest(ADMITTED, api_key="sk", unix_offset=100.0, **how)
+    request = LeasedRequest(ADMITTED, api_key="sk", unix=unix, **how)
     request.started_waiting()
     return request
 
@@ -135,11 +139,21 @@ def test_what_ends_it_is_its_reason(order: RequestInput, reason: Reason | None) 
 
 
 def test_what_was_not_sent_is_not_broken_off() -> None:
-    request = LeasedRequest(ADMITTED, api_key=None, unix_offset=0.0)
+    request = LeasedRequest(ADMITTED, api_key=None, unix=unix)
     assert not recorded(request).is_broken_off  # its client has left
     request = leased()
     request.stopped_waiting()
     assert recorded(request).is_broken_off
+
+
+def test_timestamps_count_time_that_was_lost() -> None:
+    lost_s = 0.0
+    request = LeasedRequest(ADMITTED, api_key=None, unix=lambda at: at + lost_s)
+    request.received([TextDelta("a")], 1.0)
+    lost_s = 60.0
+    status = recorded(request, 4.0).status
+    shown = ("created_at", "first_token_at", "last_stream_byte_at", "completed_at")
+    assert [status.get(field) for field in shown] == [0.0, 1.0, 61.0, 64.0]
 
 
 def test_a_regular_end_outlives_its_order() -> None:
@@ -201,7 +215,7 @@ def test_whole_reply_may_be_read_after_server_death(
         SimAbort(),  # type: ignore[arg-type]
         new=partial(LeasedRequest, in_one_piece=True),
     )
-    exchange.begin(ADMITTED, api_key=None, unix_offset=0.0)
+    exchange.begin(ADMITTED, api_key=None, unix=unix)
     exchange.started_waiting()
     assert exchange.step(DIED, 3.0) == []
     assert not exchange.record_closed(failure)

@@ -434,7 +434,7 @@ def test_failure_of_its_own_keeps_what_was_shown(
 
 def test_what_is_told_of_lost_request_is_bounded() -> None:
     lost, detail = Admitted(1, 0, "j", 0.0), f"KeyError: s3cret \ud800{'.' * 3000}"
-    record = lost_record(lost, detail, 1.0, unix_offset=UNIX, secret="s3cret")
+    record = lost_record(lost, detail, 1.0, unix=UNIX.__add__, secret="s3cret")
     shown = f"KeyError: *** \ufffd{'.' * 3000}"[:2000]
     assert (record.result["fail_detail"], record.status["fail_detail"]) == (shown, shown)
 

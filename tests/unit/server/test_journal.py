@@ -30,7 +30,7 @@ def log() -> list[tuple[int, str]]:
 
 @pytest.fixture
 def journal(log: list[tuple[int, str]]) -> Journal:
-    return Journal("w", lambda: UNIX, lambda *line: log.append(line))
+    return Journal("w", UNIX.__add__, lambda *line: log.append(line))
 
 
 def told(journal: Journal) -> Any:
@@ -103,7 +103,7 @@ def test_warning_is_kept_once_and_is_an_event(journal: Journal) -> None:
 def test_events_are_handed_over_in_order() -> None:
     heard: list[dict[str, Any]] = []
     feed = EventFeed(heard.append, lambda call, name: call())
-    journal = Journal("w", lambda: UNIX, lambda *line: None, feed)
+    journal = Journal("w", UNIX.__add__, lambda *line: None, feed)
     journal.note("launched", 100.0, pid=5)
     journal.warn("fewer slots", 101.0)
     assert heard == told(journal)["recent_events"]
@@ -115,7 +115,7 @@ def test_slow_handler_loses_events_and_learns_how_many() -> None:
     heard: list[dict[str, Any]] = []
     calls: list[Any] = []
     feed = EventFeed(heard.append, lambda call, name: calls.append(call))
-    journal = Journal("w", lambda: UNIX, lambda *line: None, feed)
+    journal = Journal("w", UNIX.__add__, lambda *line: None, feed)
     for number in range(1007):
         journal.note("e", 100.0, number=number)
     for call in calls[:2]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
+from llama_worker.clock import ToUnix
 from llama_worker.request.leased import LeasedRequest
 from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S
 from llama_worker.request.table import Admitted
@@ -65,7 +66,7 @@ class LeasedExchange:
         self._lock = threading.RLock()  # guards the request
         self._over = threading.Condition(self._lock)
         self._new = new
-        self._request = self._new(_NOT_ADMITTED, api_key=None, unix_offset=0.0)
+        self._request = self._new(_NOT_ADMITTED, api_key=None, unix=lambda at: at)
         # for the exchange's thread
         self._tell_lease = tell_lease
         self._unwatched_until: float | None = None  # None: it has not waited yet
@@ -154,9 +155,9 @@ class LeasedExchange:
 
     # ------------------------------------------------------------ the WorkerActor
 
-    def begin(self, admitted: Admitted, *, api_key: str | None, unix_offset: float) -> None:
+    def begin(self, admitted: Admitted, *, api_key: str | None, unix: ToUnix) -> None:
         """Give the exchange its slot."""
-        self._request = self._new(admitted, api_key=api_key, unix_offset=unix_offset)
+        self._request = self._new(admitted, api_key=api_key, unix=unix)
 
     end = _locked(LeasedRequest.end)
 
