@@ -256,7 +256,10 @@ def test_an_answer_of_another_process_is_not_readiness(make_worker: MakeWorker) 
         fs.Script(lifetime_s=120), host=HOST, port=rig.config.port, slots=1
     )
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as stranger:
-        assert _failure(starting).reason is StartFailReason.PORT_IN_USE
+        failure = _failure(starting)
+        assert failure.reason is StartFailReason.PORT_IN_USE
+        *_, stopped = (e for e in rig.debug()["recent_events"] if e["event"] == "state")
+        assert (stopped["state"], stopped["error"]) == ("stopped", str(failure))
         assert rig.status()["state"] is WorkerState.STOPPED
         rig.wait_gone()
         assert stranger.poll() is None

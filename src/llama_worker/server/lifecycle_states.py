@@ -260,6 +260,8 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
         """The launch has neither processes nor requests left: enter the state of its goal."""
         error = ending.start_error
         failed: Effects = (Resolve(Start, error),) if error is not None else ()
+        # a new object even if it says the same: this change's event gives it as the cause
+        last_error = str(error) if error is not None else self.last_error
         match ending.goal:
             case ToStopped(then_start=True):
                 fresh = replace(
@@ -268,9 +270,9 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
                 launched, effects = fresh.launch(first=True)
                 return launched, (Resolve(Stop), *effects)
             case ToStopped():
-                return replace(self, state=Stopped()), (*failed, Resolve(Stop))
+                stopped = replace(self, state=Stopped(), last_error=last_error)
+                return stopped, (*failed, Resolve(Stop))
             case ToFailed():
-                last_error = str(error) if error is not None else self.last_error
                 if error is not None and error.detail == self.last_error:
                     # a lockout names its cause
                     last_error = str(error).removeprefix(f"{error.reason}: ")
