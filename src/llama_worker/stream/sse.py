@@ -7,6 +7,7 @@ many as have come. Others are passed line by line, because it drops `error:` fie
 quadratic time for a record of many lines.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import cast
 
@@ -113,6 +114,7 @@ class SseDecoder:
                 self._read_by_line(record, records)
 
     def _read_by_line(self, record: bytes, records: list[SseRecord]) -> None:
+        record = record.removeprefix(BOM_UTF8)  # that of the whole stream
         lines = [line for line in record.split(b"\n") if not line.startswith(b":")]
         if sum(len(line) + 1 for line in lines if line) > MAX_RECORD_BYTES:
             raise _RecordTooLargeError

@@ -48,6 +48,10 @@ BODIES = [
         [data("grün 日本 🙂 \u2028 \x0b \x0c \x85 \x1c")],
     ),
     ("data: \ufeffx\n\n", [data("\ufeffx")]),
+    ("\ufeffdata: x\n\ndata: y\n\n", [data("x"), data("y")]),
+    ("\ufefferror: x\n\n", [error("x")]),
+    ("\ufeff: hi\n\ndata: x\n\n", [data("x")]),
+    ("\ufeff\n\ndata: x\n\n", [data("x")]),
 ]
 
 
