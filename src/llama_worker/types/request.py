@@ -361,8 +361,10 @@ class RequestResult(TypedDict):
         conversation: the messages from the user prompt on, as the server last saw them, and the
             final answer, which ends where `text` and `reasoning` end. If you pass them to the next
             `submit`, as `messages=earlier + conversation`, the server mostly finds all of
-            them in its prompt cache. If the request was not completed they may end without an
-            answer: append one first, since some chat templates refuse a new prompt there.
+            them in its prompt cache. After an empty `user_prompt` it reads `conversation` anew: the
+            `<worker_status>` at the end of your last message is not in it. If the request was not
+            completed they may end without an answer: append one first, since some chat templates
+            refuse a new prompt there.
         usage: token counts, as reported by the server.
         timings: how long the request took.
         fail_detail: the cause of the failure, as text for a person; at most 2,000 characters.
