@@ -72,6 +72,7 @@ def test_bare_word_is_sought_where_worker_was_made(
     monkeypatch.chdir(tmp_path)
     rig = make_worker(server_cmd=("llama-server",), port=port, start=False)
     monkeypatch.chdir("/")
+    monkeypatch.setenv(variable, "/nowhere")
     assert rig.start()["state"] is WorkerState.READY
 
 
@@ -154,6 +155,19 @@ def test_variables_that_configure_a_server_are_not_inherited(
         "LLAMA_WORKER_LAUNCH",
     }
     assert env["GGML_NO_BACKTRACE"] == "1"
+
+
+def test_each_launch_has_the_environment_of_its_worker(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host may set a variable for each of its workers in turn."""
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "0")
+    rig = make_worker(start=False)
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "1")
+    rig.start()
+    rig.worker.restart().get(timeout=WAIT_S)
+    environments = [fact["env"] for fact in rig.journal.facts("launched")]
+    assert [each["GGML_VK_VISIBLE_DEVICES"] for each in environments] == ["0", "0"]
 
 
 def test_the_configs_variables_are_the_servers_alone(make_worker: MakeWorker) -> None:

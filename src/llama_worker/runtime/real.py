@@ -98,11 +98,11 @@ class RealRuntime(UpstreamQuestions):
         self._name = f"llama_worker-{config.name}"
         # the host may change its own, and a restart must find what the start found
         self._folder = working_folder()
+        self._inherited = server_environment(host_environment(), {})
+        self.warnings = options_file_warnings({**self._inherited, **config.env})
         probes = default_probes() if config.liveness_probes is None else config.liveness_probes
         self._probes = [SerializedProbe(probe) for probe in probes]
         self.probes_count = len(self._probes)
-        environment = server_environment(host_environment(), config.env)
-        self.warnings = options_file_warnings(environment)
         self.log = LogRing(config.log_lines, api_key=config.api_key)
 
     def wait(self, what: Waitable, timeout_s: float | None) -> bool:
@@ -110,7 +110,12 @@ class RealRuntime(UpstreamQuestions):
 
     def start_server(self, epoch: int, reply_to: Mailbox[server.LaunchReport]) -> GuardedServer:
         return GuardedServer(
-            epoch=epoch, config=self._config, folder=self._folder, log=self.log, reply_to=reply_to
+            epoch=epoch,
+            config=self._config,
+            folder=self._folder,
+            inherited=self._inherited,
+            log=self.log,
+            reply_to=reply_to,
         )
 
     def open_stream(

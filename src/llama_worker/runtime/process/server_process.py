@@ -14,16 +14,11 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 
 from msgspec import Struct
 
-from llama_worker.config.server_program import (
-    ServerNotFound,
-    host_environment,
-    interpreter,
-    located,
-    server_environment,
-)
+from llama_worker.config.server_program import ServerNotFound, interpreter, located
 from llama_worker.config.settings import WorkerConfig
 from llama_worker.mailbox import Mailbox
 from llama_worker.runtime.host.threads import never_block_this_thread, start_thread
@@ -56,6 +51,7 @@ class GuardedServer:
         epoch: int,
         config: WorkerConfig,
         folder: str | None,
+        inherited: Mapping[str, str],
         log: LogRing,
         reply_to: Mailbox[LaunchReport],
     ) -> None:
@@ -63,6 +59,7 @@ class GuardedServer:
         self._config = config
         self._mark = LaunchMark(epoch)
         self._folder = folder  # working directory; None, or if it is gone: the host's
+        self._inherited = inherited  # environment, without the config's part
         # looked up once: at the server's end a slow lookup would look like a server that lives on
         self._addresses: list[Address] = []
         self._log = log
@@ -148,9 +145,8 @@ class GuardedServer:
         self, cleanup: contextlib.ExitStack
     ) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Start the guard, which starts the server; returns it and the socket of its reports."""
-        inherited = server_environment(host_environment(), {})
         own = {**self._config.env, **self._mark.variable}
-        command = located(self._config.server_cmd, {**inherited, **own}, self._folder)
+        command = located(self._config.server_cmd, {**self._inherited, **own}, self._folder)
         guard_end, control = _socket_pair(cleanup)
         _controls.add(control)
         cleanup.callback(_controls.discard, control)
@@ -169,7 +165,10 @@ class GuardedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **{SERVER_PREFIX + name: value for name, value in own.items()}},
+                env={
+                    **self._inherited,
+                    **{SERVER_PREFIX + name: value for name, value in own.items()},
+                },
                 pass_fds=(guard_end.fileno(), report_to.fileno()),
                 start_new_session=True,
             )
