@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -88,6 +89,16 @@ def test_available_is_what_machine_and_container_have(
     monkeypatch.setattr(doctor_facts, "CGROUP", tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=32 * GIB))
     assert doctor_facts.look_at_machine(Interrupts()).available_bytes == available
+
+
+def test_all_memory_counts_as_available_where_use_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_facts, "CGROUP", tmp_path)
+    hidden = Mock(side_effect=FileNotFoundError("/proc/meminfo"))
+    monkeypatch.setattr("psutil.virtual_memory", hidden)
+    machine = doctor_facts.look_at_machine(Interrupts())
+    assert machine.available_bytes == machine.memory_bytes
 
 
 @pytest.mark.parametrize(

@@ -268,9 +268,11 @@ def test_hidden_process_owns_what_its_user_listens_on(
     assert not owns_port(os.getpid(), 1, "127.0.0.1")
 
 
+@pytest.mark.parametrize("shown", ["", "self"], ids=["no /proc", "ProcSubset=pid"])
 def test_without_proc_a_launched_server_is_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str
 ) -> None:
+    (tmp_path / shown).mkdir(exist_ok=True)
     monkeypatch.setattr(readiness, "PROC", str(tmp_path))
     assert owns_port(os.getpid(), 1, "127.0.0.1")
 

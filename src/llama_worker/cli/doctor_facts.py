@@ -228,8 +228,12 @@ def _has_nvml() -> bool:
 
 
 def _available_bytes() -> int:
-    """Available memory of the machine, or of the container if that has less."""
-    machine = psutil.virtual_memory().available
+    """Available memory of the machine, or of the container if that has less; all memory if /proc
+    does not show how much is in use."""
+    try:
+        machine = int(psutil.virtual_memory().available)
+    except FileNotFoundError:  # systemd hides it (ProcSubset=pid)
+        machine = memory_bytes()
     limit, used = read_number(CGROUP / "memory.max"), read_number(CGROUP / "memory.current")
     if limit is None or used is None:
         return machine

@@ -178,9 +178,9 @@ def owns_port(root_pid: int, port: int, ip: str) -> bool:
 
     A process that may not be inspected (its program has file capabilities, or is another user's)
     counts as the listener if a socket of its user listens: nobody did before the launch. Without
-    /proc every process counts as the listener.
+    /proc/net, which systemd may hide (ProcSubset=pid), every process counts as the listener.
     """
-    if not os.path.exists(f"{PROC}/self"):
+    if not os.path.exists(f"{PROC}/net/tcp"):
         return True
     hidden_uids: set[int] = set()
     for pid in tree_pids(root_pid):
