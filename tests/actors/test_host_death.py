@@ -1,5 +1,6 @@
 """The host ends, however: nothing of the server's tree is left, and the exit does not hang."""
 
+import ctypes
 import errno
 import os
 import signal
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from llama_worker.runtime.process import launch_mark
+from llama_worker.runtime.process.guard import _PR_SET_CHILD_SUBREAPER
 from llama_worker.testing import scripts as fs
 from llama_worker.types.worker import WorkerState
 from tests.actors.conftest import (
@@ -234,6 +236,20 @@ def test_unreaped_orphan_does_not_delay_a_restart(make_worker: MakeWorker) -> No
         os.kill(launched["ppid"], signal.SIGKILL)
         rig.wait_restarted()
         assert [child.status() for child in parent.children()] == [psutil.STATUS_ZOMBIE]
+
+
+def test_host_that_adopts_orphans_reaps_its_server(make_worker: MakeWorker) -> None:
+    """As one that is a container's first process."""
+    rig = make_worker()
+    launched = rig.journal.wait("launched")
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        os.kill(launched["ppid"], signal.SIGKILL)
+        rig.wait_restarted()
+        assert not psutil.pid_exists(launched["pid"]), "it is a zombie"
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def test_stopped_guard_with_overdue_report_is_resumed(make_worker: MakeWorker) -> None:
