@@ -114,19 +114,20 @@ def set_server_variables() -> None:
 def pidfd_open(pid: int) -> int:
     """A descriptor of the process. By a system call: a Python that was built on an old system, as
     many of uv's are, has no `os.pidfd_open`. Raises OSError."""
-    return _system_call(_SYS_PIDFD_OPEN, pid, 0)
+    return _system_call("pidfd_open", _SYS_PIDFD_OPEN, pid, 0)
 
 
 def pidfd_send_signal(pidfd: int, number: int) -> None:
     """As that of `signal`, which such a Python lacks, too. Raises OSError."""
-    _system_call(_SYS_PIDFD_SEND_SIGNAL, pidfd, number, None, 0)
+    _system_call("pidfd_send_signal", _SYS_PIDFD_SEND_SIGNAL, pidfd, number, None, 0)
 
 
-def _system_call(*words: "int | None") -> int:
+def _system_call(name: str, *words: "int | None") -> int:
+    """The call's result. Raises an OSError that names the call, which a sandbox may forbid."""
     result = int(ctypes.CDLL(None, use_errno=True).syscall(*words))
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, os.strerror(number), name)
     return result
 
 
