@@ -152,6 +152,48 @@ def test_a_process_has_a_descriptor_on_every_python(cleanup: contextlib.ExitStac
         guard.pidfd_open(2**22 + 1)  # above the highest pid
 
 
+# ---------------------------------------------------------------- /proc of another PID namespace
+
+OTHER_NAMESPACE = ("unshare", "--map-root-user", "--pid", "--fork", "--kill-child")
+HAS_CHILDREN_OUTSIDE = """
+import os, sys
+from llama_worker.runtime.process import guard
+os.getpid = lambda: int(sys.argv[1])
+print(guard.children())
+"""
+SWEEPS = """
+import subprocess
+from llama_worker.runtime.process.launch_mark import LaunchMark
+mark = LaunchMark(1)
+marked = subprocess.Popen(["sleep", "600"], env=mark.variable)
+mark.kill_all()
+print(marked.poll())
+"""
+STARTS = """
+import sys
+from llama_worker import LlamaWorker
+from llama_worker.testing import ScriptedServer
+with LlamaWorker(ScriptedServer(sys.argv[2]).config()) as worker:
+    print(worker.get_worker_status().get()["state"])
+"""
+
+
+@cases(
+    "program, said",
+    {
+        "strangers are no children": (HAS_CHILDREN_OUTSIDE, "[]"),
+        "a sweep ends": (SWEEPS, "None"),
+        "the port is the server's": (STARTS, "ready"),
+    },
+)
+def test_pids_of_another_namespace_mean_nothing(program: str, said: str, tmp_path: Path) -> None:
+    if subprocess.run([*OTHER_NAMESPACE, "true"]).returncode != 0:
+        pytest.skip("this machine allows no PID namespace")
+    words = [*OTHER_NAMESPACE, sys.executable, "-c", program, str(os.getpid()), str(tmp_path)]
+    done = subprocess.run(words, timeout=WAIT_S, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == f"{said}\n"
+
+
 # ---------------------------------------------------------------- decisions
 
 Seen = tuple[float, bool, bool, bytes]  # now, the server's end, the host's, orders

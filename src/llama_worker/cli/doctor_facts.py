@@ -27,7 +27,7 @@ from llama_worker.config.settings import Endpoint
 from llama_worker.config.validation import json_of
 from llama_worker.runtime.http.session import ask
 from llama_worker.runtime.probes.gpu_watch import gpus_in_use
-from llama_worker.runtime.probes.liveness_probes import load_nvml
+from llama_worker.runtime.probes.liveness_probes import PROC, load_nvml
 from llama_worker.runtime.process.guard import pidfd_open, pidfd_send_signal
 from llama_worker.server.traits import build_number, server_traits
 
@@ -128,8 +128,8 @@ def look_at_machine(interrupts: Interrupts) -> MachineFacts:
         free_port=port,
         gpus=_gpus(interrupts),
         nvml=_within(interrupts, _has_nvml),
-        proc_stat=bool(_read(f"/proc/{me}/stat")),
-        proc_io=bool(_read(f"/proc/{me}/io")),
+        proc_stat=bool(_read(f"{PROC}/{me}/stat")),
+        proc_io=bool(_read(f"{PROC}/{me}/io")),
         memory_bytes=memory_bytes(),
         available_bytes=_available_bytes(),
         open_files=_limit(resource.RLIMIT_NOFILE),
@@ -149,8 +149,8 @@ def try_out(config: WorkerConfig, screen: Screen, interrupts: Interrupts) -> Tri
         return trial_of(
             props,
             started_in_s=started_in_s,
-            proc_stat=bool(_read(f"/proc/{pid}/stat")),
-            proc_io=bool(_read(f"/proc/{pid}/io")),
+            proc_stat=bool(_read(f"{PROC}/{pid}/stat")),
+            proc_io=bool(_read(f"{PROC}/{pid}/io")),
             gpus=_within(interrupts, gpus_in_use, pid),
         )
 

@@ -21,6 +21,7 @@ import psutil
 
 from llama_worker.errors import is_shortage
 from llama_worker.runtime.host import threads
+from llama_worker.runtime.process.guard import proc_is_ours
 from llama_worker.server import liveness
 from llama_worker.types.hooks import LivenessEvidence, LivenessProbe
 
@@ -28,7 +29,7 @@ from llama_worker.types.hooks import LivenessEvidence, LivenessProbe
 CHILDREN_REFRESH_S: Final = 5.0
 MAX_THREADS: Final = 64
 MAX_PROCESSES: Final = 16
-PROC: Final = "/proc"
+PROC: Final = "/proc" if proc_is_ours() else "/nonexistent"
 # the server reads all frames of a video from one, before it takes a slot for the request (b11434)
 _VIDEO_DECODERS: Final = frozenset({"ffmpeg", "ffprobe"})
 # whether the kernel has CONFIG_PROC_CHILDREN

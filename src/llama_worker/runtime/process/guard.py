@@ -214,7 +214,7 @@ def end_tree(server_pid: int, report_fd: int) -> None:
             report(report_fd, b"died %d\n" % os.waitstatus_to_exitcode(status))
             server = []
         try:
-            # /proc may hide a server with privileges of its own
+            # /proc may hide a server with privileges of its own, or show other processes only
             found, has_seen_all = sorted({*server, *children()}), True
         except OSError as error:
             if error.errno not in SHORTAGES:
@@ -241,10 +241,21 @@ def report(report_fd: int, line: bytes) -> None:
         return
 
 
+def proc_is_ours() -> bool:
+    """Whether /proc shows this process's PID namespace. In that of another (`unshare --pid` without
+    `--mount-proc`) the same pids are strangers'."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except (FileNotFoundError, PermissionError):
+        return False
+
+
 def children() -> list[int]:
     """The pids whose parent is this process. Raises OSError if not all can be seen."""
     guard_pid = os.getpid()
-    pids = []
+    pids: list[int] = []
+    if not proc_is_ours():
+        return pids
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

@@ -32,8 +32,9 @@ class LaunchMark:
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process that was started with the mark, until none is left. While
-        this machine is short of something, look again."""
-        while True:
+        this machine is short of something, look again. If /proc shows the pids of another PID
+        namespace, no process can be found."""
+        while guard.proc_is_ours():
             try:
                 marked = [each for each in psutil.process_iter() if self._is_on(each)]
             except (psutil.Error, OSError, MemoryError) as error:
