@@ -64,11 +64,32 @@ def test_a_probe_without_an_answer(error: Exception, outcome: ProbeOutcome) -> N
     assert unanswered(error) == (outcome, f"GET /v1/models: {type(error).__name__}")
 
 
-def test_upstream_that_answers_anything_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "ask", Mock(return_value=(503, b"")))
+@pytest.mark.parametrize(
+    ("answer", "outcome", "says"),
+    [
+        ((200, b"{}"), ProbeOutcome.READY, "200"),
+        ((404, b""), ProbeOutcome.READY, "404"),  # another server, perhaps
+        ((503, b""), ProbeOutcome.READY, "503"),
+        (None, ProbeOutcome.FAILED, "TimeoutError"),
+    ],
+)
+def test_upstream_is_asked_for_health_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: tuple[int, bytes] | None,
+    outcome: ProbeOutcome,
+    says: str,
+) -> None:
+    """Also one that wakes from sleep, and answers `/health` alone."""
+
+    def ask(endpoint: Endpoint, method: str, path: str, **given: Any) -> tuple[int, bytes]:
+        if path != "/health" or answer is None:
+            raise TimeoutError
+        return answer
+
+    monkeypatch.setattr(readiness, "ask", ask)
     told: queue.SimpleQueue[Probed] = queue.SimpleQueue()
     probe_answer(Endpoint.of(CONFIG), epoch=3, reply_to=Mock(tell=told.put))
-    probed = Probed(epoch=3, outcome=ProbeOutcome.READY, detail="GET /v1/models: 503")
+    probed = Probed(epoch=3, outcome=outcome, detail=f"GET /health: {says}")
     assert told.get(timeout=WAIT_S) == probed
 
 

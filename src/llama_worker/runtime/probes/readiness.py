@@ -92,20 +92,24 @@ def probe_readiness(
 
 
 def probe_answer(endpoint: Endpoint, *, epoch: int, reply_to: Mailbox[Probed]) -> Abort:
-    """Ask whether a server that this program did not start answers at all. Sends one Probed."""
-    abort = Abort()
+    """Ask whether a server that this program did not start answers at all. Sends one Probed.
+
+    `/health`, since a llama-server that wakes from sleep holds the lock of its task queue while it
+    loads the model, and `/v1/models` waits for that (b11434). Every HTTP status is an answer.
+    """
+    abort, asked = Abort(), "GET /health"
 
     def report(outcome: ProbeOutcome, detail: str) -> None:
         reply_to.tell(Probed(epoch=epoch, outcome=outcome, detail=detail))
 
     def run() -> None:
         try:
-            status, _ = ask(endpoint, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S, abort=abort)
-            report(ProbeOutcome.READY, f"GET /v1/models: {status}")
+            status, _ = ask(endpoint, "GET", "/health", timeout_s=PROBE_TIMEOUT_S, abort=abort)
+            report(ProbeOutcome.READY, f"{asked}: {status}")
         except Exception as error:
-            report(*unanswered(error))
+            report(*unanswered(error, asked))
 
-    run_probe(run, lambda error: report(*unanswered(error)))
+    run_probe(run, lambda error: report(*unanswered(error, asked)))
     return abort
 
 
@@ -165,12 +169,12 @@ def _try_canary(ask_server: _Ask, canary: Canary, ready: str) -> tuple[ProbeOutc
     return ProbeOutcome.READY, ready
 
 
-def unanswered(error: Exception) -> tuple[ProbeOutcome, str]:
-    """The outcome and the detail of a `GET /v1/models` without an answer. A shortage of this
-    machine, or a failed name lookup, says nothing about the server."""
+def unanswered(error: Exception, asked: str = "GET /v1/models") -> tuple[ProbeOutcome, str]:
+    """The outcome and the detail of a probe without an answer. A shortage of this machine, or a
+    failed name lookup, says nothing about the server."""
     unknown = is_shortage(error) or isinstance(error, socket.gaierror)
     outcome = ProbeOutcome.NOT_ASKED if unknown else ProbeOutcome.FAILED
-    return outcome, f"GET /v1/models: {type(error).__name__}"
+    return outcome, f"{asked}: {type(error).__name__}"
 
 
 def owns_port(root_pid: int, port: int, ip: str) -> bool:
