@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from llama_worker.cli.top_rows import Answers, MetricsHistory, Row, ServersHisto
 from llama_worker.config.server_program import FoundServer
 from llama_worker.server.slots import parse_slots
 from tests.conftest import shell_program
+from tests.server.pace import HANG_GUARD_S
 
 GIB = 1 << 30
 CACHED = f"anon {GIB}\nfile {6 * GIB}\ninactive_file {4 * GIB}\nactive_file {GIB}\nshmem {GIB}\n"
@@ -138,11 +140,33 @@ def test_signal_just_after_program_start_ends_it(
     assert [process.wait() for process in begun] == [-signal.SIGKILL]
 
 
+def test_what_a_script_started_is_killed_with_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "held")
+    held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    script = f"exec 3>{tmp_path / 'held'}\nsleep infinity &\nkill -TERM $PPID\nwait"
+    shell_program(tmp_path / "server", script)
+    found = FoundServer(str(tmp_path / "server"), "--server")
+    try:
+        with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+            doctor_facts.look_at_server(found, interrupts, os.environ)
+        # readable: neither the shell nor its child has it open any longer
+        assert select.select([held], [], [], HANG_GUARD_S)[0]
+    finally:
+        os.close(held)
+
+
 def test_a_program_that_cannot_be_killed_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: begun.append(process))
+
+    class Begun(subprocess.Popen):  # type: ignore[type-arg]  # not at run time
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            begun.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Begun)
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
     monkeypatch.setattr(doctor_facts, "_ASK_S", 0.1)
     monkeypatch.setattr(doctor_facts, "_KILLED_S", 0.1)
     shell_program(tmp_path / "server", "exec sleep 1000")

@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import resource
+import signal
 import subprocess
 import threading
 import time
@@ -181,6 +182,7 @@ def _run(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # what a script has started is killed with it
         )
     except OSError as error:
         return None, str(error)
@@ -188,7 +190,8 @@ def _run(
         with interrupts.raising():
             said, _ = process.communicate(timeout=_ASK_S)
     except BaseException as error:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILLED_S)
         if isinstance(error, subprocess.TimeoutExpired):
