@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from llama_worker.config.validation import checked_int, checked_path, checked_str, optional, shown
@@ -127,19 +127,29 @@ def checked_words(name: str, value: object, *, may_be_empty: bool = False) -> tu
     return tuple(value)
 
 
-def check_command(command: Sequence[str], *, host: str, port: int, slots: int) -> None:
-    """Raises ConfigError if the command sets another host, port or number of slots: the last flag
-    counts."""
-    for name, flags, value in (
-        ("host", ("--host",), host),
-        ("port", ("--port",), port),
-        ("slots", SLOT_FLAGS, slots),
+def check_command(
+    command: Sequence[str], env: Mapping[str, str], *, host: str, port: int, slots: int
+) -> None:
+    """Raises ConfigError if the command, or else `env`, sets another host, port or number of slots:
+    the last flag counts."""
+    for name, flags, variable, value in (
+        ("host", ("--host",), "LLAMA_ARG_HOST", host),
+        ("port", ("--port",), "LLAMA_ARG_PORT", port),
+        ("slots", SLOT_FLAGS, "LLAMA_ARG_N_PARALLEL", slots),
     ):
-        for flag, given in flag_values(command, flags)[-1:]:
+        for source, option, given in _settings(command, env, flags, variable)[-1:]:
             if canonical(given) != canonical(str(value)):
                 raise ConfigError(
-                    f"server_cmd says {flag} {given}, but {name} is {value!r}: make them agree"
+                    f"{source} says {option} {given}, but {name} is {value!r}: make them agree"
                 )
+
+
+def _settings(
+    command: Sequence[str], env: Mapping[str, str], flags: tuple[str, ...], variable: str
+) -> list[tuple[str, str, str]]:
+    """Where an option is set, by which flag or variable, and to what; a later one counts more."""
+    by_env = [("env", variable, env[variable])] if env.get(variable) else []
+    return by_env + [("server_cmd", *setting) for setting in flag_values(command, flags)]
 
 
 def ip_address_of(host: str) -> str | None:

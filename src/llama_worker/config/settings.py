@@ -168,7 +168,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         self._check_tools_together()
-        check_command(self.server_cmd, host=self.host, port=self.port, slots=self.slots)
+        check_command(self.server_cmd, self.env, host=self.host, port=self.port, slots=self.slots)
 
     @property
     def connect_host(self) -> str:

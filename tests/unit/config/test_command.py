@@ -37,6 +37,24 @@ def test_a_command_that_contradicts_the_config_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "field", "flag"),
+    [
+        ("HOST", "0.0.0.0", "host", "--host 127.0.0.1"),
+        ("PORT", "9002", "port", "--port 9001"),
+        ("N_PARALLEL", "4", "slots", "--parallel 1"),
+    ],
+)
+def test_a_variable_that_contradicts_the_config_is_refused(
+    name: str, value: str, field: str, flag: str
+) -> None:
+    env = {f"LLAMA_ARG_{name}": value}
+    make = partial(config, server_cmd=("s.sh",), env=env)
+    refuses(make, "env", ConfigError, f"env says LLAMA_ARG_{name} {value}, but {field} is")
+    config(server_cmd=("s.sh", *flag.split()), env=env)  # the flag counts
+    config(server_cmd=("s.sh",), env={f"LLAMA_ARG_{name}": ""})
+
+
+@pytest.mark.parametrize(
     ("host", "words"),
     [
         ("127.0.0.1", ""),
