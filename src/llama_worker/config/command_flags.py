@@ -56,6 +56,7 @@ _SWITCH_VALUES = {"on": ("on", "enabled", "true", "1"), "off": ("off", "disabled
 _CACHE_RAM = _Option(("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM")
 _CTX_SIZE = _Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
 _BATCH_SIZE = _Option(BATCH_FLAGS, "LLAMA_ARG_BATCH")
+_PORT = _Option(("--port",), "LLAMA_ARG_PORT")
 _SLOTS = _Option(SLOT_FLAGS, "LLAMA_ARG_N_PARALLEL", unset="-1")
 _SKIP_CHAT_PARSING = _switch("skip-chat-parsing", "on")
 _KV_UNIFIED = _switch("kv-unified", "on", "-kvu", "-no-kvu")
@@ -163,6 +164,10 @@ _NO_MODEL = (
     "server_cmd names no model: llama-server then runs as a router, which starts a server of its "
     "own for each model; give --model, and use one worker per model"
 )
+_NO_PORT = (
+    "server_cmd has no --port: the server listens on 8080, or from b11549 on 9931, whatever the "
+    "worker's port is; give --port"
+)
 _NO_SLOTS = (
     "server_cmd has no --parallel: the server opens four slots that share one context, even with "
     "-no-kvu; requests that fill it together are all aborted; give --parallel "
@@ -186,6 +191,8 @@ def command_warnings(command: Sequence[str], env: Mapping[str, str], slots: int)
         return lines  # another program may pass the flags that are missing here
     if not has_model:
         lines.append(_NO_MODEL)
+    if not _in_effect(_PORT, command, env):
+        lines.append(_NO_PORT)
     if slots > 1 and not _in_effect(_SLOTS, command, env):
         lines.append(f"{_NO_SLOTS}{slots}")
     return lines

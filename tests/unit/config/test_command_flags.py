@@ -117,13 +117,13 @@ def test_a_flag_that_breaks_a_promise_is_named(
     words: str, env: dict[str, str], says: str | None
 ) -> None:
     variables = {f"LLAMA_ARG_{name}": value for name, value in env.items()}
-    command = (*MODEL, "--parallel", "2", *words.split())
+    command = (*MODEL, "--port", "9001", "--parallel", "2", *words.split())
     lines = command_warnings(command, variables, 2)
     assert len(lines) == (says is not None)
     assert (says or "") in "".join(lines)
 
 
-NO_PARALLEL, NO_MODEL = "has no --parallel: ", "names no model"
+NO_PORT, NO_PARALLEL, NO_MODEL = "has no --port: ", "has no --parallel: ", "names no model"
 MODELS = ("/opt/llama-server-cuda", "--models-dir", "/models")
 OFFLINE = ("llama-server", "--offline")
 NAMES_A_MODEL = (
@@ -136,6 +136,9 @@ NAMES_NONE = ("-mu https://org/model", "--model_url https://org/model", "-hff m.
 @pytest.mark.parametrize(
     ("command", "slots", "env", "says"),
     [
+        (MODEL, 1, {"LLAMA_ARG_PORT": ""}, NO_PORT),
+        (("./serve.sh",), 1, {"LLAMA_ARG_PORT": ""}, None),
+        ((*MODEL, "--port", "9001"), 1, {"LLAMA_ARG_PORT": ""}, None),
         *(((*MODEL, *more), 1, {}, None) for more in ((), ("--kv-unified",), ("--lora", "a.gguf"))),
         (MODEL, 2, {}, NO_PARALLEL),
         ((*MODEL, "-no-kvu"), 2, {}, NO_PARALLEL),
@@ -160,13 +163,13 @@ NAMES_NONE = ("-mu https://org/model", "--model_url https://org/model", "-hff m.
 def test_what_a_command_leaves_out_is_named(
     command: tuple[str, ...], slots: int, env: dict[str, str], says: str | None
 ) -> None:
-    lines = command_warnings(command, env, slots)
+    lines = command_warnings(command, {"LLAMA_ARG_PORT": "9001", **env}, slots)
     assert [says in line for line in lines if says] == [True] * (says is not None)
     assert says or lines == []
 
 
 def test_a_config_has_the_warnings_of_its_command() -> None:
-    it = config(server_cmd=(*MODEL, "--tools", "all"))
+    it = config(server_cmd=(*MODEL, "--port", "9001", "--tools", "all"))
     assert [line.partition(":")[0] for line in it.warnings] == ["server_cmd has --tools"]
 
 
