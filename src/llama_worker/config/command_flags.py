@@ -105,7 +105,7 @@ _RISKS = (
     ),
     _Risk(
         "while a slot is saved, the server answers nothing else; it may be taken for hung",
-        (_Option(("--slot-save-path",)),),
+        (_Option(("--slot-save-path",), "LLAMA_ARG_SLOT_SAVE_PATH"),),
     ),
     _Risk(
         "no prompt is read while another request generates; one that waits may be taken for hung",

@@ -81,6 +81,7 @@ HELP = """\
         ("--context-shift", {}, "a request that fills its context does not end"),
         ("--no-context-shift", {}, None),
         ("", {"CONTEXT_SHIFT": "on"}, "server_cmd has LLAMA_ARG_CONTEXT_SHIFT: "),
+        ("", {"SLOT_SAVE_PATH": "/tmp"}, "server_cmd has LLAMA_ARG_SLOT_SAVE_PATH: "),
         ("--slot-save-path /tmp", {}, "while a slot is saved, the server answers nothing else"),
         ("-nocb", {}, "server_cmd has -nocb: no prompt is read while another request generates"),
         ("-nocb -cb", {}, None),
