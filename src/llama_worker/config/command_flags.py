@@ -87,8 +87,8 @@ _RISKS = (
         "the server reads the whole prompt again in every turn", (_switch("cache-prompt", "off"),)
     ),
     _Risk(
-        "the server unloads its model when idle; the next request waits for the load, and "
-        "may be taken for hung",
+        "the server unloads its model when idle; the next request waits for the load, and may be "
+        "taken for hung; a long prompt that comes during the unloading may crash the server",
         (_Option(("--sleep-idle-seconds",), unset="-1"),),
     ),
     _Risk("the server writes every prompt to disk", (_Option(("--log-prompts-dir",)),)),
