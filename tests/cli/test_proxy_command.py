@@ -162,6 +162,8 @@ def test_a_signal_ends_it_while_its_server_starts(tmp_path: Path) -> None:
             "there is no program 'no-such-server' on the PATH",
         ),
         ("--upstream http://a --port TAKEN", 1, "what to do: give another --port"),
+        # before the server is started, which would load its model in vain
+        ("--model MODEL --server /bin/true --port TAKEN", 1, "what to do: give another --port"),
     ],
 )
 def test_what_cannot_work_is_said_and_ends_it(

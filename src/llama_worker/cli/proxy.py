@@ -49,12 +49,14 @@ def serve(upstream: ServerChoice, config: ResponsesProxyConfig, *, api_key_env: 
         _check_ca_file(config.ca_file)
         with (
             Interrupts() as interrupts,
-            _server(upstream, api_key, config.timeouts, interrupts) as (url, worker),
+            _server(upstream, api_key, config.timeouts) as (url, worker),
             contextlib.closing(
                 ResponsesProxy(replace(config, upstream=url, api_key=api_key), worker=worker)
             ) as proxy,
         ):
-            _listen(proxy, f"{config.host}:{config.port}")
+            _listen(proxy, f"{config.host}:{config.port}")  # may fail: before a model is loaded
+            if worker is not None:
+                make_ready(worker, Screen(quiet=True), interrupts)
             print(f"{proxy.base_url} for {proxy.config.base_url}", flush=True)
             while not interrupts.wait(_LOOK_S):
                 if worker is not None:
@@ -102,12 +104,9 @@ def _check_choice(upstream: ServerChoice, ca_file: str | None) -> None:
 
 @contextlib.contextmanager
 def _server(
-    upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile, interrupts: Interrupts
+    upstream: ServerChoice, api_key: str | None, timeouts: TimeoutProfile
 ) -> Iterator[tuple[str | None, LlamaWorker | None]]:
-    """The URL of a running server, or the worker of one that is started here and stopped at exit.
-
-    Raises KeyboardInterrupt if a signal comes before it is READY.
-    """
+    """The URL of a running server, or the worker of one that is to be started; stopped at exit."""
     if not _starts_server(upstream):
         url = upstream.url or os.environ.get("LLAMA_CPP_URL")
         if not url:
@@ -116,7 +115,6 @@ def _server(
         return
     config = _worker_config(upstream, api_key, timeouts)
     with contextlib.closing(LlamaWorker(config)) as worker:
-        make_ready(worker, Screen(quiet=True), interrupts)
         yield None, worker
 
 
