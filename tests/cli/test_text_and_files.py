@@ -99,6 +99,19 @@ def test_standard_output_gets_the_text_alone(capsys: pytest.CaptureFixture[str])
         assert "".join(aside.replace("[reasoning]", "").split()) == "".join(told.split())
 
 
+@pytest.mark.parametrize(("name", "has_room"), [("out", False), ("err", True)])
+def test_progress_interrupts_no_text_in_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_room: bool
+) -> None:
+    with open(tmp_path / "out", "w") as out, open(tmp_path / name, "w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        screen = Screen()
+        assert screen.has_room
+        screen.show("", "4")
+        assert screen.has_room is has_room
+
+
 # ---------------------------------------------------------------- models and servers
 
 

@@ -42,6 +42,8 @@ class Screen:
         self._console = console_for(sys.stderr)
         self._quiet = quiet
         self._shows_text = shows_text
+        # whether the text goes to a terminal, which may show the bar, or to stderr's pipe or file
+        self._text_is_beside = shows_text and (sys.stdout.isatty() or _is_stderr(sys.stdout))
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._styled = is_styled(self._console)
         self._shown: _Bar | _Lines | None = None  # the current activity
@@ -50,14 +52,9 @@ class Screen:
         self._line_open = False
 
     @property
-    def _text_is_on_terminal(self) -> bool:
-        """Whether the answer's text goes to the terminal that the bar is drawn on."""
-        return self._shows_text and sys.stdout.isatty()
-
-    @property
     def has_room(self) -> bool:
         """Whether an activity can be shown without interrupting the answer."""
-        text_elsewhere = self._channel == "text" and not self._text_is_on_terminal
+        text_elsewhere = self._channel == "text" and not self._text_is_beside
         return self._channel is None or not self._shows_text or text_elsewhere
 
     def activity(self, activity: Activity) -> None:
@@ -98,7 +95,7 @@ class Screen:
             header = "[reasoning]\n" if before != channel and not self._styled else ""
             self._write_aside(header + piece)
             return
-        if self._text_is_on_terminal:
+        if self._text_is_beside:
             self.activity_over()
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -192,6 +189,14 @@ def console_for(stream: TextIO) -> Console:
     if not console.width:  # shells without a terminal pass on COLUMNS=0
         console.width = _UNKNOWN_COLUMNS
     return console
+
+
+def _is_stderr(stream: TextIO) -> bool:
+    """Whether the stream and stderr are one terminal, pipe or file."""
+    try:
+        return os.path.sameopenfile(stream.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):  # replaced by something without a descriptor, or closed
+        return False
 
 
 def width_of(stream: TextIO) -> int | None:
