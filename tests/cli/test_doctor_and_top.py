@@ -368,6 +368,8 @@ def test_a_hosts_metrics_fit_in_80_columns(terminal: OpenTerminal, metrics_url: 
     ("args", "code", "said"),
     [
         ([], 2, "give either a fleet file or --metrics URL"),
+        ([""], 2, "give either a fleet file or --metrics URL"),  # an empty $VARIABLE
+        (["--metrics", ""], 2, "give either a fleet file or --metrics URL"),
         (["/no/such.toml"], 1, "No such file"),
         (["/no/such.toml", "--interval", "inf"], 2, "--interval"),
         (["--metrics", f"http://{HOST}:9/metrics"], 1, "connection refused"),

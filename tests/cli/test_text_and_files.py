@@ -142,11 +142,17 @@ def test_a_missing_model_names_those_that_are_there(tmp_path: Path) -> None:
         assert caught.value.reason == "no_model"
 
 
-def test_what_is_no_path_is_no_model() -> None:
-    with pytest.raises(
-        Problem, match=r"why why .*\.\.\. cannot be read: File name too long"
-    ) as caught:
-        find_model("why " * 200)
+@pytest.mark.parametrize(
+    ("named", "what"),
+    [
+        ("why " * 200, r"why why .*\.\.\. cannot be read: File name too long"),
+        ("", "the model's path must not be empty"),
+        ("a\udcff.gguf", r"the model's path must be valid Unicode.*'a\\udcff\.gguf'"),
+    ],
+)
+def test_what_is_no_path_is_no_model(named: str, what: str) -> None:
+    with pytest.raises(Problem, match=what) as caught:
+        find_model(named)
     assert caught.value.reason == "no_model"
     assert "chmod" not in caught.value.todo
 

@@ -248,7 +248,7 @@ def top_command(
     A metrics endpoint fills every column. The servers of a fleet file are asked directly and know
     only their own state: their workers live in another process. In a pipe one table is printed.
     """
-    if (fleet is None) == (metrics is None):
+    if bool(fleet) == bool(metrics):
         raise UsageProblem("give either a fleet file or --metrics URL")
     from llama_worker.cli import top
 

@@ -16,6 +16,8 @@ from msgspec import Struct
 
 from llama_worker.cli.exits import Problem
 from llama_worker.cli.text import one_line
+from llama_worker.config.validation import checked_path
+from llama_worker.errors import ConfigError
 
 MAGIC = b"GGUF"
 _HEAD_BYTES = 64
@@ -65,7 +67,11 @@ def find_model(named: str) -> Model:
     """Check the model at the path `named`. Raises Problem `no_model` or `not_a_gguf`."""
     path = Path(os.path.expanduser(named))
     try:
+        checked_path("the model's path", named)
         return _model_at(path, named)
+    except ConfigError as error:
+        todo = "give the path of a model in the GGUF format; rename it if it is not valid Unicode"
+        raise Problem("no_model", str(error), todo) from None
     except FileNotFoundError:
         raise Problem("no_model", f"there is no file {named}", _models_in(path.parent)) from None
     except OSError as error:
