@@ -67,7 +67,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
 def read_fleet(path: str | os.PathLike[str]) -> dict[str, WorkerConfig]:
     """`load_config` without its warning, for a program that starts none of these servers."""
     try:
-        text = Path(path).read_bytes().decode()
+        text = Path(path).read_bytes().decode("utf-8-sig")
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ConfigError(f"{os.fspath(path)}: {error}") from error

@@ -115,6 +115,10 @@ def test_a_whole_file(tmp_path: Path) -> None:
     )
 
 
+def test_a_byte_order_mark_changes_nothing(tmp_path: Path) -> None:
+    assert load(tmp_path, f"\ufeff{FULL}") == load(tmp_path, FULL)
+
+
 def test_defaults_are_those_of_a_program(tmp_path: Path) -> None:
     (tmp_path / "f.toml").write_text(ONE)
     command = "llama-server --model m.gguf --host 127.0.0.1 --port 8081 --parallel 1"
