@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llama_worker import __version__
 from llama_worker.testing import scripts as fs
 from tests.cli.conftest import MakeProgram, Run, saying
 from tests.conftest import shell_program
@@ -242,6 +243,11 @@ def test_without_a_prompt_it_asks_for_one(run: Run, model: str) -> None:
     done = run("run", model, stdin=None)
     assert done.returncode == 2
     assert "no prompt was given" in done.stderr
+
+
+def test_its_version_is_the_librarys(run: Run) -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"llama-worker {__version__}\n")
 
 
 @pytest.mark.parametrize("command", [(), ("run",), ("doctor",), ("top",), ("responses-proxy",)])

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from llama_worker import __version__
 from llama_worker.bios import default_bios
 from llama_worker.cli import exits, run_report, terminal
 from llama_worker.cli.exits import Problem, UsageProblem
@@ -37,6 +38,28 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"llama-worker {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            expose_value=False,  # `_end` gets the others
+            callback=_print_version,
+            help="Print the version, and end.",
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def run_app(arguments: Sequence[str]) -> int:
