@@ -102,6 +102,16 @@ def test_a_deep_body_is_taken_or_refused(fake: Client, depth: int) -> None:
     assert fake.create().status == 200
 
 
+def test_half_a_character_costs_only_itself(fake: Client) -> None:
+    """JavaScript cuts strings within a pair of surrogates, and llama-server refuses the half."""
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": "\ud83d"}'}
+    assert fake.create(input=[{"role": "user", "content": "a\ud83d"}, called]).status == 200
+    user, turn = fake.last_chat()["messages"]
+    assert user["content"] == "a?"
+    sent = turn["tool_calls"][0]["function"]["arguments"]
+    assert sent == '{"malformed_arguments": "{\\"a\\": \\"?\\"}"}'
+
+
 def test_a_fault_of_the_proxy_is_500(
     fake: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -338,5 +338,5 @@ def _valid_arguments(text: str) -> str:
     try:
         parse_arguments(text)
     except ValueError:
-        return json.dumps({"malformed_arguments": text})
+        return _as_json({"malformed_arguments": text})
     return text if text.strip() else "{}"

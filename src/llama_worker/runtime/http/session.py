@@ -169,7 +169,8 @@ def post_chat(
         "POST",
         "/v1/chat/completions",
         headers={**own, **(headers or {})},
-        body=json.dumps(body, separators=(",", ":")).encode(),
+        # llama-server refuses a body with a lone surrogate (b11434), which clients may send
+        body=json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode(errors="replace"),
         waiter=waiter,
     )
 
