@@ -113,6 +113,18 @@ def test_a_client_resumes_what_it_broke_off(fake: Client) -> None:
         assert fake.last_chat()["messages"][0] == {"role": "assistant", "content": "Once upon "}
 
 
+def test_a_cut_answer_is_continued_to_its_end(real: Client) -> None:
+    said = "one two three four five six seven eight nine ten"
+    reply = real.create(input=said, max_output_tokens=3).json
+    texts = [reply["output"][0]["content"][0]["text"]]
+    for stream in (False, True, False):
+        body = {"input": [], "previous_response_id": reply["id"], "max_output_tokens": 3}
+        reply = real.stream(**body)[-1]["response"] if stream else real.create(**body).json
+        texts.append(reply["output"][0]["content"][0]["text"])
+    assert "".join(texts) == said
+    assert all(texts)
+
+
 def test_client_fetches_and_deletes_what_it_broke_off(fake: Client) -> None:
     """However soon."""
     said = [fs.Headers(), fs.Role(), fs.Text("Once"), fs.WaitClose()]

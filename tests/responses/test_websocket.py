@@ -223,10 +223,10 @@ def test_a_continuation_may_refer_to_items(fake: Client, store: bool) -> None:
         ]
         ids = [response["output"][0]["id"] for response in (stored, latest)]
         items = [{"type": "item_reference", "id": item_id} for item_id in ids]
-        again = create(store=store, previous_response_id=latest["id"], input=items)
+        again = create(store=store, previous_response_id=latest["id"], input=[*items, "Go on."])
         assert turn(socket, again)[-1]["type"] == "response.completed"
     said = [message["content"] for message in fake.last_chat()["messages"]]
-    assert said == ["Hi", "just said", "once stored", "just said"]
+    assert said == ["Hi", "just said", "once stored", "just said", "Go on."]
 
 
 def test_stored_continuation_may_refer_to_something_not_stored(fake: Client) -> None:

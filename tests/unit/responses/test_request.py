@@ -148,14 +148,39 @@ def test_an_assistant_turn_becomes_one_message() -> None:
         {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}}
         for call_id, arguments in (("c00000001", '{"a": 1}'), ("c00000002", "{}"))
     ]
-    assert messages(USER, THOUGHT, said, *both, SAID, SAID) == [
+    assert messages(USER, THOUGHT, said, *both, SAID, SAID, USER) == [
         USER,
         {"role": "assistant", "content": "I add.", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c00000001", "name": "add", "content": "3"},
         {"role": "tool", "tool_call_id": "c00000002", "name": "add", "content": "4\n5"},
         SAID,
         SAID,
+        USER,
     ]
+
+
+@pytest.mark.parametrize(
+    ("items", "texts", "continues"),
+    [
+        ([SAID], ["Yes?"], True),
+        ([SAID, SAID, SAID], ["Yes?Yes?Yes?"], True),
+        ([THOUGHT, SAID, SAID], ["Yes?Yes?"], True),
+        ([SAID, THOUGHT, SAID, SAID], ["Yes?", "Yes?Yes?"], True),
+        ([SAID, THOUGHT], ["Yes?"], True),
+        ([SAID, call("x")], ["Yes?"], False),
+        ([SAID, SAID, USER], ["Yes?", "Yes?"], False),
+        ([SAID, POLICY], ["Yes?"], False),
+    ],
+)
+def test_the_models_text_at_the_end_is_continued(
+    items: list[Any], texts: list[str], continues: bool
+) -> None:
+    sent = normalise({"input": [USER, *items]}).body
+    said = [one for one in sent["messages"] if one["role"] == "assistant"]
+    assert [one["content"] for one in said] == texts
+    assert ("reasoning_content" in said[-1]) is (items[-1] == SAID and THOUGHT in items)
+    asked = {"continue_final_message": True, "add_generation_prompt": False}
+    assert (sent.items() >= asked.items(), bool(sent.keys() & asked)) == (continues, continues)
 
 
 def test_a_repeated_call_id_means_the_latest_call() -> None:

@@ -13,7 +13,7 @@ import base64
 import binascii
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llama_worker.responses.api.chat_template import Message
@@ -133,9 +133,19 @@ class ChatMessages:
             # The model would continue a last message that is reasoning alone.
             self._turn = None
         self._end_turn()
+        self._join_last_texts()
         self._release_held()
         system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
         return system + self._messages
+
+    def _join_last_texts(self) -> None:
+        """Each text at the end continues the one before: they are one message to continue."""
+        run: list[Message] = []
+        while continues(self._messages) and not (run and "reasoning_content" in run[-1]):
+            run.append(self._messages.pop())
+        if run:
+            content = "".join(message["content"] for message in reversed(run))
+            self._messages.append({**run[-1], "content": content})
 
     def _message(self, item: Item) -> None:
         role, content = item.get("role"), item.get("content")
@@ -244,6 +254,11 @@ class ChatMessages:
         if self._turn is not None:
             self._messages.append(self._turn.message())
         self._turn = None
+
+
+def continues(messages: Sequence[Message]) -> bool:
+    """Whether the model goes on in the last message: a text of its own."""
+    return any(one["role"] == "assistant" and "tool_calls" not in one for one in messages[-1:])
 
 
 def _content(content: object) -> str | list[Message]:

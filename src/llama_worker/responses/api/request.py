@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from llama_worker.config.validation import as_count
 from llama_worker.responses.api.chat_template import Message
-from llama_worker.responses.api.conversation import ChatMessages, Item, item_type, seal
+from llama_worker.responses.api.conversation import ChatMessages, Item, continues, item_type, seal
 from llama_worker.responses.api.store import References
 from llama_worker.responses.api.tools import (
     Choice,
@@ -151,6 +151,8 @@ def _chat_body(
     parallel = chat.pop("parallel_tool_calls", None)
     chat |= {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     chat.setdefault("reasoning_format", "deepseek")
+    if continues(messages):  # without these two, the reply begins with the old text (b11434)
+        chat = {"continue_final_message": True, "add_generation_prompt": False, **chat}
     if offered:
         chat["tools"] = [tool.offer() for tool in offered]
         chat["tool_choice"] = mode
