@@ -5,7 +5,9 @@ import contextlib
 import gc
 import json
 import re
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from websockets.sync.connection import Connection
 
 from llama_worker.responses import app
 from llama_worker.responses.http import websocket
+from llama_worker.runtime.http import session
+from llama_worker.stream.failure import StreamFailure
 from llama_worker.testing import scripts as fs
 from tests.responses.conftest import HOST, WAIT_S, Client, MakeClient, held_bytes
 from tests.responses.open_responses import SOCKET_ERROR
@@ -37,6 +41,12 @@ def opened(client: Client, **options: Any) -> Iterator[Connection]:
 def create(*steps: fs.Step, **body: Any) -> str:
     script = {"scripted_reply": fs.steps_json(*steps)} if steps else {}
     return json.dumps({"type": "response.create", "model": "m", "input": "Hi", **body, **script})
+
+
+def frame(message: str) -> bytes:
+    data = message.encode()
+    assert 126 <= len(data) < 65536
+    return b"\x81\xfe" + len(data).to_bytes(2, "big") + b"\0\0\0\0" + data
 
 
 def turn(socket: Connection, message: str) -> list[Event]:
@@ -66,6 +76,27 @@ def test_a_client_that_closes_ends_the_servers_work(fake: Client) -> None:
         while "Once" not in str(socket.recv(WAIT_S)):
             pass
     fake.journal.wait("client_closed", timeout=WAIT_S)
+
+
+def test_client_that_closes_during_a_refusal_is_no_fault(
+    fake: Client, gate: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure, is_read = session.HttpReply.failure, threading.Event()
+
+    def reading(self: session.HttpReply) -> StreamFailure:
+        is_read.set()
+        return failure(self)
+
+    monkeypatch.setattr(session.HttpReply, "failure", reading)
+    head = fs.Raw("HTTP/1.1 500 Oops\r\nContent-Length: 2\r\n\r\n", framed=False)
+    body = [fs.Raw("{", framed=False), fs.WaitClose()]
+    with fake.dial(_UPGRADE + frame(create(head, fs.Gate(gate), *body))) as connection:
+        assert is_read.wait(WAIT_S)
+        connection.sendall(b"\x88\x80\0\0\0\0")
+        gate.touch()
+        while connection.recv(65536):
+            pass
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -186,10 +217,8 @@ def test_who_only_pings_is_closed(fake: Client, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_client_that_reads_nothing_is_cut_off(make_fake: MakeClient) -> None:
     fake = make_fake(client_timeout_s=0.05)
-    flood = create(fs.Headers(), fs.Role(), fs.Repeat(None, [fs.Text("x" * 4096)])).encode()
-    assert 126 <= len(flood) < 65536
-    frame = b"\x81\xfe" + len(flood).to_bytes(2, "big") + b"\0\0\0\0" + flood
-    with fake.dial(_UPGRADE + frame):
+    flood = create(fs.Headers(), fs.Role(), fs.Repeat(None, [fs.Text("x" * 4096)]))
+    with fake.dial(_UPGRADE + frame(flood)):
         fake.journal.wait("client_closed", timeout=WAIT_S)
 
 

@@ -130,6 +130,8 @@ class ResponseRun:
             self._retry_after = reply.header("retry-after")
             self.failure = self._leased.closed(reply.failure())
             self.close()
+            if self._client_error is not None:  # found while the refusal's body was read
+                raise self._client_error
             return False
         self._leased.opened(threads.now())
         self._connection, self._body = reply.take_over()
