@@ -578,9 +578,36 @@ def test_built_in_tools_are_ignored_with_a_warning() -> None:
     assert len(request.warnings) == 3
 
 
-@pytest.mark.parametrize(("truncation", "warnings"), [("auto", 1), ("disabled", 0), (None, 0)])
-def test_truncation_is_ignored_with_a_warning(truncation: str | None, warnings: int) -> None:
-    request = normalise({"input": "a", "truncation": truncation})
+@pytest.mark.parametrize(
+    ("choice", "mode", "warnings"),
+    [
+        ({"mode": "required", "tools": [ADD, {"type": "mcp"}]}, "required", 1),
+        ({"mode": "required", "tools": [{"type": "mcp"}, {"type": []}]}, None, 3),
+        ({"mode": "auto", "tools": [{"type": "mcp"}]}, None, 1),
+        ({"mode": "auto", "tools": [ADD]}, "auto", 0),
+    ],
+)
+def test_allowed_tools_that_nobody_runs_are_told(
+    choice: dict[str, Any], mode: str | None, warnings: int
+) -> None:
+    request = normalise({"input": "a", "tools": [ADD], "tool_choice": {**ALLOWED, **choice}})
+    assert request.body.get("tool_choice") == mode
+    assert len(request.warnings) == warnings
+
+
+@pytest.mark.parametrize(
+    ("fields", "warnings"),
+    [
+        ({"truncation": "auto"}, 1),
+        ({"truncation": "disabled"}, 0),
+        ({"truncation": None}, 0),
+        ({"top_logprobs": 2, "include": ["message.output_text.logprobs"]}, 1),
+        ({"include": ["message.output_text.logprobs"]}, 1),
+        ({"include": [ENCRYPTED_REASONING]}, 0),
+    ],
+)
+def test_ignored_parameters_are_told(fields: dict[str, Any], warnings: int) -> None:
+    request = normalise({"input": "a", **fields})
     assert len(request.warnings) == warnings
     assert request.echo["truncation"] == "disabled"
 

@@ -125,16 +125,16 @@ def normalise(
         # if nothing is stored, only the sealed form brings the reasoning back
         seal_reasoning=not store or ENCRYPTED_REASONING in include,
         generates=generates,
-        warnings=tuple(dict.fromkeys([*warnings, *_ignored(body)])),
+        warnings=tuple(dict.fromkeys([*warnings, *_ignored(body, include)])),
     )
 
 
-def _ignored(body: Mapping[str, Any]) -> Iterator[str]:
+def _ignored(body: Mapping[str, Any], include: Sequence[Any]) -> Iterator[str]:
     """Warnings about parameters that llama-server has no use for."""
     for key in ("background", "conversation", "max_tool_calls", "prompt", "context_management"):
         if body.get(key):
             yield f"{key} is ignored"
-    if body.get("top_logprobs"):
+    if body.get("top_logprobs") or "message.output_text.logprobs" in include:
         yield "log probabilities are not available"
     if body.get("truncation") == "auto":
         yield "truncation is ignored"

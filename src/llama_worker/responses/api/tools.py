@@ -22,6 +22,7 @@ ToolKind = Literal["function", "custom", "tool_search"]
 
 TOOL_SEARCH = "tool_search"
 _JOINT = "__"
+_NO_TOOL = "tool_choice 'required' is ignored: there is no tool that the model can call"
 _NO_PARAMETERS: Json = {"type": "object", "properties": {}}
 _FREE_TEXT: Json = {
     "type": "object",
@@ -272,8 +273,7 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
     """The choice to send. llama-server treats an object as "auto", so a choice is forced by
     offering only what is chosen. Raises ApiError."""
     if given == "required" and not tools.tools:
-        warning = "tool_choice 'required' is ignored: there is no tool that the model can call"
-        return Choice(mode="auto", offered=(), echo="auto", warnings=(warning,))
+        return Choice(mode="auto", offered=(), echo="auto", warnings=(_NO_TOOL,))
     if given in (None, "auto", "none", "required"):
         mode = str(given or "auto")
         return Choice(mode=mode, offered=tools.tools, echo=mode)
@@ -289,17 +289,22 @@ def tool_choice(given: object, tools: ToolSet) -> Choice:
         given = inner(given, kind)
         allowed, mode = given.get("tools"), given.get("mode") or "auto"
         allowed = allowed if isinstance(allowed, list) else []
-        named = [{"type": "function", **tool} for tool in allowed if isinstance(tool, Mapping)]
-        ours = [
-            {"type": kind, **inner(tool, kind)}
-            for tool in named
-            if (kind := tool["type"]) in ("function", "custom")
-        ]
+        ours: list[Json] = []
+        warnings: list[str] = []
+        for tool in allowed:
+            kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
+            if kind in ("function", "custom"):
+                ours.append({"type": kind, **inner(tool, kind)})
+            else:
+                warnings.append(f"allowed tools of type {kind!r} are ignored")
         if mode not in ("auto", "required"):
             raise ApiError(400, f"unknown mode {mode!r} of allowed_tools", param="tool_choice")
         echo = {"type": "allowed_tools", "mode": mode, "tools": ours}
         offered = _chosen(ours, tools)
-        return Choice(mode=mode if offered else "auto", offered=offered, echo=echo)
+        if mode == "required" and not offered:
+            mode = "auto"
+            warnings.append(_NO_TOOL)
+        return Choice(mode=mode, offered=offered, echo=echo, warnings=tuple(warnings))
     warning = f"tool_choice of type {kind!r} is ignored"
     return Choice(mode="auto", offered=tools.tools, echo="auto", warnings=(warning,))
 
