@@ -279,10 +279,21 @@ def test_what_is_not_ours_is_not_unsealed(sealed: object) -> None:
     assert unseal(sealed) is None
 
 
-def test_unknown_items_are_ignored_with_a_warning() -> None:
-    request = normalise({"input": [USER, {"type": "web_search_call", "id": "ws_1"}]})
+HOSTED = {"call_id": None, "execution": "server"}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "web_search_call", "id": "ws_1"},
+        {"type": "tool_search_call", "arguments": {"paths": ["crm"]}, **HOSTED},
+        {"type": "tool_search_output", "tools": [ADD], **HOSTED},
+    ],
+)
+def test_unknown_items_are_ignored_with_a_warning(item: dict[str, Any]) -> None:
+    request = normalise({"input": [USER, item]})
     assert request.body["messages"] == [USER]
-    assert request.warnings == ("input items of type 'web_search_call' are ignored",)
+    assert request.warnings == (f"input items of type {item['type']!r} are ignored",)
 
 
 @pytest.mark.parametrize("role", ["assistant", "developer", "system"])

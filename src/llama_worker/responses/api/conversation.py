@@ -113,13 +113,14 @@ class ChatMessages:
                         400, "a custom_tool_call needs its input as a string", param="input"
                     )
                 self._call(item, custom_arguments(text))
-            case "tool_search_call":
+            # a search that the server made has no call id, and is ignored
+            case "tool_search_call" if isinstance(item.get("call_id"), str):
                 given = item.get("arguments") or {}  # mostly an object
                 arguments = given if isinstance(given, str) else _as_json(given)
                 self._call({**item, "name": TOOL_SEARCH}, _valid_arguments(arguments))
             case "function_call_output" | "custom_tool_call_output":
                 self._output(item)
-            case "tool_search_output":
+            case "tool_search_output" if isinstance(item.get("call_id"), str):
                 self._output({**item, "output": self._names(item.get("tools"))})
             case "compaction" | "compaction_summary":
                 self._summary(item)
