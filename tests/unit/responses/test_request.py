@@ -229,7 +229,8 @@ def test_arguments_in_history_are_json_objects(arguments: str, sent: str) -> Non
         ({"n": 1}, '{"n": 1}'),
         ([1, 2], "[1, 2]"),
         (4, "4"),
-        ([FILE], '[{"type": "input_file", "file_id": "f"}]'),
+        ([{"type": "text", "n": 1}], '[{"type": "text", "n": 1}]'),
+        ([{"type": "file"}], '[{"type": "file"}]'),
         (
             [{"type": "input_image", "image_url": PNG}],
             [{"type": "image_url", "image_url": {"url": PNG}}],
@@ -327,6 +328,7 @@ ODD_CHOICES: list[Any] = [
         ),
         ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
+        *(({"input": [output("x", [*text_parts("a"), odd])]}, "input") for odd in (FILE, NO_IMAGE)),
         *(({"input": "a", "instructions": odd}, "instructions") for odd in (3, [USER])),
         ({"input": "a", "previous_response_id": 3}, "previous_response_id"),
         ({"input": "a", "tools": 3}, "tools"),

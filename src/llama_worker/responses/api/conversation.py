@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -270,11 +269,20 @@ def _content(content: object) -> str | list[Message]:
 
 
 def _result(output: object) -> str | list[Message]:
-    """A call's result as content: it may be any JSON value, not only a text or a list of parts."""
+    """A call's result as content: it may be any JSON value, not only a text or a list of parts.
+    Raises ApiError for a part that llama-server cannot take."""
     if isinstance(output, (str, list, type(None))):
-        with contextlib.suppress(ApiError):
+        try:
             return _content(output)
+        except ApiError:
+            if any(_is_input(part) for part in output or ()):
+                raise
     return _as_json(output)
+
+
+def _is_input(part: object) -> bool:
+    """Whether it is meant as a part of a message, and is no data that only looks like one."""
+    return isinstance(part, Mapping) and str(part.get("type")).startswith("input_")
 
 
 def _is_text(parts: list[Message]) -> bool:
