@@ -287,8 +287,7 @@ class LlamaWorker(Startable):
         """Resolves when the worker is READY and a slot is free, at once if it is so already.
 
         A hint, not a reservation: another thread's `submit` may be first. Raises RequestRefused (in
-        the future) if the worker is stopped, draining or FAILED and `start` was not called since:
-        no slot can become free before that.
+        the future) if the worker is stopped, draining or FAILED and `start` was not called since.
         """
         return self._ask(lambda reply: WaitSlot(reply=reply))
 
