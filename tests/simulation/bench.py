@@ -30,7 +30,7 @@ LINKED_IMAGE: list[dict[str, Any]] = [
     {"type": "image_url", "image_url": {"url": "http://192.0.2.1/a.png"}},
 ]
 VIDEO: list[dict[str, Any]] = [IMAGE[0], {"type": "input_video", "input_video": {"data": "AAAA"}}]
-COMMAND = ("llama-server", "--model", "small.gguf")
+COMMAND = ("llama-server", "--model", "small.gguf", "--port", "8080")
 
 
 class Bench:
