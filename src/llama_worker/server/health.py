@@ -123,8 +123,9 @@ class ReadinessProbes:
         self.wanted = self.wanted or cause
 
     def begin(self, now: float, *, failure_counts: bool = True) -> bool:
-        """Whether to start a probe now; False if one is in progress. With `failure_counts`, a
-        failure of the one in progress counts from now on."""
+        """Whether to start a probe now; False if one is in progress. With `failure_counts`, or if
+        it was wanted, a failure of the one in progress counts from now on."""
+        failure_counts = failure_counts or self.wanted is not None
         if self.began_at is not None:
             self._failure_counts = self._failure_counts or failure_counts
             return False

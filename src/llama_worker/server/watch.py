@@ -203,7 +203,7 @@ class ServerWatch:
             case health.HealthCounter() if probed.outcome is messages.ProbeOutcome.NOT_ASKED:
                 self._probe_again(now)
             case health.HealthCounter():
-                self._health_probed(self._stage, probed, now)
+                self._health_probed(self._stage, probed, began_at, now)
 
     def _probe_again(self, now: float) -> None:
         """Soon, for the same cause."""
@@ -232,15 +232,18 @@ class ServerWatch:
                 self._stage = launch.probed(probed.detail)
 
     def _health_probed(
-        self, counter: health.HealthCounter, probed: messages.Probed, now: float
+        self, counter: health.HealthCounter, probed: messages.Probed, began_at: float, now: float
     ) -> None:
         ok, profile = probed.outcome is messages.ProbeOutcome.READY, self._profile
-        doubt, in_flight_data_at = self._probes.cause, self._requests.data_of_others(ENDED_ID)
-        if doubt is not None and not ok and is_busy(in_flight_data_at, profile=profile, now=now):
+        doubt, data_at = self._probes.cause, self._requests.data_at
+        in_flight_data_at = self._requests.data_of_others(ENDED_ID)
+        serves = data_at is not None and data_at > began_at
+        serves = serves or is_busy(in_flight_data_at, profile=profile, now=now)
+        if doubt is not None and not ok and serves:
             self._probe_again(now)
             return
         self._stage, lost = counter.probed(
-            ok=ok, detail=probed.detail, data_at=self._requests.data_at, profile=profile, now=now
+            ok=ok, detail=probed.detail, data_at=data_at, profile=profile, now=now
         )
         if doubt is not None and not ok:
             lost = f"{doubt}, and then the probe failed: {probed.detail}"

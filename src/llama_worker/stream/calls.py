@@ -130,7 +130,8 @@ class ToolCallAssembler:
 
     def take_complete(self, names: Collection[str]) -> list[RawCall]:
         """Calls of these tools whose arguments are a complete JSON object by now, or none and the
-        next call has begun; checks only calls that grew or ended since the last time."""
+        next call has begun, since a server writes one after the other; checks only calls that grew
+        or ended since the last time."""
         complete = []
         grown, self._grown = self._grown, {}
         for index, has_ended in grown.items():

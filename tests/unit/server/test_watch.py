@@ -160,6 +160,17 @@ def test_a_doubt_waits_for_the_silence_of_those_who_received_data_lately() -> No
     assert now == pytest.approx(41.01)
 
 
+@cases("ends_at", {"during a slow probe": 40.5, "during a fast one": 31.005})
+def test_who_completes_during_the_probe_speaks_for_the_server(ends_at: float) -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=None))
+    step(Watch(request_id=1), 30.0)
+    step(Watch(request_id=2), 30.0)
+    step(unwatch(1, last_data_at=30.99), 31.0)
+    assert step(DOUBT, 31.0)[-1] == PROBE
+    step(unwatch(2, completed=True, last_data_at=ends_at), ends_at)
+    assert step(probed(ProbeOutcome.FAILED), ends_at + 0.5) == []
+
+
 def test_a_probe_that_was_not_asked_is_retried() -> None:
     step = ready(TimeoutProfile(health_probe_interval_s=None, health_failures_before_restart=99))
     assert step(DOUBT, 1.0) == [PROBE]
