@@ -19,7 +19,6 @@ _MAX_SPARE = 4  # threads that are kept
 _RETRY_S = 0.25  # until the start of a callback thread is tried again
 _PAUSE_S = 0.1  # of the timer thread after a failure
 _MAX_WAITING_LINES = 1000
-_LOG_THREAD_NAME = "llama_worker-log"
 _logger = logging.getLogger("llama_worker")
 _callbacks_logger = logging.getLogger("llama_worker.futures")
 _timers_logger = logging.getLogger("llama_worker.timers")
@@ -84,7 +83,7 @@ class _CallbackThread:
         self._name = name
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._starting = threading.Lock()  # nobody waits for it
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._retry_is_set = False  # the thread could not be started; a timer tries again
 
     def run(self, call: _Call) -> None:
@@ -98,16 +97,16 @@ class _CallbackThread:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the calls so far were made, for `timeout_s` at most."""
-        if self._thread is not None:
+        if self.thread is not None:
             made = threading.Event()
             self._calls.put(made.set)
             made.wait(timeout_s)
 
     def _start(self) -> None:
-        if self._thread is None and self._starting.acquire(blocking=False):
+        if self.thread is None and self._starting.acquire(blocking=False):
             try:
-                if self._thread is None:
-                    self._thread = start_thread(self._name, self._run)
+                if self.thread is None:
+                    self.thread = start_thread(self._name, self._run)
             except RuntimeError:  # or the host exits (3.12 on); an actor must not die of it
                 self._start_later()
             finally:
@@ -141,7 +140,7 @@ class _LogThread(_CallbackThread):
     counted in a line of their own."""
 
     def __init__(self) -> None:
-        super().__init__(_LOG_THREAD_NAME)
+        super().__init__("llama_worker-log")
         self._dropped_count = 0  # without a lock: an actor might have to wait for it
 
     def run(self, call: _Call) -> None:
@@ -194,8 +193,8 @@ def flush_callbacks_and_log(timeout_s: float) -> None:
 
 def _is_on_our_thread() -> bool:
     """Whether this is a thread that a blocked log handler would stop, with all that wait for it."""
-    name = threading.current_thread().name
-    return name.startswith("llama_worker-") and name != _LOG_THREAD_NAME
+    thread = threading.current_thread()
+    return thread.name.startswith("llama_worker-") and thread is not _log_thread.thread
 
 
 def _is_handled_here(record: logging.LogRecord) -> bool:
@@ -208,7 +207,7 @@ def _is_handled_here(record: logging.LogRecord) -> bool:
 
 for _name in ("", ".futures", ".ray", ".responses", ".timers"):
     logging.getLogger(f"llama_worker{_name}").addFilter(_is_handled_here)
-for _name in ("asyncio", "pykka"):  # as an event loop or an actor begins or ends
+for _name in ("asyncio", "pykka", "py.warnings"):  # what they say on our threads
     logging.getLogger(_name).addFilter(_is_handled_here)
 # A line for every record of a stream says nothing, and would displace the others.
 logging.getLogger("sseclient").addFilter(lambda _: not _is_on_our_thread())
