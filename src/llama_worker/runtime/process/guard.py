@@ -21,6 +21,7 @@ REPORT_FD gets lines: `started PID` or `failed ERRNO TEXT`; `died RETURNCODE` as
 server's first process has ended; `gone` when nothing of the tree is left. Then the guard ends.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -207,6 +208,9 @@ def end_tree(server_pid: int, report_fd: int) -> None:
     A killed process leaves its children to the guard, so the loop finds all of them, and every pid
     that it signals is an unreaped child of its own.
     """
+    if not proc_is_ours():  # its group is all that can be found
+        with contextlib.suppress(OSError):
+            os.killpg(server_pid, signal.SIGKILL)
     pid, status = os.waitpid(server_pid, os.WNOHANG)
     server = [server_pid]
     while True:

@@ -34,7 +34,6 @@ from llama_worker.types.worker import StartFailReason
 
 _READ_BYTES = 65536
 _PAUSE_S = 0.1
-_P_PIDFD = 3  # a Python that was built on an old system has no `os.P_PIDFD`
 
 
 class _Server(Struct, frozen=True):
@@ -267,11 +266,12 @@ class GuardedServer:
             _kill(self._server)
             if self._server.pidfd is not None:
                 _has_ended(self._server.pidfd, None)
-                # the server is now a child of the host if that is the container's first process
-                with contextlib.suppress(OSError):  # no child, or Linux 5.3: no waitid of a pidfd
-                    os.waitid(_P_PIDFD, self._server.pidfd, os.WEXITED | os.WNOHANG)
             # only the guard knew the tree; the mark in their environment shows its processes
             self._mark.kill_all()
+            # its processes are now children of the host if that is the container's first process
+            with contextlib.suppress(ChildProcessError):
+                while os.waitid(os.P_PGID, self._server.pid, os.WEXITED | os.WNOHANG):
+                    pass
         return self._exited()
 
     def _exited(self) -> Exited:
