@@ -107,9 +107,13 @@ def test_half_a_character_costs_only_itself(fake: Client) -> None:
     called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": "\ud83d"}'}
     assert fake.create(input=[{"role": "user", "content": "a\ud83d"}, called]).status == 200
     user, turn = fake.last_chat()["messages"]
-    assert user["content"] == "a?"
+    assert user["content"] == "a\ufffd"
     sent = turn["tool_calls"][0]["function"]["arguments"]
-    assert sent == '{"malformed_arguments": "{\\"a\\": \\"?\\"}"}'
+    assert sent == '{"malformed_arguments": "{\\"a\\": \\"\ufffd\\"}"}'
+    halves = [{"type": "output_text", "text": half} for half in ("\ud83d", "\ude00")]
+    user = {"role": "user", "content": "x"}
+    fake.create(input=[user, {"role": "assistant", "content": halves}, user])
+    assert fake.last_chat()["messages"][1]["content"] == "\U0001f600"
 
 
 def test_a_fault_of_the_proxy_is_500(

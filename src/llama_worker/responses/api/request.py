@@ -151,8 +151,10 @@ def _chat_body(
     parallel = chat.pop("parallel_tool_calls", None)
     chat |= {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     chat.setdefault("reasoning_format", "deepseek")
-    if continues(messages):  # without these two, the reply begins with the old text (b11434)
-        chat = {"continue_final_message": True, "add_generation_prompt": False, **chat}
+    # Without these two, the reply begins with the old text (b11434), as JSON has to.
+    continuing = {"continue_final_message": True, "add_generation_prompt": False}
+    if continues(messages) and text_format is None and not chat.keys() & continuing.keys():
+        chat |= continuing
     if offered:
         chat["tools"] = [tool.offer() for tool in offered]
         chat["tool_choice"] = mode

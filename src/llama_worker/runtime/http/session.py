@@ -169,10 +169,17 @@ def post_chat(
         "POST",
         "/v1/chat/completions",
         headers={**own, **(headers or {})},
-        # llama-server refuses a body with a lone surrogate (b11434), which clients may send
-        body=json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode(errors="replace"),
+        body=_utf8(json.dumps(body, separators=(",", ":"), ensure_ascii=False)),
         waiter=waiter,
     )
+
+
+def _utf8(text: str) -> bytes:
+    """Half a character, which clients may send, is replaced: llama-server refuses it (b11434)."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def ask(
