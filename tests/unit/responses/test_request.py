@@ -183,6 +183,18 @@ def test_the_models_text_at_the_end_is_continued(
     assert (sent.items() >= asked.items(), bool(sent.keys() & asked)) == (continues, continues)
 
 
+@pytest.mark.parametrize(
+    "also",
+    [
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}},
+        {"add_generation_prompt": True},
+    ],
+)
+def test_an_answer_in_json_or_by_the_clients_own_flags_comes_whole(also: dict[str, Any]) -> None:
+    sent = normalise({"input": [USER, SAID], **also}).body
+    assert "continue_final_message" not in sent
+
+
 def test_a_repeated_call_id_means_the_latest_call() -> None:
     found = messages(call("x"), output("x", "1"), call("x"), output("x", "2"))
     assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == ["c00000001", "c00000002"]
