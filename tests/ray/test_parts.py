@@ -279,6 +279,23 @@ async def test_concurrent_starts_share_the_next_port(
 
 
 @in_a_loop
+async def test_new_worker_starts_beside_the_close_of_the_old(
+    scripted_workers: list[ScriptedWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `stop` during that close would be overtaken by a later start."""
+    worker, closed = ray_worker(), threading.Event()
+    monkeypatch.setattr(scripted_workers[0], "close", lambda: closed.wait(2 * WAIT_S))
+    starting = asyncio.create_task(worker.start())
+    await asyncio.sleep(0)
+    (under_way,) = scripted_workers[0].starts
+    under_way.fail(WorkerStartError(StartFailReason.PORT_IN_USE, "taken"))
+    try:
+        await asyncio.wait_for(starting, WAIT_S)
+    finally:
+        closed.set()
+
+
+@in_a_loop
 async def test_a_close_ends_the_search_for_a_port(scripted_workers: list[ScriptedWorker]) -> None:
     worker = ray_worker()
     starting = asyncio.create_task(worker.start())

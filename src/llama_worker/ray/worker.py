@@ -99,7 +99,8 @@ class RayWorker:
                 if tries_left == 0 or self._was_ready or self._is_closed or not is_taken:
                     raise
                 self._worker = self._new_worker()
-                await asyncio.to_thread(worker.close)
+                # not awaited: a `stop` before the new worker's start would be overtaken by it
+                asyncio.get_running_loop().run_in_executor(None, worker.close)
             else:
                 self._was_ready = True
                 return status
