@@ -167,6 +167,19 @@ async def test_a_close_beside_the_actors_death_ends(
 
 @while_ray_runs
 @in_a_loop
+async def test_a_renewal_ends_with_its_task() -> None:
+    """Its failure would be reported as never retrieved."""
+    renewal: concurrent.futures.Future[None] = concurrent.futures.Future()
+    actor = Mock(renew=Mock(remote=Mock(return_value=Mock(future=lambda: renewal))))
+    renewing = asyncio.create_task(replica()._renew(actor))
+    await asyncio.sleep(0)
+    renewing.cancel()
+    await asyncio.gather(renewing, return_exceptions=True)
+    assert renewal.cancelled()
+
+
+@while_ray_runs
+@in_a_loop
 async def test_cancelled_request_that_is_lost_was_not_cancelled() -> None:
     its = replica(Mock(cancel=Mock(remote=answers(True))))
     request = RequestCopy(7, progress("Once"))

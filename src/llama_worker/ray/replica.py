@@ -219,15 +219,17 @@ class Replica:
         while True:
             sent_at, over_at = now(), answered_at + self._lease_s + _MARGIN_S
             renewal = asyncio.wrap_future(call(actor.renew, self._lease_s).future())
-            await asyncio.wait({renewal}, timeout=_SILENT_S)
-            if not renewal.done():
-                self._set_silent(True)
-                await asyncio.wait({renewal}, timeout=max(0.0, over_at - now()))
-            if renewal.done() and renewal.exception() is None:
+            try:
+                await asyncio.wait({renewal}, timeout=_SILENT_S)
+                if not renewal.done():
+                    self._set_silent(True)
+                    await asyncio.wait({renewal}, timeout=max(0.0, over_at - now()))
+            finally:
+                renewal.cancel()
+            if not renewal.cancelled() and renewal.exception() is None:
                 answered_at = sent_at
                 self._set_silent(False)
             elif now() >= over_at:
-                renewal.cancel()
                 self._why_killed = f"no answer for {self._lease_s:g} s (lease_s)"
                 kill(actor)
                 raise self._lost(self._why_killed)
