@@ -33,10 +33,19 @@ class Ref:
         return asyncio.run_coroutine_threadsafe(run(), asyncio.get_running_loop())
 
 
+def set_session(patch: pytest.MonkeyPatch, job_id: str | None) -> None:
+    """Ray seems to be initialised, as this job; None: it seems to be shut down."""
+    context = SimpleNamespace(get_node_id=lambda: "stub", get_job_id=lambda: job_id)
+    patch.setattr(ray, "is_initialized", lambda: job_id is not None)
+    patch.setattr(ray, "get_runtime_context", lambda: context)
+
+
 class StubActor:
     """Its requests end with their first piece, or else `breaks`: then their connection does, after
     that or (`breaks_first`) before. `calls` are the methods that were called. Made in the fleet's
     event loop."""
+
+    unanswered = frozenset({"wait_failed"})  # methods
 
     def __init__(self) -> None:
         self.breaks = False
@@ -75,7 +84,7 @@ class StubActor:
         return Ref(lambda: self._answer(method))
 
     async def _answer(self, method: str) -> Any:
-        if method == "wait_failed":
+        if method in self.unanswered:
             await asyncio.get_running_loop().create_future()
         await self._reachable.wait()
         renewals = self.calls.count("renew")
@@ -110,6 +119,6 @@ def without_ray(patch: pytest.MonkeyPatch) -> tuple[list[StubActor], list[StubAc
 
     actor_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=create))
     patch.setattr(ray, "remote", lambda _: actor_class)
-    patch.setattr(ray, "is_initialized", lambda: True)
+    set_session(patch, "first")
     patch.setattr(replica, "kill", killed.append)
     return created, killed

@@ -4,13 +4,12 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import ray
 from ray.exceptions import ActorDiedError
 
 from llama_worker import RequestResult, WorkerConfig
@@ -20,11 +19,13 @@ from llama_worker.ray import (
     NoLiveReplica,
     ReplicaLost,
     ReplicaState,
+    calls,
     fleet,
     replica,
 )
+from llama_worker.runtime.host.futures import WorkerFuture
 from tests.actors.conftest import HOST, WAIT_S, eventually
-from tests.ray.stub_actor import SLOTS, StubActor, without_ray
+from tests.ray.stub_actor import SLOTS, StubActor, set_session, without_ray
 
 READY, SILENT, LOST = ReplicaState.READY, ReplicaState.SILENT, ReplicaState.LOST
 
@@ -37,6 +38,7 @@ class Stage:
         self.fleet: Fleet
         for name, seconds in (("_RENEW_S", 0.001), ("_SILENT_S", 0.1), ("_MARGIN_S", 0.0)):
             monkeypatch.setattr(replica, name, seconds)
+        monkeypatch.setattr(calls, "_CHECK_S", 0.001)
         monkeypatch.setattr(fleet, "_LEAST_LEASE_S", 0.0)
 
     @contextmanager
@@ -229,7 +231,7 @@ def test_death_during_replacement_is_not_the_next_ones(
 def test_without_ray_no_actor_is_called(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "_RENEW_S", 0.5)  # until then the replica counts as READY
     with stage.started(1) as (actor,):
-        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        set_session(monkeypatch, None)
         with pytest.raises(NoLiveReplica):
             stage.submit()
         with pytest.raises(ReplicaLost, match="Ray was shut down"):
@@ -244,7 +246,7 @@ def test_a_shutdown_of_ray_lasts_until_a_start(
 ) -> None:
     """A call would start a new cluster."""
     with stage.started(1) as (actor,):
-        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        set_session(monkeypatch, None)
         stage.wait_states(LOST)
         assert "Ray was shut down" in stage.replicas()[0]["last_error"]
         renewals = actor.calls.count("renew")
@@ -252,10 +254,59 @@ def test_a_shutdown_of_ray_lasts_until_a_start(
         assert actor.calls.count("renew") == renewals
         with pytest.raises(ReplicaLost, match="Ray was shut down"):
             stage.fleet.start().get(timeout=WAIT_S)
-        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        set_session(monkeypatch, "second")
         assert stage.fleet.start().get(timeout=WAIT_S)["slots_total"] == SLOTS
         assert len(stage.actors) == 2
         stage.submit()
+
+
+@pytest.mark.parametrize("method", ["get_place", "start"])
+def test_a_start_ends_with_ray_and_works_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    stage.fleet = Fleet(config_for, replicas=1, retry_s=0.01)
+    with closing(stage.fleet), monkeypatch.context() as patch:
+        patch.setattr(StubActor, "unanswered", {method})
+        started = stage.fleet.start()
+        eventually(lambda: stage.actors and method in stage.actors[0].calls, method)
+        set_session(monkeypatch, None)
+        with pytest.raises(ReplicaLost, match="Ray was shut down"):
+            started.get(timeout=WAIT_S)
+        patch.undo()
+        set_session(monkeypatch, "second")
+        assert stage.fleet.start().get(timeout=WAIT_S)["slots_total"] == SLOTS
+        assert len(stage.actors) == 2
+
+
+def test_a_start_in_another_session_finds_new_replicas(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray is shut down and initialised faster than the fleet looks."""
+    with stage.started(2):
+        set_session(monkeypatch, "second")
+        starts = [stage.fleet.start() for _ in range(2)]
+        for start in starts:
+            assert [each["launches"] for each in start.get(timeout=WAIT_S)["replicas"]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "question"), [("drain", Fleet.replace), ("get_debug_info", Fleet.get_debug_info)]
+)
+@pytest.mark.parametrize("session", [None, "second"])
+def test_no_question_outlives_ray(
+    stage: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    question: Callable[..., WorkerFuture[Any]],
+    session: str | None,
+) -> None:
+    monkeypatch.setattr(StubActor, "unanswered", StubActor.unanswered | {method})
+    with stage.started(1) as (actor,):
+        answer = question(stage.fleet, 0)
+        eventually(lambda: method in actor.calls, method)
+        set_session(monkeypatch, session)
+        with pytest.raises(ReplicaLost, match="Ray was shut down"):
+            answer.get(timeout=WAIT_S)
 
 
 def test_lease_is_renewed_until_the_server_has_stopped(stage: Stage) -> None:

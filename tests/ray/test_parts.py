@@ -40,7 +40,7 @@ from llama_worker.ray import (
     ReplicaLost,
     RequestUpdate,
 )
-from llama_worker.ray.calls import kill, one_line
+from llama_worker.ray.calls import kill, one_line, session
 from llama_worker.ray.replica import Replica
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.request.submission import validate_submit
@@ -49,6 +49,7 @@ from llama_worker.runtime.host.threads import run_callback
 from llama_worker.types.request import RequestPhase, RequestStatus
 from tests.actors.conftest import HOST, WAIT_S, in_a_loop
 from tests.conftest import run_python
+from tests.ray.stub_actor import set_session
 
 # ---------------------------------------------------------------- a worker
 
@@ -89,7 +90,7 @@ def scripted_workers(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedWorker]:
 @pytest.fixture
 def ray_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the fleet believes."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    set_session(monkeypatch, "first")
 
 
 while_ray_runs = pytest.mark.usefixtures("ray_runs")
@@ -171,7 +172,9 @@ async def test_a_renewal_ends_with_its_task() -> None:
     """Its failure would be reported as never retrieved."""
     renewal: concurrent.futures.Future[None] = concurrent.futures.Future()
     actor = Mock(renew=Mock(remote=Mock(return_value=Mock(future=lambda: renewal))))
-    renewing = asyncio.create_task(replica()._renew(actor))
+    its = replica()
+    its._session = session()
+    renewing = asyncio.create_task(its._renew(actor))
     await asyncio.sleep(0)
     renewing.cancel()
     await asyncio.gather(renewing, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import textwrap
 from contextlib import suppress
@@ -15,6 +16,7 @@ from llama_worker.errors import described_error
 from llama_worker.runtime.host.threads import start_thread
 
 SHUT_DOWN = "Ray was shut down in this program"
+_CHECK_S = 1.0  # between two checks whether Ray was shut down
 _KILL_S = 0.2  # Ray takes microseconds to send a kill
 _SHOWN_CHARS = 400
 _RAY_FIELDS = re.compile("(class_name|actor_id|pid|name|namespace|ip): ")
@@ -31,6 +33,29 @@ def call(method: Any, *args: Any, **named: Any) -> Any:
         raise
     except Exception as error:  # Ray's for a call of an actor of an earlier ray.init()
         raise RayError(described_error(error)) from error
+
+
+async def answer_of(method: Any, *args: Any, **named: Any) -> Any:
+    """Call an actor's method and wait for its answer. Raises RayError also once Ray is shut down:
+    Ray itself would leave the caller waiting."""
+    asked_in, answer = session(), asyncio.ensure_future(call(method, *args, **named))
+    try:
+        while not answer.done():
+            if session() != asked_in:
+                raise RayError(SHUT_DOWN)
+            await asyncio.wait({answer}, timeout=_CHECK_S)
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+def session() -> tuple[str, str] | None:
+    """Differs from one `ray.init()` to the next; None while Ray is shut down."""
+    if ray.is_initialized():
+        with suppress(Exception):  # another thread shuts it down meanwhile
+            context = ray.get_runtime_context()
+            return context.get_node_id(), context.get_job_id()
+    return None
 
 
 def kill(actor: Any) -> None:

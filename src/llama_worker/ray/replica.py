@@ -10,12 +10,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from llama_worker.errors import ConfigError, WorkerStartError, described_error
-from llama_worker.ray.calls import SHUT_DOWN, call, kill, one_line
+from llama_worker.ray.calls import SHUT_DOWN, answer_of, call, kill, one_line, session
 from llama_worker.ray.request_copy import RequestCopy
 from llama_worker.ray.types import Place, ReplicaLost, ReplicaState, ReplicaStatus, RequestUpdate
 from llama_worker.ray.worker import RayWorker
@@ -76,6 +75,7 @@ class Replica:
         self.slots = 0
         self.requests: dict[int, RequestCopy] = {}  # the running ones
         self._keeper: asyncio.Task[None] | None = None
+        self._session: tuple[str, str] | None = None  # Ray's, to which `_keeper` belongs
         self._started: WorkerFuture[None] = WorkerFuture()  # resolves at READY, or fails
         self._state = ReplicaState.STARTING
         self._name = f"fleet={fleet!r} replica={number}"
@@ -130,14 +130,16 @@ class Replica:
     async def start(self) -> None:
         """Keep an actor alive from now on, until Ray is shut down. Returns when it has been READY;
         raises ReplicaLost or WorkerStartError if it does not start."""
+        if self._keeper is not None and self._session != session():
+            await asyncio.wait({self._keeper})  # it ends by itself
         if self._keeper is None or self._keeper.done():
-            self._started = WorkerFuture()
+            self._session, self._started = session(), WorkerFuture()
             self._keeper = asyncio.create_task(self._keep_alive())
         await self._started
 
     async def _keep_alive(self) -> None:
         """Run one actor after the other, until cancelled or Ray is shut down."""
-        while ray.is_initialized():  # otherwise a call would start a new cluster
+        while self._session is not None and self._session == session():
             try:
                 await self._run_actor()
             except (ReplicaLost, WorkerStartError) as error:
@@ -182,7 +184,7 @@ class Replica:
         except Exception as error:  # Ray checks some options only now
             raise self._lost(f"Ray cannot create it: {described_error(error)}") from error
         try:
-            self._place = await call(actor.get_place)
+            self._place = await answer_of(actor.get_place)
             _logger.info("replica placed %s node=%s", self._name, self._node)
             try:
                 async with asyncio.TaskGroup() as life:
@@ -216,14 +218,14 @@ class Replica:
         Raises RayError when Ray is shut down."""
         now = asyncio.get_running_loop().time
         answered_at = now()  # when the last answered renewal was sent
-        while True:
+        while session() == self._session:
             sent_at, over_at = now(), answered_at + self._lease_s + _MARGIN_S
             renewal = asyncio.wrap_future(call(actor.renew, self._lease_s).future())
             try:
                 await asyncio.wait({renewal}, timeout=_SILENT_S)
-                if not renewal.done():
+                while not renewal.done() and now() < over_at and session() == self._session:
                     self._set_silent(True)
-                    await asyncio.wait({renewal}, timeout=max(0.0, over_at - now()))
+                    await asyncio.wait({renewal}, timeout=min(_RENEW_S, over_at - now()))
             finally:
                 renewal.cancel()
             if not renewal.cancelled() and renewal.exception() is None:
@@ -236,6 +238,7 @@ class Replica:
             elif now() > answered_at + _SILENT_S:
                 self._set_silent(True)
             await asyncio.sleep(_RENEW_S)
+        raise RayError(SHUT_DOWN)
 
     def _set_silent(self, is_silent: bool) -> None:
         if is_silent is not self._silent.is_set():
@@ -250,7 +253,7 @@ class Replica:
         actor = self._actor
         self._state, self._started = ReplicaState.DRAINING, WorkerFuture()
         with suppress(RayError):  # it died meanwhile, and is replaced anyway
-            await call(actor.drain)
+            await answer_of(actor.drain)
             while self._admitting:  # those are not followed yet; `_ANSWER_S` at most
                 await asyncio.sleep(_CANCEL_S)
             await self._settle()
@@ -317,7 +320,7 @@ class Replica:
     async def cancel(self, copy: RequestCopy) -> bool:
         """Cancel one of `requests`. True once it is cancelled; False if it ends otherwise."""
         with suppress(RayError):
-            if await call(self._actor.cancel, copy.remote_id):
+            if await answer_of(self._actor.cancel, copy.remote_id):
                 ended = WorkerFuture[RequestResult | NotFound]()
                 copy.answer_at_end(ended)
                 result = await ended
@@ -331,7 +334,7 @@ class Replica:
         if self._actor is None or self._place is None:  # a call would wait for a place
             raise lost(self._last_error or "Ray has found no place for it yet")
         try:
-            answer: T = await call(getattr(self._actor, method.__name__))
+            answer: T = await answer_of(getattr(self._actor, method.__name__))
             return answer
         except RayError as error:
             raise lost(one_line(error)) from error
