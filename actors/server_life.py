@@ -196,15 +196,20 @@ class ServerLife:
         return self.lifecycle.public_state is WorkerState.READY and not self._table.active
 
     def _stalled(self, stalled: messages.Stalled, now: float) -> None:
-        """Give up a request that stalled, and perhaps the server, too."""
-        request_id, verdict = stalled.request_id, stalled.verdict
-        admitted = self._table.find(request_id)
-        if admitted is None:
-            return
-        given_up = Abandon(request_id=request_id, reason=verdict.reason, detail=verdict.detail)
-        self._dispatcher.tell(admitted, given_up)
-        if stalled.restarts_server and self._config.restart.restart_on_stall:
-            self.handle(RestartCause(str(verdict.reason), verdict.detail), now)
+        """Give up requests that stalled, and perhaps the server, too."""
+        cause: RestartCause | None = None
+        for each in stalled.given_up:
+            admitted, verdict = self._table.find(each.request_id), each.verdict
+            if admitted is None:
+                continue  # it has ended meanwhile
+            given_up = Abandon(
+                request_id=each.request_id, reason=verdict.reason, detail=verdict.detail
+            )
+            self._dispatcher.tell(admitted, given_up)
+            if each.restarts_server and cause is None:
+                cause = RestartCause(str(verdict.reason), verdict.detail)
+        if cause is not None and self._config.restart.restart_on_stall:
+            self.handle(cause, now)
 
     # ------------------------------------------------------------ effects
 

@@ -88,9 +88,11 @@ class UpstreamActor(SupervisedActor[UpstreamMessage]):
             case messages.AskForProgress(for_verdict=for_verdict):
                 for exchange in self._exchanges.values():
                     yield ProgressReported(progress=exchange.progress(), for_verdict=for_verdict)
-            case messages.Stalled(request_id=request_id, verdict=verdict):
-                if request_id in self._exchanges:
-                    yield self._give_up(request_id, verdict.reason, verdict.detail, now)
+            case messages.Stalled(given_up=given_up):
+                for each in given_up:
+                    if each.request_id in self._exchanges:
+                        reason, detail = each.verdict.reason, each.verdict.detail
+                        yield self._give_up(each.request_id, reason, detail, now)
             case messages.HealthLost(detail=detail):
                 for request_id in list(self._exchanges):
                     yield self._give_up(request_id, RequestFailReason.STALL_TIMEOUT, detail, now)

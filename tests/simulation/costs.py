@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llama_worker.config.profiles import RestartPolicy, TimeoutProfile
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.health import probe_timeout_s
-from llama_worker.server.messages import Stalled
+from llama_worker.server.messages import GivenUp, Stalled
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import WorkerState
 from tests.simulation.promises import Promise
@@ -74,40 +74,47 @@ class Costs:
 
     # ------------------------------------------------------------ verdicts
 
-    def given_up(self, stalled: Stalled) -> None:
-        """The watch has come to this verdict, now."""
-        truth = self._invariants.requests.get(stalled.request_id)
-        reason, now = stalled.verdict.reason, self._invariants.now
+    def stalled(self, stalled: Stalled) -> None:
+        """The watch has come to these verdicts, now."""
+        for given_up in stalled.given_up:
+            self._given_up(stalled.epoch, given_up)
+
+    def _given_up(self, epoch: int, given_up: GivenUp) -> None:
+        truth = self._invariants.requests.get(given_up.request_id)
+        reason, now = given_up.verdict.reason, self._invariants.now
         if truth is None or reason is RequestFailReason.ABSOLUTE_TIMEOUT:
             return
-        self._check_silence(truth, stalled)
-        launch = self._launches.setdefault(stalled.epoch, _Launch())
+        self._check_silence(truth, given_up)
+        launch = self._launches.setdefault(epoch, _Launch())
         if launch.alone is not None and launch.alone[0] == truth.request_id:
             return
         is_second = launch.alone is not None
-        if stalled.restarts_server:
+        if given_up.restarts_server:
             is_first = not is_second and now - launch.spoke_again_at > _LAG_S
             if is_first and not launch.is_unclear and self._another_is_served(truth):
-                self._fail(stalled, "costs the server, which serves another request")
-            self._expect_restart(truth, stalled, "restarts the server")
+                self._fail(given_up, "costs the server, which serves another request")
+            self._expect_restart(
+                epoch,
+                f"the verdict on request {truth.request_id}",
+                lambda: truth.record is not None and truth.record.result["fail_reason"] != reason,
+            )
             launch.alone = None
             return
-        # of several at once, the last one restarts the server
         if is_second and not launch.is_unclear:
-            self._expect_restart(truth, stalled, "ends alone, as one before it did")
-        beside = any(words in stalled.verdict.detail for words in _BESIDE_OTHERS)
+            self._fail(given_up, "ends alone, as one before it did")
+        beside = any(words in given_up.verdict.detail for words in _BESIDE_OTHERS)
         if not beside and self._nobody_is_served(truth):
-            self._expect_restart(truth, stalled, "ends alone, and the server serves nobody")
+            self._fail(given_up, "ends alone, and the server serves nobody")
         newest = max(self._invariants.requests)
         launch.alone = truth.request_id, newest
         launch.is_unclear |= now - self._invariants.requests[newest].admitted_at < _LAG_S
 
-    def _check_silence(self, truth: Truth, stalled: Stalled) -> None:
+    def _check_silence(self, truth: Truth, given_up: GivenUp) -> None:
         """Nobody is given up sooner than the shortest of the limits behind what it last got."""
         got_at = [each.advanced_at for each in truth.exchanges if each.decoded]
         silent_s = self._invariants.now - max((truth.admitted_at, *got_at))
         if silent_s < self._shortest_s - 1e-6:
-            self._fail(stalled, f"has waited for {silent_s:.1f} s only")
+            self._fail(given_up, f"has waited for {silent_s:.1f} s only")
 
     def _others(self, truth: Truth) -> list[Truth]:
         known = list(self._invariants.requests.values())[-100:]
@@ -155,7 +162,7 @@ class Costs:
             launch.degenerate_jobs.add(record.job)
             limit = policy.degenerate_outputs_before_restart or math.inf
             if len(launch.degenerate_jobs) >= limit:
-                self._expect_end(truth.epoch, f"nonsense of {launch.degenerate_jobs}")
+                self._expect_restart(truth.epoch, f"nonsense of {launch.degenerate_jobs}")
         elif completed:
             launch.disconnected = 0
             launch.jobs_with_errors.clear()
@@ -166,7 +173,7 @@ class Costs:
         elif reason in _TRANSPORT:
             launch.disconnected += 1
             if launch.disconnected >= policy.transport_failures_before_restart:
-                self._expect_end(truth.epoch, f"{launch.disconnected} broken connections")
+                self._expect_restart(truth.epoch, f"{launch.disconnected} broken connections")
             self._expect_look(truth)
         elif reason in _ANSWERED:
             launch.disconnected = 0
@@ -174,7 +181,7 @@ class Costs:
             if status is not None and 500 <= status <= 599:
                 launch.jobs_with_errors.add(record.job)
             if len(launch.jobs_with_errors) >= policy.server_errors_before_restart:
-                self._expect_end(truth.epoch, f"errors in {launch.jobs_with_errors}")
+                self._expect_restart(truth.epoch, f"errors in {launch.jobs_with_errors}")
 
     def _expect_look(self, truth: Truth) -> None:
         """Behind a broken connection the server is probed at once: where it does not answer, it is
@@ -218,16 +225,7 @@ class Costs:
 
     # ------------------------------------------------------------
 
-    def _expect_restart(self, truth: Truth, stalled: Stalled, why: str) -> None:
-        """Unless the request has ended in another way."""
-        reason = stalled.verdict.reason
-        self._expect_end(
-            stalled.epoch,
-            f"the verdict on request {truth.request_id}, which {why}",
-            lambda: truth.record is not None and truth.record.result["fail_reason"] != reason,
-        )
-
-    def _expect_end(
+    def _expect_restart(
         self, epoch: int, cause: str, unless: Callable[[], bool] = lambda: False
     ) -> None:
         def is_over() -> bool:
@@ -237,6 +235,6 @@ class Costs:
         what = f"launch {epoch} is over, by {cause}"
         self._invariants.expect(Promise.HUNG_OR_SLOW, _LAG_S, what, is_over)
 
-    def _fail(self, stalled: Stalled, what: str) -> None:
-        detail = f"request {stalled.request_id} {what}: {stalled.verdict.detail}"
+    def _fail(self, given_up: GivenUp, what: str) -> None:
+        detail = f"request {given_up.request_id} {what}: {given_up.verdict.detail}"
         raise Promise.HUNG_OR_SLOW(detail)

@@ -267,7 +267,7 @@ class Invariants:
         if type(message) is Unkillable:
             self._signals.called_unkillable(message.epoch)
         elif type(message) is Stalled and self._scheduler.serving is not None:
-            self._costs.given_up(message)
+            self._costs.stalled(message)
         elif type(message) is RequestEnded:
             truth = self.requests.get(message.record.request_id)
             if truth is not None and truth.decided is None:

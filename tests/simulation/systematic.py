@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llama_worker.server.blame import Verdict
-from llama_worker.server.messages import Stalled
+from llama_worker.server.messages import GivenUp, Stalled
 from llama_worker.types.request import RequestFailReason
 from llama_worker.types.worker import WorkerState
 from tests.simulation.dice import Dice
@@ -162,9 +162,8 @@ def _stall(world: World) -> None:
     epoch = world.invariants.lifecycle.epoch
     world.invariants.fault(KINDS["livelock"], epoch=epoch)
     verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if")
-    world.actor.actor_ref.tell(
-        Stalled(epoch=epoch, request_id=request_id, verdict=verdict, restarts_server=True)
-    )
+    given_up = GivenUp(request_id=request_id, verdict=verdict, restarts_server=True)
+    world.actor.actor_ref.tell(Stalled(epoch=epoch, given_up=(given_up,)))
 
 
 def _result(world: World) -> None:

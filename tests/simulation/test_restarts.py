@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llama_worker import RequestFailed, WorkerStartError
+from llama_worker.server.blame import Verdict
+from llama_worker.server.messages import GivenUp, Stalled
 from llama_worker.server.pace import PACE_MIN_S
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import StartFailReason, WorkerState
@@ -12,6 +14,7 @@ from tests.simulation.bench import quiet_bench, ready_bench
 from tests.simulation.server import Reply
 
 A_PROMPT = Reply(prompt_tokens=4000, text_tokens=20, step_tokens=1)
+A_TEXT = Reply(prompt_tokens=10, text_tokens=9000, step_tokens=1)
 FOUND_S = 4 * PACE_MIN_S  # a fraction of `silent_work_timeout_s`
 
 
@@ -30,6 +33,33 @@ def test_a_call_beside_a_launch_without_threads(call: str) -> None:
             assert called.get(timeout=0) is None
         bench.machine.lacks_threads = False
         assert bench.answer(worker.start())["state"] is WorkerState.READY
+
+
+def test_requests_of_a_dead_server_keep_their_own_reason() -> None:
+    with ready_bench(reply=A_TEXT) as (bench, scheduler, worker):
+        for job in ("one", "two"):
+            worker.submit(job, "", "a short prompt")
+        ended = [worker.result(request_id) for request_id in (1, 2)]
+        scheduler.run_for(5.0)
+        bench.server.freeze(spins=False)
+        reasons = [bench.answer(each, 600.0)["fail_reason"] for each in ended]
+        assert reasons == [RequestFailReason.STALL_TIMEOUT] * 2
+        assert bench.answer(worker.get_worker_status())["restart_count"] == 1
+
+
+@pytest.mark.parametrize(("given_up", "restarts"), [((1, 2), 1), ((2, 1), 1), ((2,), 0)])
+def test_who_has_ended_meanwhile_restarts_nothing(given_up: tuple[int, ...], restarts: int) -> None:
+    with ready_bench(reply=A_PROMPT) as (bench, scheduler, worker):
+        worker.submit("one", "", "a long prompt")
+        worker.submit("two", "", "a long prompt")
+        assert bench.answer(worker.cancel(2))
+        verdict = Verdict(reason=RequestFailReason.STALL_TIMEOUT, detail="as if")
+        stalled = tuple(
+            GivenUp(request_id=each, verdict=verdict, restarts_server=True) for each in given_up
+        )
+        bench.actor.actor_ref.tell(Stalled(epoch=1, given_up=stalled))
+        scheduler.run_for(60.0)
+        assert bench.answer(worker.get_worker_status())["restart_count"] == restarts
 
 
 def test_what_was_learnt_outlives_a_launch() -> None:

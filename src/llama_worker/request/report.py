@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from msgspec import Struct, field
 
-from llama_worker.clock import ToUnix, latest
+from llama_worker.clock import ToUnix, earliest, latest
 from llama_worker.request.ending import Outcome, failed
 from llama_worker.request.output import Output
 from llama_worker.request.progress import Progress, TurnProgress
@@ -131,9 +131,9 @@ def build_status(
         "fail_reason": None,
         "tokens_received": totals.tokens + (0 if turn.is_over else turn.tokens),
     }
-    first = turn.first_token_at if totals.first_token_at is None else totals.first_token_at
-    if first is not None:
-        status["first_token_at"] = first + totals.created_offset
+    first_token_at = earliest(totals.first_token_at, turn.first_token_at)
+    if first_token_at is not None:
+        status["first_token_at"] = first_token_at + totals.created_offset
     instants = {
         "last_progress_at": latest(totals.data_at, progress.data_at, totals.work_seen_at),
         "last_stream_byte_at": latest(turn.last_stream_byte_at, totals.stream_byte_at),

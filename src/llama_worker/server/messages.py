@@ -130,13 +130,20 @@ class GpuFaulted(Struct, frozen=True, kw_only=True):
     fault: GpuFault
 
 
-class Stalled(Struct, frozen=True, kw_only=True):
+class GivenUp(Struct, frozen=True, kw_only=True):
     """The watchdog gave up one request in flight."""
 
-    epoch: int
     request_id: int
     verdict: Verdict
     restarts_server: bool  # else the request ends alone
+
+
+class Stalled(Struct, frozen=True, kw_only=True):
+    """All requests that the watchdog gave up at once: each ends for its own reason before the
+    server is restarted."""
+
+    epoch: int
+    given_up: tuple[GivenUp, ...]
 
 
 class Observed(Struct, frozen=True, kw_only=True):

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from llama_worker.clock import latest
 from llama_worker.config.profiles import TimeoutProfile
 from llama_worker.request.progress import Batch, Progress, newest
 from llama_worker.request.table import RequestRecord
 from llama_worker.server.blame import Verdict, VerdictHistory, is_busy
-from llama_worker.server.messages import EvidenceSeen, Stalled
+from llama_worker.server.messages import EvidenceSeen, GivenUp
 from llama_worker.server.pace import Pace
 from llama_worker.server.slot_verdicts import SlotMoves, SlotsRound
 from llama_worker.server.slots import SILENT_S, SlotsLook, SlotsWatch
@@ -28,11 +26,9 @@ ENDED_ID = 0  # stands for all ended requests; no request has this id
 
 
 class RequestWatch:
-    """Watches the requests of launch `epoch`. `batch_tokens`: see `ServerWatch`."""
+    """Watches the requests of one launch. `batch_tokens`: see `ServerWatch`."""
 
-    def __init__(
-        self, profile: TimeoutProfile, epoch: int, *, batch_tokens: int | None = None
-    ) -> None:
+    def __init__(self, profile: TimeoutProfile, *, batch_tokens: int | None = None) -> None:
         self.pace = Pace()  # learnt in all launches so far, which share one configuration
         self.ids: set[int] = set()  # ids of the requests in flight
         self.progress: dict[int, Progress] = {}  # by id: the latest report
@@ -45,7 +41,6 @@ class RequestWatch:
         self.takes_media = False  # the model does, so that another client may have sent some
         # when the latest readiness probe began that was answered within `LOOK_TIMEOUT_S`
         self.probe_answered_at: float | None = None
-        self._epoch = epoch
         self._profile = profile
         self._batch_tokens = batch_tokens
         self._is_cold = True  # nothing was computed in this launch so far
@@ -77,7 +72,7 @@ class RequestWatch:
         self.liveness_at = None
         return True
 
-    def end(self, record: RequestRecord, now: float) -> list[Stalled]:
+    def end(self, record: RequestRecord, now: float) -> list[GivenUp]:
         """A request has ended; returns the verdicts that waited only for its answer."""
         request_id = record.request_id
         if request_id not in self.ids:
@@ -143,7 +138,7 @@ class RequestWatch:
         """Drop the answers of the current round, which are outdated."""
         self._unanswered, self._answered = set(), []
 
-    def begin_round(self, now: float) -> list[Stalled]:
+    def begin_round(self, now: float) -> list[GivenUp]:
         """Begin a round, in which every request is asked; returns the verdicts of the round before
         if a request has not answered it."""
         given_up = self._judge_answered(now)
@@ -152,7 +147,7 @@ class RequestWatch:
 
     def record_progress(
         self, progress: Progress, now: float, *, for_verdict: bool
-    ) -> list[Stalled]:
+    ) -> list[GivenUp]:
         """Record a request's progress; returns the verdicts if it was the last to answer."""
         request_id = progress.request_id
         if request_id not in self.ids:
@@ -179,10 +174,10 @@ class RequestWatch:
 
     # ------------------------------------------------------------ verdicts
 
-    def _judge_if_all_answered(self, now: float) -> list[Stalled]:
+    def _judge_if_all_answered(self, now: float) -> list[GivenUp]:
         return [] if self._unanswered else self._judge_answered(now)
 
-    def _judge_answered(self, now: float) -> list[Stalled]:
+    def _judge_answered(self, now: float) -> list[GivenUp]:
         reports = [self.progress[each] for each in self._answered if each in self.progress]
         self.drop_answers()
         if not reports:
@@ -192,9 +187,6 @@ class RequestWatch:
             for progress in reports
             if (verdict := self._judge(progress, reports, now)) is not None
         ]
-        # Only the last one restarts the server: by then each has its own reason.
-        given_up.sort(key=lambda each: each.restarts_server)
-        given_up[:-1] = [replace(each, restarts_server=False) for each in given_up[:-1]]
         if self.slots.complete:
             self.slots.end_round(now)
         if any(self._is_looked_at(progress, now) for progress in reports):
@@ -203,7 +195,7 @@ class RequestWatch:
             self.slots.stop_looking()
         return given_up
 
-    def _give_up(self, request_id: int, verdict: Verdict, now: float) -> Stalled:
+    def _give_up(self, request_id: int, verdict: Verdict, now: float) -> GivenUp:
         others_data_at = self.data_of_others(request_id)
         self._history, restarts = self._history.judge(
             request_id,
@@ -211,9 +203,7 @@ class RequestWatch:
             other_is_served=is_busy(others_data_at, profile=self._profile, now=now),
             newest_request_id=max(self.ids),
         )
-        return Stalled(
-            epoch=self._epoch, request_id=request_id, verdict=verdict, restarts_server=restarts
-        )
+        return GivenUp(request_id=request_id, verdict=verdict, restarts_server=restarts)
 
     def _judge(self, progress: Progress, reports: Sequence[Progress], now: float) -> Verdict | None:
         is_looked_at, slots = self._is_looked_at(progress, now), self.slots

@@ -69,7 +69,7 @@ class ServerWatch:
         self._look_at: float | None = None
         self._probe_at: float | None = None
         self._probes = health.ReadinessProbes()
-        self._requests = RequestWatch(profile, epoch, batch_tokens=batch_tokens)
+        self._requests = RequestWatch(profile, batch_tokens=batch_tokens)
         self._watched_since: float | None = None  # when watching began; None after its first look
         self._activity: dict[int, str] = {}  # by liveness probe: its latest detail
 
@@ -339,9 +339,10 @@ class ServerWatch:
             at = self._requests.liveness_at
             self._effects.append(messages.AskForProgress(liveness_at=at, for_verdict=for_verdict))
 
-    def _give_up(self, given_up: list[messages.Stalled], now: float) -> None:
-        for stalled in given_up:
+    def _give_up(self, given_up: list[messages.GivenUp], now: float) -> None:
+        if given_up:
             self._report_observed(now)
+            stalled = messages.Stalled(epoch=self._epoch, given_up=tuple(given_up))
             self._effects.append(stalled)
 
     def _report_observed(self, now: float) -> None:

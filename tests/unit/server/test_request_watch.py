@@ -22,7 +22,7 @@ ABORTED: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITI
 
 
 def watch_of(*request_ids: int, profile: TimeoutProfile = AT_ONCE) -> RequestWatch:
-    watch = RequestWatch(profile, epoch=1)
+    watch = RequestWatch(profile)
     for request_id in request_ids:
         watch.begin(request_id)
     return watch

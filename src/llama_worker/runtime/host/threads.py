@@ -205,9 +205,10 @@ def _is_handled_here(record: logging.LogRecord) -> bool:
     return False
 
 
-for _name in ("", ".futures", ".ray", ".responses", ".timers"):
-    logging.getLogger(f"llama_worker{_name}").addFilter(_is_handled_here)
-for _name in ("asyncio", "pykka", "py.warnings"):  # what they say on our threads
+for _name in (
+    *("llama_worker", "llama_worker.futures", "llama_worker.ray"),
+    *("llama_worker.responses", "llama_worker.timers", "asyncio", "pykka", "py.warnings"),
+):
     logging.getLogger(_name).addFilter(_is_handled_here)
 # A line for every record of a stream says nothing, and would displace the others.
 logging.getLogger("sseclient").addFilter(lambda _: not _is_on_our_thread())
