@@ -51,7 +51,7 @@ def test_a_forked_process_is_given_another_port() -> None:
 
 
 _FORKS_MEANWHILE = f"""{FORK_A_CHILD}
-import socket, sys
+import socket, sys, time
 from llama_worker.runtime.process.free_port import addresses_of, can_listen
 port, bind, children, threads = int(sys.argv[1]), socket.socket.bind, [], []
 def bind_and_fork(probe, address):
@@ -61,7 +61,14 @@ socket.socket.bind = bind_and_fork
 can_listen(addresses_of("127.0.0.1", port))
 threads[0].join()
 try:
-    bind(socket.socket(), ("127.0.0.1", port))
+    for tries_left in reversed(range(300)):  # the child lives for longer
+        try:
+            bind(socket.socket(), ("127.0.0.1", port))
+            break
+        except OSError:
+            if not tries_left:
+                raise
+            time.sleep(0.1)  # another process may just look whether the port is free
 finally:
     os.kill(children[0], signal.SIGKILL)
 """
