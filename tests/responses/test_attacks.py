@@ -295,6 +295,20 @@ def test_a_forked_child_keeps_no_socket(fake: Client) -> None:
             assert os.waitpid(child, 0)[1] == 0
 
 
+def test_a_copy_of_a_connection_in_a_forked_child_changes_nothing() -> None:
+    """As of a fork between the accept and the client's entry."""
+    with listening(lambda request, client: None) as (listener, connect):
+        client = connect()
+        client.sendall(request_bytes("/health", port=listener.port))
+        listener._handle_events()
+        (accepted,) = listener._clients.values()
+        copy = accepted.socket.dup()
+        with copy:
+            listener._handle_events()  # its reply broke off
+            assert client.recv(1) == b""
+            assert listener._epoll.poll(0) == []
+
+
 def test_forked_child_waits_for_no_parent_thread() -> None:
     config = ResponsesProxyConfig(upstream=f"http://{HOST}:1")
     with contextlib.closing(ResponsesProxy(config)) as proxy:

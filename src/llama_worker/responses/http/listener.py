@@ -264,7 +264,11 @@ class SocketListener:
     def _drop(self, client: Client) -> None:
         self._stop_waiting(client)
         del self._clients[client.socket.fileno()]
-        client.socket.close()  # this also removes it from epoll
+        # a child that was forked just after the accept has a copy, which would stay in epoll, and
+        # keep the connection open
+        self._epoll.unregister(client.socket)
+        client.cut()
+        client.socket.close()
 
     # ------------------------------------------------------------ requests
 
@@ -316,6 +320,7 @@ class SocketListener:
 
     def _close(self) -> None:
         self._epoll.unregister(self._socket)
+        self._socket.shutdown(socket.SHUT_RDWR)  # for a forked child's copy, too
         self._socket.close()
         for client in tuple(self._waiting_clients):
             self._drop(client)
