@@ -18,8 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pykka
 import pytest
 
+from llama_worker.responses import proxy as proxy_module
+from llama_worker.responses.actor import ResponsesProxyActor
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.http import listener
 from llama_worker.responses.http.client import Client as ProxyClient
@@ -307,6 +310,35 @@ def test_a_copy_of_a_connection_in_a_forked_child_changes_nothing() -> None:
             listener._handle_events()  # its reply broke off
             assert client.recv(1) == b""
             assert listener._epoll.poll(0) == []
+
+
+def test_start_and_close_beside_a_close_that_ends_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their orders come to an actor that reads no more."""
+    is_ending, go_on = threading.Event(), threading.Event()
+    unregister = pykka.ActorRegistry.unregister
+
+    def unregister_later(actor: pykka.ActorRef[Any]) -> None:
+        if actor.actor_class is ResponsesProxyActor:
+            is_ending.set()
+            go_on.wait(WAIT_S)
+        unregister(actor)
+
+    monkeypatch.setattr(pykka.ActorRegistry, "unregister", unregister_later)
+    monkeypatch.setattr(proxy_module, "_STOP_S", 10 * WAIT_S)
+    closed = ResponsesProxy(ResponsesProxyConfig(upstream=f"http://{HOST}:1"))
+    closing = [threading.Thread(target=closed.close, daemon=True) for _ in range(2)]
+    closing[0].start()
+    assert is_ending.wait(WAIT_S)
+    port = closed.start()
+    closing[1].start()
+    go_on.set()
+    for thread in closing:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        port.get(timeout=WAIT_S)
 
 
 def test_forked_child_waits_for_no_parent_thread() -> None:

@@ -77,6 +77,7 @@ class ResponsesProxy(Startable):
             watch = self._upstream = Ref(actor)
         upstream = Upstream(endpoint=endpoint, watch=watch, restarts=worker is not None)
         self._port: WorkerFuture[int] = WorkerFuture()
+        self._stopped: WorkerFuture[None] = WorkerFuture()
         self.actor_ref: pykka.ActorRef[Any]
         try:
             self.actor_ref = ResponsesProxyActor.start(self._live, config, upstream)
@@ -114,11 +115,12 @@ class ResponsesProxy(Startable):
         """Cut running requests and stop listening. Blocks until no request runs; idempotent."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads
-        future: WorkerFuture[None] = WorkerFuture()
-        if self._ref.tell(StopListening(reply=future)):
+        if self._ref.tell(StopListening(reply=self._stopped)):
             with contextlib.suppress(pykka.Timeout):  # the actor has crashed
-                future.get(timeout=_STOP_S)
+                self._stopped.get(timeout=_STOP_S)
             self._ref.stop()
         if self._upstream is not None:
             self._upstream.stop()
         self._live.wait(_LEAVE_S)
+        # no effect if it is resolved; else the order came too late for the actor
+        self._port.fail(RuntimeError("the proxy is closed"))
