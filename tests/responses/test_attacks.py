@@ -341,6 +341,22 @@ def test_start_and_close_beside_a_close_that_ends_are_answered(
         port.get(timeout=WAIT_S)
 
 
+def test_a_close_on_the_listeners_thread_does_not_wait_for_itself(
+    fake: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a finalizer of the host's that the collector runs there."""
+    monkeypatch.setattr(proxy_module, "_STOP_S", 10 * WAIT_S)
+    returned = threading.Event()
+
+    def accept(self: SocketListener) -> None:
+        fake.proxy.close()
+        returned.set()
+
+    monkeypatch.setattr(SocketListener, "_accept", accept)
+    with fake.dial(b""):
+        assert returned.wait(WAIT_S)
+
+
 def test_forked_child_waits_for_no_parent_thread() -> None:
     config = ResponsesProxyConfig(upstream=f"http://{HOST}:1")
     with contextlib.closing(ResponsesProxy(config)) as proxy:

@@ -21,7 +21,7 @@ from llama_worker.responses.app import ResponsesApp
 from llama_worker.responses.config import ResponsesProxyConfig
 from llama_worker.responses.exchange import Upstream
 from llama_worker.responses.http.listener import SocketListener
-from llama_worker.runtime.host.threads import start_thread
+from llama_worker.runtime.host.threads import never_block_this_thread, start_thread
 from llama_worker.runtime.real import RealHost
 
 _logger = logging.getLogger("llama_worker.responses")
@@ -91,6 +91,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
 
     def _listen(self, me: Ref[messages.ProxyMessage], port: Reply[int]) -> None:
         """Runs on the listener's thread; the threads that it starts are daemons like itself."""
+        never_block_this_thread()
         try:
             app = ResponsesApp(self._config, me, self._upstream)
             listener = SocketListener(self._config, app.serve)  # which binds the port
