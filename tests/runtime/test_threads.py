@@ -38,6 +38,18 @@ def made_by(run: Callable[[Callable[[], object]], None]) -> int:
     return idents.get(timeout=WAIT_S)
 
 
+def test_a_retry_that_comes_at_once_starts_the_callback_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that sets the retry may be preempted until it is due."""
+    lack = RuntimeError("can't start new thread")
+    monkeypatch.setattr(threads, "start_thread", Mock(side_effect=[lack, lack, thread := Mock()]))
+    monkeypatch.setattr(threads, "call_at", lambda _, retry: retry())
+    callbacks = threads._CallbackThread()
+    callbacks.start()
+    assert callbacks.thread is thread
+
+
 # ---------------------------------------------------------------- spare threads
 
 

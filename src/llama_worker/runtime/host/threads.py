@@ -108,16 +108,17 @@ class _CallbackThread:
                 if self.thread is None:
                     self.thread = start_thread(self._name, self._run)
             except RuntimeError:  # or the host exits (3.12 on); an actor must not die of it
-                self._start_later()
+                if not self._retry_is_set:
+                    log_exception(
+                        _callbacks_logger,
+                        f"cannot start the thread {self._name}; retrying every {_RETRY_S:g} s",
+                    )
             finally:
                 self._starting.release()
+            if self.thread is None:  # without the lock, which the retry needs
+                self._start_later()
 
     def _start_later(self) -> None:
-        if not self._retry_is_set:
-            log_exception(
-                _callbacks_logger,
-                f"cannot start the thread {self._name}; retrying every {_RETRY_S:g} s",
-            )
         self._retry_is_set = False
         with contextlib.suppress(RuntimeError):  # the timers have no thread, either
             call_at(now() + _RETRY_S, self._start)
