@@ -228,7 +228,8 @@ class Hunter:
             for name in (FIXED,) if self._simulator_only else TESTS:
                 where = TESTS[name]
                 paths = sorted(filter(re.compile(where).match, self._tree.paths))
-                in_parallel = ("--numprocesses", str(jobs)) if name == UNIT and jobs > 1 else ()
+                is_alone = name == IN_REAL_TIME or jobs == 1
+                in_parallel = () if is_alone else ("--numprocesses", str(jobs))
                 if files := [each for each in paths if "/test_" in each]:
                     everything.append(_of_tests(name, files, *COVERED, *in_parallel))
         holds = True
