@@ -39,6 +39,8 @@ _LINKS = 0x85EBCA6B27D4EB2F
 _KINDS = 0xC2B2AE3D27D4EB4F
 _QUEUES = 0x9E3779B97F4A7C15
 _MODELS = 0xD6E8FEB86659FD93
+_SHORT_ONES = 0xA0761D6478BD642F
+_SHORT_ONES_COUNT = 30
 _SHORT_BATCH_S = 100.0  # such a batch passes for no livelock, however short earlier ones were
 _LONGEST_INFILL_S = 100.0  # chats wait for it, whatever they wait for
 
@@ -75,6 +77,8 @@ class Case(Bench):
         self.for_kinds = Dice(seed ^ _KINDS)
         self.for_queues = Dice(seed ^ _QUEUES)
         models = Dice(seed ^ _MODELS)
+        self.for_short_ones = Dice(seed ^ _SHORT_ONES)
+        self.short_ones_come = self.for_short_ones.chance(0.1)  # all the time
         takes_media = models.chance(0.5)
         build = replace(build, drafts=self.for_media.chance(0.05), takes_media=takes_media)
         if build.cpu_shows:
@@ -105,6 +109,7 @@ class Case(Bench):
         self.exchanges: list[Exchange] = []  # ended ones too
         self.machine.on_exchange = self.exchanges.append
         self.to_come = 0
+        self._short_ones_left = _SHORT_ONES_COUNT
         self._draws_images = self.for_media.chance(0.05)
         self.has_images = False  # which take as long as they take
         self.was_halted = False  # a batch that took the machine's sleep, too, passes for a long one
@@ -229,10 +234,20 @@ class Case(Bench):
         self.to_come = 1 + dice.below(2 * self.config.slots)
         for _ in range(self.to_come):
             self.later(dice.log_between(0.01, 300.0), self._submit)
+        if self.short_ones_come:
+            self.to_come += _SHORT_ONES_COUNT
+            self._ask_shortly()
         for _ in range(dice.below(4)):
             self.later(dice.log_between(1.0, 1000.0), self._oddity)
         if self.wedge is not None:
             self.later(dice.log_between(0.1, 300.0), self._strike)
+
+    def _ask_shortly(self) -> None:
+        """One of many, whose answers take a second."""
+        self._submit()
+        self._short_ones_left -= 1
+        if self._short_ones_left:
+            self.later(self.for_short_ones.log_between(0.1, 60.0), self._ask_shortly)
 
     def _submit(self) -> None:
         self.to_come -= 1
@@ -386,7 +401,11 @@ class Case(Bench):
             longest_s = 1000.0 if build.shows_slots else _LONGEST_INFILL_S
             longest_tokens = int(longest_s * build.decode_tokens_per_s)
             reply.text_tokens = min(reply.text_tokens, max(1, longest_tokens))
-        if holds_back:
+        is_short = self.short_ones_come and request_id < FOREIGN and self.for_short_ones.chance(0.8)
+        if is_short:
+            reply.prompt_tokens = min(reply.prompt_tokens, 40)
+            reply.text_tokens = max(1, int(build.decode_tokens_per_s))
+        elif holds_back:
             reply.twist, reply.twist_at = "held back", 1 + dice.below(reply.text_tokens)
         return reply
 

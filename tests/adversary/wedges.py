@@ -130,7 +130,8 @@ def dead_stream(case: Case, targets: list[Exchange]) -> None:
     """One slot stands still, the others go on."""
     target = case.dice.choice(targets)
     target.dead = True
-    if target.decoded and not case.build.shows_slots:
+    is_known = case.short_ones_come and not (case.has_strangers or case.build.takes_media)
+    if target.decoded and (is_known or not case.build.shows_slots):
         case.later(ALONE_S, partial(_promise_alone, case, target, case.scheduler.now))
     others = case.server.busy
     step_s = sum(each.reply.step_tokens for each in others) / case.build.decode_tokens_per_s
@@ -140,7 +141,7 @@ def dead_stream(case: Case, targets: list[Exchange]) -> None:
 
 
 def _promise_alone(case: Case, target: Exchange, struck_at: float) -> None:
-    """Where others receive data all the time, and no slot shows whose work it is."""
+    """Where others receive data all the time, and no slot shows it to be at work."""
     others = (each for each in case.exchanges if each is not target and each.request_id < FOREIGN)
     lost_s = case.scheduler.now - case.scheduler.host_time
     since = struck_at + IDLE_S

@@ -44,7 +44,7 @@ LIMITS = (
 )
 
 
-NOTHING_MOVED = SlotSigns(answered_last_look=True, shows_prompt_progress=True, shows_all=True)
+NOTHING_MOVED = SlotSigns(shows_prompt_progress=True, shows_all=True)
 
 
 def judge(

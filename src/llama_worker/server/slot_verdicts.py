@@ -11,13 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from msgspec.structs import replace
 
 from llama_worker.request.progress import Progress, newest
 from llama_worker.server.blame import Verdict
 from llama_worker.server.pace import Pace
-from llama_worker.server.slots import Slot, SlotsLook, moved, moved_every_time
+from llama_worker.server.slots import Slot, SlotsLook, moved, moved_between, moved_every_time
 from llama_worker.server.timeouts import describe
 from llama_worker.types.request import RequestFailReason, RequestPhase
 
@@ -42,6 +43,7 @@ class SlotsRound:
     looks: Sequence[SlotsLook]
     suspect: Progress
     others: Sequence[Progress]  # the other requests in flight, as they are now
+    others_data_at: float | None  # when another request received data, also one that has ended
     # For `suspect_after_s`, no request (ended ones included) received data, no slot was seen to
     # move, and nothing was read from disk.
     all_are_silent: bool
@@ -81,14 +83,19 @@ class SlotsRound:
         return SlotMoves() if may_be_its and len(moving) > len(self._other_candidates) else None
 
     def _is_lost(self) -> bool:
-        """At every look, other requests account for each slot that works, and one slot is idle.
+        """Other requests account for each slot that may work on it.
 
-        A request without headers may still be on its way to a slot of a server that serves no other
-        (one that loads its model on demand), or its media is being decoded: it is lost only if
-        others are served and it has no media, or if it has waited for `silent_work_timeout_s`. One
-        that picks its slots may wait for them until its first data, and others behind it in the
-        queue.
+        One that had a slot keeps it to its end. One that may have had none is lost if a slot is
+        idle at every look. Without headers it may still be on its way to a slot of a server that
+        serves no other (one that loads its model on demand), or its media is being decoded: it is
+        lost only if others are served and it has no media, or if it has waited for
+        `silent_work_timeout_s`. One that picks its slots may wait for them until its first data,
+        and others behind it in the queue.
         """
+        if self.suspect.phase is _GENERATING or self.suspect.prompt_progress_at is not None:
+            # what a slot ended before the look before the last would have come by now
+            lasting = sum(_works_on_one_task(track[:-1]) for track in self._tracks)
+            return lasting <= len(self._served)
         if self._anybody_picks_slots:
             return False
         others_use_the_rest = all(
@@ -102,6 +109,11 @@ class SlotsRound:
         is_overdue = limit_s is not None and self.now - self.suspect.heard_at >= limit_s
         would_have_slot = is_overdue or (bool(self._served) and not self.suspect.may_encode)
         return self._one_is_idle and others_use_the_rest and (has_headers or would_have_slot)
+
+    @property
+    def _moves_every_time(self) -> bool:
+        """Whether some slot, not always the same, moved between every two looks."""
+        return all(moved_between(look, following) for look, following in pairwise(self.looks))
 
     @property
     def _one_is_idle(self) -> bool:
@@ -163,22 +175,38 @@ class SlotsRound:
     def _may_wait_for_media(self) -> bool:
         """A slot that reads a prompt moves, perhaps with each of its images or sounds: they are
         encoded one after the other, and nothing else has a turn meanwhile (b11434)."""
-        reads = any(moved(track) and not track[-1].decoded_tokens for track in self._tracks)
+        reads = any(
+            moved(track) and track[-1].is_processing and not track[-1].decoded_tokens
+            for track in self._tracks
+        )
         return self.may_encode and reads
 
     def _is_stalled_alone(self) -> bool:
-        """Another slot moves at every interval, one that may be the request's never does, and other
-        requests account for those that may be the request's and moved; and for all that moved: a
-        client's task of another kind, such as `/infill`, is not computed beside the request's."""
-        if not any(moved_every_time(track) for track in self._tracks):
-            return False
-        if sum(map(moved, self._tracks)) > sum(other.is_served for other in self.others):
+        """The server computes what is the request's turn, too; one slot that may be the request's
+        never moves, and other requests account for those that may be and moved."""
+        if not (self._others_get_tokens or self._others_account_for_all_moves):
             return False
         if any(track[0].may_progress_unseen for track in self._tracks):
             return False
         its = [track for track in self._tracks if self._matches_task_and_phase(track)]
         moving = [track for track in its if moved(track)]
         return len(moving) < len(its) and len(moving) <= len(self._other_candidates)
+
+    @property
+    def _others_get_tokens(self) -> bool:
+        """Every batch that gives another request something gives each that generates a token
+        (b11434). What came after the second look was not computed before the first."""
+        at = self.others_data_at
+        is_recent = at is not None and at > self.looks[1].asked_at
+        return self.suspect.phase is _GENERATING and is_recent and self._moves_every_time
+
+    @property
+    def _others_account_for_all_moves(self) -> bool:
+        """A slot moves at every interval, and other requests account for each that moved: another
+        client's `/infill`, say, is not computed beside the request's."""
+        moved_count = sum(map(moved, self._tracks))
+        goes_on = any(map(moved_every_time, self._tracks))
+        return goes_on and moved_count <= sum(other.is_served for other in self.others)
 
     @cached_property
     def _tracks(self) -> list[tuple[Slot, ...]]:
@@ -202,10 +230,8 @@ class SlotsRound:
     def _has_one_task(self, track: tuple[Slot, ...]) -> bool:
         """Whether the slot worked on one task at every look; on one that has generated something,
         if the suspect has."""
-        is_one = (
-            all(slot.is_processing for slot in track) and len({slot.task for slot in track}) == 1
-        )
-        return is_one and (self.suspect.phase is not _GENERATING or track[0].decoded_tokens > 0)
+        has_begun = self.suspect.phase is not _GENERATING or track[0].decoded_tokens > 0
+        return has_begun and _works_on_one_task(track)
 
     def _matches_task(self, track: tuple[Slot, ...]) -> bool:
         """Whether the slot had one task (`_has_one_task`), and has generated no less than the
@@ -266,6 +292,10 @@ class SlotsRound:
         slots = ", ".join(_shown(slot) for slot in self.looks[-1].slots)
         heard = describe(self.suspect, liveness_at=self.liveness_at, now=self.now)
         return Verdict(reason=reason, detail=f"{what}; slots: {slots}; {heard}", alone=alone)
+
+
+def _works_on_one_task(track: Sequence[Slot]) -> bool:
+    return all(slot.is_processing for slot in track) and len({slot.task for slot in track}) == 1
 
 
 def _may_read(track: Sequence[Slot]) -> bool:

@@ -37,7 +37,6 @@ class SlotSigns(Struct, frozen=True, kw_only=True):
     any_moved_at: float | None = None  # when any slot of the server moved
     # the same, if that may hold up a request of which nothing was heard
     held_up_at: float | None = None
-    answered_last_look: bool = False  # `/slots` answered the latest look
     shows_prompt_progress: bool = False  # and shows how far each slot has read its prompt
     # a round of looks has just ended that leaves out nothing the server might do for a request
     shows_all: bool = False
@@ -199,7 +198,7 @@ class _Limits:
     def _no_data_beside_others(self, since: float) -> Iterator[_Limit]:
         """A generating request gets a token with every batch, however long another's prompt is."""
         idle_s = self._profile.idle_stream_timeout_s
-        if self._slots.answered_last_look or idle_s is None or self._any_data_at - since < idle_s:
+        if idle_s is None or self._any_data_at - since < idle_s:
             return
         setting, reason = "idle_stream_timeout_s", RequestFailReason.STALL_TIMEOUT
         what, multiple = "no data while other requests receive data,", STALLED_ALONE_MULTIPLE

@@ -68,12 +68,14 @@ def judge(
     still_s: float = NOW - 100.0,
     pace: Pace | None = None,
     is_cold: bool = False,
+    ended_at: float = 0.0,  # the latest data of those that have ended
 ) -> Any:
     silent = all((other.data_at or 0.0) < 50.0 for other in others)
     times: Any = {"unchanged_since": NOW - still_s, "liveness_at": NOW - 7, "now": NOW}
     times |= {"pace": pace or Pace(), "is_cold": is_cold, "all_are_silent": silent}
     times |= {"all_stood_still": still_s >= 60.0, "batch_tokens": BATCH_TOKENS}
     times |= {"silent_work_timeout_s": 1200.0}
+    times |= {"others_data_at": max([ended_at, *(other.data_at or 0.0 for other in others)])}
     times |= {"may_encode": any(each.may_encode for each in (suspect, *others))}
     return SlotsRound(looks=seen, suspect=suspect, others=others, **times).judge()
 
@@ -131,6 +133,41 @@ def test_a_wedge_is_found_in_one_round(
     assert found.counts_against_server is not may_queue
     assert "request 1 in phase" in found.detail
     assert "last sign of work 7.0 s ago" in found.detail
+
+
+BESIDE_SHORT_ONES = [CHANGES_TASKS, [*IDLE[:2], *MOVES[:2]]]
+
+
+@cases(
+    "stuck, suspect, ended_at, reason",
+    {
+        "a dead slot": (STUCK, WRITES, 102.1, STALL),
+        "the same, and what ended may have been computed before": (STUCK, WRITES, 102.0, None),
+        "a dead slot in prefill": (IN_A_BATCH, REPORTED, 105.0, None),
+        "no slot": (IDLE, WRITES, 102.0, LOST),
+        "no slot, lost in prefill": (IDLE, REPORTED, 102.0, LOST),
+        "it may never have had a slot": (IDLE, IN_PREFILL, 102.0, None),
+        "its slot ended just now": ([*STUCK[:3], IDLE[3]], WRITES, 102.0, None),
+        "its slot ended before": ([*STUCK[:2], *IDLE[2:]], WRITES, 102.0, LOST),
+    },
+)
+def test_short_requests_hide_no_wedge(
+    stuck: Track, suspect: Progress, ended_at: float, reason: RequestFailReason | None
+) -> None:
+    found = judge(looks(stuck, *BESIDE_SHORT_ONES), suspect, ended_at=ended_at)
+    assert (found.reason if isinstance(found, Verdict) else None) is reason
+
+
+def test_another_clients_kind_of_task_holds_up_what_others_got_before() -> None:
+    assert not isinstance(judge(looks(STUCK, MOVES_AT_TIMES), WRITES, ended_at=105.0), Verdict)
+    assert not isinstance(judge(looks(STUCK, MOVES), WRITES, ended_at=99.0), Verdict)
+
+
+def test_a_slot_that_became_idle_reads_no_prompt() -> None:
+    ended: Track = [*MOVES[:3], IDLE[3]]
+    image = replace(SERVED, request_id=3, has_media=True)
+    found = judge(looks(STUCK, MOVES, ended), WRITES, SERVED, image)
+    assert isinstance(found, Verdict)
 
 
 UNSEEN: Track = [replace(slot(prompt=0), shows_prompt_progress=False)] * LOOKS_COUNT

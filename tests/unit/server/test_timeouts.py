@@ -74,7 +74,7 @@ HAS_A_ROLE = progress(PREFILL, headers_at=1010.0, last_data_at=1016.0)
 REPORTS = progress(PREFILL, headers_at=1010.0, prompt_progress_at=1020.0)
 SAME_AGAIN = {"last_data_at": 1100.0, "repeated_at": (1101.0, 1103.0, 1105.0)}
 REPEATS = progress(PREFILL, prompt_progress_at=1100.0, **SAME_AGAIN)
-SHOWS_PROMPTS: dict[str, Any] = {"answered_last_look": True, "shows_prompt_progress": True}
+SHOWS_PROMPTS: dict[str, Any] = {"shows_prompt_progress": True}
 REPEATED_BEFORE = replace(REPEATS, repeated_at=(1101.0, 1103.0, 1189.0))
 WRITES_THE_SAME = progress(GENERATING, first_token_at=1050.0, **SAME_AGAIN)
 WRITES = progress(GENERATING, first_token_at=1050.0, last_data_at=1100.0)
@@ -158,11 +158,8 @@ def due(
         "a silent stream": due(WRITES, 1220.0),
         "a silent stream of a server that works": due(WRITES, 1221.0, work=1101.0),
         "a server that spins": due(WRITES, 2300.0, work=2299.0),
-        "its work is a neighbour's": due(
-            WRITES, 3200.0, work=3199.0, neighbour=2000.0, answered_last_look=True
-        ),
-        "dead beside a live one, no slots": due(WRITES, 1580.0, work=3199.0, neighbour=2000.0),
-        "no slots any more, its own moved": due(
+        "dead beside a live one": due(WRITES, 1580.0, work=3199.0, neighbour=2000.0),
+        "the same, and its own slot moved": due(
             WRITES, 1680.0, work=3199.0, neighbour=2000.0, moved_at=1200.0
         ),
         "a neighbour that went on for a while": due(WRITES, 2419.0, work=2299.0, neighbour=1219.0),
