@@ -23,7 +23,6 @@ MAX_JSON_DEPTH = 128
 _OWN_ID = re.compile("c(0[0-9]{7})")  # no request makes 10**7 calls
 # as the server makes it (b11434)
 _KIMI_ID = re.compile(r"functions\.[^:]+:[0-9]+")
-_EXCERPT_CHARS = 200
 # arguments up to this length are parsed again whenever they grow; longer ones once the call ended
 _EARLY_CHARS = 1 << 14
 
@@ -182,7 +181,7 @@ def partition(
                 exits.append(_malformed_exit(target, call.text, emitted_at))
             else:
                 unrun.append(call)
-                problems.append(f"a tool call in the text is malformed: {_excerpt(call.text)}")
+                problems.append(f"a tool call in the text is malformed: {excerpt(call.text)}")
             continue
         try:
             if cut_off and call is calls[-1] and not call.arguments.strip():
@@ -202,12 +201,12 @@ def partition(
         if call.name not in normal_names:
             known = ", ".join(sorted([*normal_names, *exit_names])) or "none"
             problems.append(
-                f"the model called an unknown tool, {_excerpt(call.name)}; known tools: {known}"
+                f"the model called an unknown tool, {excerpt(call.name)}; known tools: {known}"
             )
         elif error:
-            excerpt = _excerpt(call.arguments)
             problems.append(
-                f"the arguments for {call.name!r} are not a JSON object ({error}): {excerpt}"
+                f"the arguments for {call.name!r} are not a JSON object ({error}): "
+                f"{excerpt(call.arguments)}"
             )
         else:
             number = first_number + len(normal)
@@ -292,5 +291,6 @@ def _intended_tool(text: str, normal_names: Collection[str], exit_names: Collect
     return found[0] if found else ""
 
 
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "...")
+def excerpt(text: str) -> str:
+    """The start of a text, quoted, for a message to a person."""
+    return repr(text if len(text) <= 200 else text[:200] + "...")

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from llama_worker.config.validation import as_count
+from llama_worker.config.validation import as_count, json_of
 from llama_worker.stream import events
+from llama_worker.stream.calls import excerpt, finite_float
 from llama_worker.stream.failure import context_use
 from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
 
@@ -28,7 +29,6 @@ _CONTENT = (
     events.Finish,
     events.ServerError,
 )
-_SHOWN_CHARS = 80  # how much of a record that cannot be read is quoted in an error
 
 
 class StreamDecoder:
@@ -61,11 +61,11 @@ class StreamDecoder:
             for record in records:
                 delta = _plain_delta(record)
                 if delta is not None:
-                    kind = events.TextDelta if delta.content else events.ReasoningDelta
+                    kind, text = delta
                     if kind is not self._run_kind:
                         self._end_run()
                         self._run_kind = kind
-                    self._run.append(delta.content or delta.reasoning_content or "")
+                    self._run.append(text)
                 else:
                     self._end_run()
                     decoded = decode_record(record, self._delta_kinds, self._every_choice)
@@ -125,15 +125,21 @@ class _Chunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-def _plain_delta(record: SseRecord) -> _Delta | None:
-    """The delta, if the record is just one delta, of text or of reasoning; else None."""
+def _plain_delta(
+    record: SseRecord,
+) -> tuple[type[events.TextDelta] | type[events.ReasoningDelta], str] | None:
+    """The kind and the text, if the record is just one delta of either; else None."""
     if isinstance(record, ErrorField):
         return None
     try:
         delta = _decode_chunk(record).choices[0].delta
     except (msgspec.MsgspecError, RecursionError):
         return None
-    return delta if bool(delta.content) is not bool(delta.reasoning_content) else None
+    if delta.content and not delta.reasoning_content:
+        return events.TextDelta, delta.content
+    if delta.reasoning_content and not delta.content:
+        return events.ReasoningDelta, delta.reasoning_content
+    return None
 
 
 # ---------------------------------------------------------------- any record
@@ -156,9 +162,9 @@ def decode_record(
     try:
         chunk = json.loads(record)
     except (ValueError, RecursionError):
-        raise ProtocolError(f"a record of the stream is not JSON: {_shown(record)}") from None
+        raise ProtocolError(f"a record of the stream is not JSON: {excerpt(record)}") from None
     if not isinstance(chunk, dict):
-        raise ProtocolError(f"a record of the stream is not a JSON object: {_shown(record)}")
+        raise ProtocolError(f"a record of the stream is not a JSON object: {excerpt(record)}")
     decoded = tuple(_events(chunk, delta_kinds, every_choice=every_choice))
     if not any(isinstance(event, _CONTENT) for event in decoded):
         decoded += tuple(_unknown_content(chunk))
@@ -197,7 +203,7 @@ def _unknown_content(chunk: dict[str, Any]) -> Iterator[events.UnknownContent]:
         if isinstance(part, dict)
     ]
     if any(unknown):
-        yield events.UnknownContent(hash(json.dumps(unknown, sort_keys=True)))
+        yield events.UnknownContent(hash(json.dumps(unknown)))
 
 
 def _choices(chunk: dict[str, Any], *, every_choice: bool = False) -> list[dict[str, Any]]:
@@ -278,9 +284,8 @@ def _timings(timings: object) -> events.TimingsReport | None:
 
 def _error_of_field(data: str) -> events.ServerError:
     """The error in an `error:` field: an error object, wrapped or not, or just a text."""
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
+    value = json_of(data)
+    if value is None:
         value = data
     if isinstance(value, dict) and value.get("error"):
         value = value["error"]
@@ -288,18 +293,13 @@ def _error_of_field(data: str) -> events.ServerError:
 
 
 def _error(error: Any) -> events.ServerError:
-    if not isinstance(error, dict):
-        return events.ServerError(
-            error if isinstance(error, str) else json.dumps(error), code=None, type=None
-        )
-    code = error.get("code")
-    if isinstance(code, str) and code.isdecimal() and len(code) < 10:
-        code = int(code)
+    fields = error if isinstance(error, dict) else {"message": error}
+    code = fields.get("code")
     return events.ServerError(
-        message=_text(error.get("message")) or json.dumps(error, ensure_ascii=False),
-        code=as_count(code),
-        type=_text(error.get("type")),
-        context=context_use(error),
+        message=_text(fields.get("message")) or json.dumps(error, ensure_ascii=False),
+        code=as_count(json_of(code) if isinstance(code, str) else code),
+        type=_text(fields.get("type")),
+        context=context_use(fields),
     )
 
 
@@ -312,11 +312,7 @@ def _text(value: Any) -> str | None:
 
 
 def _rate(value: Any) -> float | None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    try:  # JSON as read here may hold NaN, Infinity and integers of any size
+        return finite_float(str(value))
+    except ValueError:
         return None
-    # JSON as read here may hold NaN and Infinity
-    return float(value) if abs(value) < 1e12 else None
-
-
-def _shown(data: str) -> str:
-    return repr(data[:_SHOWN_CHARS])

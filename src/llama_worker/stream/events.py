@@ -1,12 +1,8 @@
 """The events of a chat-completion stream. Pure."""
 
-import re
-
 from msgspec import Struct
 
 from llama_worker.types.request import ContextUse
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TextDelta(Struct, frozen=True):
@@ -105,6 +101,4 @@ StreamEvent = (
 
 def encodable(text: str) -> str:
     """The text with lone surrogates replaced: JSON may hold them, UTF-8 may not."""
-    if text.isascii() or _SURROGATE.search(text) is None:
-        return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

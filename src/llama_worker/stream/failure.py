@@ -114,11 +114,10 @@ def reports_malformed_output(message: str) -> bool:
     of its chat does not allow (b11434 and older)."""
     text = message.lower()
     said = (
+        "output that does not match the expected",
         "failed to parse tool call",
         "failed to parse input at pos",  # b8334, b9378
         "invalid diff:",  # what it had understood before does not fit any more
         "empty grammar stack",  # of a lazy grammar, begun in the middle of a token
     )
-    return ("does not match the expected" in text and "format" in text) or any(
-        words in text for words in said
-    )
+    return any(words in text for words in said)

@@ -138,11 +138,25 @@ def test_a_normal_call_gets_an_own_id() -> None:
 
 def test_kimis_ids_are_kept_but_not_twice() -> None:
     kimi, other = RawCall("functions.add:0", "add", "{}"), RawCall("functions.add", "add", "{}")
-    parts = partition([kimi, other, kimi], NORMAL, EXITS, emitted_at=1.0, first_number=1)
-    assert [call.id for call in parts.normal] == ["functions.add:0", "c00000002", "c00000003"]
+    second = RawCall("functions.add:1", "add", "{}")
+    parts = split([kimi, other, kimi, second])
+    ids = ["functions.add:0", "c00000002", "c00000003", "functions.add:1"]
+    assert [call.id for call in parts.normal] == ids
 
 
-UNCLOSED = '<tool_call>{"name": "add", "arguments": {"a": "signal_issue"}</tool_call>'
+def test_only_the_last_call_is_cut_off() -> None:
+    calls = [raw("find", ""), raw("add", "")]
+    parts = partition(calls, NORMAL, EXITS, emitted_at=1.0, first_number=1, cut_off=True)
+    assert parts.normal == (ParsedCall("c00000001", "find", {}, "{}"),)
+    assert "'add'" in (parts.problem or "")
+
+
+def test_a_call_without_any_tools_is_a_problem() -> None:
+    parts = partition([raw("mul", "{}")], (), (), emitted_at=1.0, first_number=1)
+    assert parts.problem == "the model called an unknown tool, 'mul'; known tools: none"
+
+
+UNCLOSED = '<tool_call>{"arguments": {"a": "signal_issue"}, "name": "add"</tool_call>'
 PYTHONIC = "<tool_call>add(signal_issue)</tool_call>"
 
 
@@ -154,7 +168,8 @@ PYTHONIC = "<tool_call>add(signal_issue)</tool_call>"
         (raw("add ", "{}"), "'add '"),
         (raw("add", "[]"), r"'add'.*'\[\]'"),
         (raw("add", '{"a": '), """'add'.*'{"a": '"""),
-        (raw("add", "x" * 10_000), "'add'.*'xxx"),
+        (raw("add", "x" * 200), "'add'.*'x{200}'$"),
+        (raw("add", "x" * 10_000), r"'add'.*'x{200}\.\.\.'$"),
         (MalformedCall(UNCLOSED), '"name": "add"'),
         (MalformedCall(PYTHONIC), r"add\(signal_issue\)</tool_call>"),
         (MalformedCall("<tool_call>my_signal_issue()</tool_call>"), "my_signal_issue"),

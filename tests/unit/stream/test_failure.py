@@ -31,6 +31,7 @@ LONG_AGO = b'{"error":{"code":400,"message":"too long","type":"invalid_request_e
         (500, b'{"error":{"message":null}}', 'HTTP 500: {"error":{"message":null}}'),
         (500, b"[" * 3000, "HTTP 500: " + "[" * 2000),
         (500, b'{"detail":"x"}', 'HTTP 500: {"detail":"x"}'),
+        (501, b"invalid URL", "HTTP 501: invalid URL"),
         (500, b"caf\xe9", "HTTP 500: caf\ufffd"),
         (500, b'{"error":"\\ud800"}', "HTTP 500: \ufffd"),
         (500, b'{"error":{"message":"' + b"x" * 100_000 + b'"}}', "HTTP 500: " + "x" * 2000),
@@ -134,7 +135,7 @@ def test_refusals_of_tools_are_recognised(detail: str, status: int | None, refus
         ),
         ("got exception: bad allocation", False),
         ("Context size has been exceeded", False),
-        ("expected format of the image", False),
+        ("the image does not match the expected format", False),
     ],
 )
 def test_reports_of_malformed_calls_are_recognised(message: str, malformed: bool) -> None:
