@@ -6,9 +6,9 @@ A reader sleeps while text comes fast, since each wake-up of a thread costs more
     eager  every byte wakes it: before the first text, and while text comes slowly
     lazy   text comes fast: it wakes every `WAKE_INTERVAL_S`, or for `LARGE_BYTES` in the socket
 
-Delivered at once: the first text, anything that is not text, the end, `LARGE_BYTES`, text after a
-pause of `WAKE_INTERVAL_S`, and text that somebody waits for (`hurry`). Other text is delivered
-`max_hold_s` after the last delivery, or when the next wake-up finds no more of it.
+Delivered at once: anything that is not text and the first text behind it, the end, `LARGE_BYTES`,
+text after a pause of `WAKE_INTERVAL_S`, and text that somebody waits for (`hurry`). Other text is
+delivered `max_hold_s` after the last delivery, or when the next wake-up finds no more of it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class LazyReading:
         self._received_at = now  # when the latest bytes came
         self._delivered_at = -math.inf
         self._hurried_at = -math.inf
-        self._is_hurried = True  # the first text is delivered at once
-        self._after_pause = False
+        self._is_hurried = True  # the next text is delivered at once
 
     @property
     def low_water_bytes(self) -> int:
@@ -66,7 +65,7 @@ class LazyReading:
 
     def received(self, events: Sequence[StreamEvent], size_bytes: int, now: float) -> None:
         """`size_bytes` bytes were read just now, which completed these events."""
-        self._after_pause |= not self.is_lazy and now >= self._received_at + WAKE_INTERVAL_S
+        self._is_hurried |= not self.is_lazy and now >= self._received_at + WAKE_INTERVAL_S
         self._events += events
         self._bytes_count += size_bytes
         self._received_at = now
@@ -83,7 +82,6 @@ class LazyReading:
             over
             or not is_text
             or has_paused
-            or self._after_pause
             or self._is_hurried
             or self._bytes_count >= LARGE_BYTES
             or now >= self._delivered_at + self._max_hold_s
@@ -97,9 +95,9 @@ class LazyReading:
         if not self._bytes_count:
             return None
         portion = Portion(tuple(self._events), self._received_at)
-        if self._is_hurried and now >= self._hurried_at + HURRY_S:
+        if now >= self._hurried_at + HURRY_S:
             self._is_hurried = not any(type(event) in _TEXT for event in self._events)
-        self._events, self._bytes_count, self._after_pause, self._delivered_at = [], 0, False, now
+        self._events, self._bytes_count, self._delivered_at = [], 0, now
         return portion
 
     def hurry(self, now: float) -> Portion | None:

@@ -112,9 +112,21 @@ def test_possible_signal_text_is_told_at_each_look() -> None:
 
 def test_slow_text_is_told_at_once(reader: Reader) -> None:
     for number in range(10):
-        reader.sends(TextDelta(str(number)), after_s=SLOW_S)
+        reader.sends(TextDelta(str(number)), after_s=SLOW_S, size_bytes=1)
         assert reader.told.pop() == (round(reader.now - 100.0, 3), str(number))
         assert not reader.reading.is_lazy
+    reader.waits(2 * MAX_HOLD_S)
+    assert reader.looks == 11  # no byte, no look
+
+
+def test_a_look_without_a_byte_changes_nothing(reader: Reader) -> None:
+    assert reader.reading.due(reader.now, over=False) is None
+    assert not reader.reading.is_lazy
+
+
+def test_much_text_is_told_at_once(reader: Reader) -> None:
+    reader.sends(TextDelta("a"), size_bytes=LARGE_BYTES)
+    assert reader.told == [(0.0, "a")]
 
 
 STOP, REPORT = Finish("stop"), PromptReport(1, 2, 0)
@@ -165,8 +177,12 @@ def test_keepalives_are_told_as_bytes_alone(reader: Reader) -> None:
     assert [text for _, text in reader.told] == [""]
 
 
-def test_progress_does_not_use_up_first_text_hurry() -> None:
+@pytest.mark.parametrize("events", [(), (PromptReport(1, 2, 0),)], ids=["keepalive", "progress"])
+def test_only_text_uses_up_first_text_hurry(events: tuple[StreamEvent, ...]) -> None:
     reader = Reader()
-    reader.sends(PromptReport(1, 2, 0))
-    reader.sends(TextDelta("a"), after_s=FAST_S)
+    reader.flushes()
+    assert reader.told == []
+    reader.sends(*events)
+    for text in "ab":
+        reader.sends(TextDelta(text), after_s=FAST_S)
     assert [text for _, text in reader.told][1:] == ["a"]
