@@ -55,8 +55,8 @@ class ReasoningSplitter:
 
     def feed_reasoning(self, reasoning: str) -> tuple[str, str]:
         """A `reasoning_content` delta."""
-        if self._original is None and reasoning and self._may_be_repeated():
-            self._original = _Original()
+        if self._original is None and reasoning and not self._reasoning.has_begun:
+            self._original = _Original()  # so far, content may repeat it
         reasoning = self._reasoning.feed(reasoning)
         if self._original is not None:
             self._original.append(reasoning)
@@ -70,14 +70,13 @@ class ReasoningSplitter:
             return "", self._gap(text)
         self._undelivered.append(text)
         text = self._tag_start + text
-        self._tag_start = ""
         return self._head(text) if self._at is _Position.HEAD else self._thought(text)
 
     def finish(self) -> tuple[str, str]:
         """End the turn; returns what was held back. Nothing may be fed after it."""
         at, self._at = self._at, _Position.TEXT
         if at is _Position.HEAD and self._opened_by_template and self._original is None:
-            self.only_assumed = bool(self._tag_start)
+            self.only_assumed = True
             return self._tag_start, ""
         if at is _Position.HEAD:
             return self._all_is_text()
@@ -86,12 +85,6 @@ class ReasoningSplitter:
         if self._original is not None:  # the repetition was cut off; a bare tag repeats nothing
             return ("", "") if self._original.repetition_has_begun else self._all_is_text()
         return self._reasoning.feed(self._tag_start), ""
-
-    def _may_be_repeated(self) -> bool:
-        """Whether content may still repeat `reasoning_content`: it has no other text so far."""
-        return self._at is _Position.HEAD or (
-            self._at is _Position.THOUGHT and not self._reasoning.has_begun
-        )
 
     def _head(self, text: str) -> tuple[str, str]:
         text = text.lstrip()

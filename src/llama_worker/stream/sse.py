@@ -79,18 +79,13 @@ class SseDecoder:
     def _take(self, data: bytes, records: list[SseRecord]) -> None:
         end = self._end_of_records(data)
         if end:
-            block = data[:end]
-            if self._partial:
-                self._partial += block
-                _drop_leading_comments(self._partial)
-                block = bytes(self._partial)
-                self._partial.clear()
+            block = bytes(self._partial) + data[:end]
+            self._partial.clear()
             self._read(block, records)
-        if end < len(data):
-            self._partial += data[end:]
-            _drop_leading_comments(self._partial)
-            if len(self._partial) > MAX_RECORD_BYTES:
-                raise _RecordTooLargeError
+        self._partial += data[end:]
+        _drop_leading_comments(self._partial)
+        if len(self._partial) > MAX_RECORD_BYTES:
+            raise _RecordTooLargeError
 
     def _end_of_records(self, data: bytes) -> int:
         """How many bytes of `data` belong to complete records."""

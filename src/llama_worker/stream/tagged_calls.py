@@ -44,16 +44,14 @@ class TaggedCallFilter:
 
     def feed(self, text: str) -> str:
         """Take more of the text; returns what may be shown."""
-        if text:
-            self._run(text, final=False)
+        self._run(text, final=False)
         return self._take_visible()
 
     def take(self, names: Collection[str]) -> list[RawCall]:
         """Take from `calls` and return the well-formed calls of these tools since the last time."""
         new = self.calls[self._seen_count :]
         taken = [call for call in new if isinstance(call, RawCall) and call.name in names]
-        if taken:
-            self.calls[self._seen_count :] = [call for call in new if call not in taken]
+        self.calls[self._seen_count :] = [call for call in new if call not in taken]
         self._seen_count = len(self.calls)
         return taken
 
@@ -93,9 +91,8 @@ class TaggedCallFilter:
             at = self._scanner.scan(text, at)
             if self._scanner.state is _CallScan.OPEN and not final:
                 break
-            if self._held:  # the call began in an earlier piece
-                at += sum(map(len, self._held))
-                text = self._join_held(text)
+            at += sum(map(len, self._held))  # the call may have begun in an earlier piece
+            text = self._join_held(text)
             whole = text[start:at] if self._scanner.state is _CallScan.COMPLETE else ""
             self._scanner = None
             call = _well_formed(whole)
@@ -106,8 +103,7 @@ class TaggedCallFilter:
                 if self._strict:
                     self._malformed = []
                 self._show(CALL_OPEN)
-        if start < len(text):
-            self._held.append(text[start:])
+        self._held.append(text[start:])
 
     def _join_held(self, text: str) -> str:
         text = "".join([*self._held, text])
@@ -145,7 +141,7 @@ _TAG = re.compile(r"</?tool_call>")
 
 def _unfinished_tag(text: str, at: int) -> int:
     """Where an unfinished tag begins at the end of `text`; len(text) if none does."""
-    last = text.rfind("<", max(at, len(text) - len(CALL_CLOSE)))
+    last = text.rfind("<", at)
     if last >= 0 and (CALL_OPEN.startswith(text[last:]) or CALL_CLOSE.startswith(text[last:])):
         return last
     return len(text)

@@ -79,6 +79,23 @@ def test_content_alone(
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "opened", "assumed"),
+    [
+        ("abc", True, True),
+        ("abc", False, False),
+        ("<thi", True, True),
+        ("abc</think>", True, False),
+        ("<think>abc", True, False),
+    ],
+)
+def test_reasoning_without_a_tag_is_only_assumed(content: str, opened: bool, assumed: bool) -> None:
+    splitter = ReasoningSplitter(opened_by_template=opened)
+    splitter.feed_text(content)
+    splitter.finish()
+    assert splitter.only_assumed is assumed
+
+
 AFTER_REASONING = [
     # (reasoning_content, content, text)
     ("abc", "\n\nAns", "Ans"),

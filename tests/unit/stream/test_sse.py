@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sseclient import SSEClient
 
 from llama_worker.stream import sse
 from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
@@ -168,6 +169,13 @@ def test_a_long_record_takes_linear_time(step: int, line: int, size: int) -> Non
         assert len(str(record).replace("\n", "")) == size
 
     assert is_linear(read, size)
+
+
+def test_plain_records_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, events = list[object](), SSEClient.events
+    monkeypatch.setattr(SSEClient, "events", lambda client: read.append(client) or events(client))
+    assert decode([b"data: x\n\n" * 100]) == [data("x")] * 100
+    assert len(read) == 1
 
 
 class LineByLine(SseDecoder):

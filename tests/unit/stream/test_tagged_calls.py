@@ -128,6 +128,16 @@ def test_native_mode_shows_text_up_to_a_call() -> None:
     assert tool_filter.calls == [RawCall(None, "add", '{"a": 1}', ADD)]
 
 
+def test_calls_of_some_tools_are_taken_once_complete() -> None:
+    tool_filter = TaggedCallFilter(NAMES, strict=True)
+    taken = []
+    for piece in (f"{ISSUE}{ADD}<tool_call>x", f"{ISSUE[:30]}", ISSUE[30:]):
+        tool_filter.feed(piece)
+        taken.append([call.name for call in tool_filter.take(["signal_issue"])])
+    assert taken == [["signal_issue"], [], ["signal_issue"]]
+    assert tool_filter.calls == [*filtered([ADD])[1], MalformedCall("<tool_call>x")]
+
+
 def test_a_call_has_a_longest_length() -> None:
     frame = len(tagged_call("add", '{"a": ""}'))
     for extra in (0, 1):
