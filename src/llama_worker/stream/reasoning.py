@@ -93,12 +93,10 @@ class ReasoningSplitter:
                 self._at = _Position.THOUGHT
                 self._closing_tags = (closing,)
                 return self._thought(text.removeprefix(opening))
-        opened = self._opened_by_template and self._original is None
-        possible_tags = (*CLOSING_TAGS, *CLOSING_TAGS.values()) if opened else CLOSING_TAGS.keys()
-        if not text or _start_of_tag(text, possible_tags) == 0:
+        if _start_of_tag(text, CLOSING_TAGS) == 0:  # or there is no text yet
             self._tag_start = text
             return "", ""
-        if not opened:
+        if not self._opened_by_template or self._original is not None:
             return self._all_is_text()
         self._at = _Position.THOUGHT
         self.only_assumed = True
@@ -124,8 +122,6 @@ class ReasoningSplitter:
             return reasoning, ""
         self._at = _Position.GAP
         self.only_assumed = False
-        self._undelivered.clear()
-        self._original = None
         return reasoning, self._gap(text[tag_at + len(tag) :])
 
     def _gap(self, text: str) -> str:
@@ -137,11 +133,7 @@ class ReasoningSplitter:
     def _all_is_text(self) -> tuple[str, str]:
         self._at = _Position.TEXT
         text = "".join(self._undelivered)
-        self._undelivered.clear()
-        if self._original is not None:
-            self._original = None
-            text = text.lstrip()
-        return "", text
+        return "", text if self._original is None else text.lstrip()
 
 
 class _Trimmer:

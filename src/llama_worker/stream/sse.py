@@ -132,6 +132,6 @@ def _drop_leading_comments(partial: bytearray) -> None:
     """Remove comments, but keep the colon of an unfinished one, which may be endless."""
     while partial.startswith(b":"):
         if b"\n" not in partial:
-            del partial[1:]
+            partial[:] = b":"
             return
         del partial[: partial.index(b"\n") + 1]
