@@ -46,7 +46,7 @@ class ReplyParser:
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes of the reply."""
-        if self.is_complete or self.error is not None:
+        if self.error is not None:
             return
         if not self.has_head:
             self._head_bytes += len(data)
@@ -65,6 +65,10 @@ class ReplyParser:
         return data
 
     # ---------------------------------------------------------------- called by httptools
+
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            raise ValueError("a second reply")  # `feed` ignores it
 
     def on_status(self, reason: bytes) -> None:
         self.reason += reason.decode("latin-1")
