@@ -147,7 +147,7 @@ class _Trimmer:
         """What this piece adds to the stripped text."""
         stripped = piece.rstrip()
         if not stripped:
-            if self.has_begun and piece:
+            if self.has_begun:
                 self._trailing.append(piece)
             return ""
         trailing = piece[len(stripped) :]

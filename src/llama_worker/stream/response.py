@@ -21,19 +21,19 @@ class ReplyParser:
     """Parses one HTTP reply: feed it what arrives, and take the body. It never raises: `error` says
     why the bytes are not HTTP.
 
-    `has_head`: `status`, `reason` and `headers` are set, the latter as they were sent.
+    `has_head`: the other fields are set, `headers` as they were sent.
     `is_complete`: nothing more belongs to the reply. `ends_with_connection`: it is complete, or
     the connection's end completes it.
     """
 
     def __init__(self, method: str) -> None:
         """`method`: the HTTP method of the request."""
-        self.status = 0
+        self.status: int
         self.reason = ""
         self.headers: list[tuple[str, str]] = []
         self.has_head = False
         self.is_complete = False
-        self.ends_with_connection = False
+        self.ends_with_connection: bool
         self.error: str | None = None
         self._has_body = method != "HEAD"
         self._head_bytes = 0
@@ -55,8 +55,9 @@ class ReplyParser:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self.is_complete:  # what follows the reply is ignored
                 self.error = str(error)
-        if not self.has_head and self._head_bytes > _MAX_HEAD_BYTES:
-            self.error = self.error or f"the head is larger than {_MAX_HEAD_BYTES} bytes"
+        else:
+            if not self.has_head and self._head_bytes > _MAX_HEAD_BYTES:
+                self.error = f"the head is larger than {_MAX_HEAD_BYTES} bytes"
 
     def take(self) -> bytes:
         """The part of the body that has come since the last time."""
@@ -113,8 +114,6 @@ class ChatBody:
 
     def feed(self, data: bytes) -> list[StreamEvent]:
         """The events that these bytes complete; b"": of those that came along with the head."""
-        if self.is_over:
-            return []
         self._reply.feed(data)
         body = self._reply.take()
         self.bytes_read += len(body)

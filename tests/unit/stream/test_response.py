@@ -73,6 +73,7 @@ def test_events_do_not_depend_on_framing_or_splits(
     body.end()
     assert body.is_over
     assert body.failure is None
+    assert body.bytes_read == len(BODY)
 
 
 @cases(
@@ -99,12 +100,31 @@ def test_a_body_cut_off_is_a_disconnect(
     assert body.failure.detail.startswith(f"the connection ended {told}")
 
 
-def test_non_stream_is_a_protocol_error() -> None:
-    body = chat_body({"Content-Type": "text/html", "Content-Length": "4"})
-    body.feed(b"<p>\n")
+@cases(
+    "headers, wire, detail",
+    {
+        "another type": (
+            {"Content-Type": "text/html", "Content-Length": "4"},
+            b"<p>\n",
+            "the reply's content type is text/html, not text/event-stream",
+        ),
+        "no JSON": (TYPE, b"data: {\n\n", "a record of the stream is not JSON: '{'"),
+    },
+)
+def test_non_stream_is_a_protocol_error(headers: dict[str, str], wire: bytes, detail: str) -> None:
+    body = chat_body(headers)
+    body.feed(wire)
     assert body.failure is not None
     assert body.failure.reason is RequestFailReason.PROTOCOL_ERROR
-    assert body.failure.detail == "the reply's content type is text/html, not text/event-stream"
+    assert body.failure.detail == detail
+
+
+@pytest.mark.parametrize("cause", [None, "reset"])
+def test_only_a_broken_connection_is_a_failure_of_an_empty_stream(cause: str | None) -> None:
+    body = chat_body(TYPE)
+    body.end(cause)
+    detail = body.failure and body.failure.detail
+    assert detail == (cause and "the connection ended in mid-stream: reset")
 
 
 @given(
@@ -141,6 +161,11 @@ def test_a_reply_is_read_in_any_split(step: int) -> None:
         ("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", (True, True)),
         ("GET", b"HTTP/1.1 204 No Content\r\n\r\n", (True, True)),
         ("GET", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", (False, False)),
+        (
+            "GET",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n" + bytes(300_000),
+            (True, True),
+        ),
         ("GET", REPLY, (False, False)),
         ("GET", b"HTTP/1.0 200 OK\r\n\r\n", (False, True)),
     ],
@@ -150,7 +175,7 @@ def test_a_reply_ends_where_its_head_says(
 ) -> None:
     reply = ReplyParser(method)
     reply.feed(head)
-    assert reply.has_head
+    assert (reply.has_head, reply.error) == (True, None)
     assert (reply.is_complete, reply.ends_with_connection) == told
 
 
