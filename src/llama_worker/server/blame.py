@@ -223,7 +223,6 @@ class RestartBudget(Struct, frozen=True, kw_only=True):
         left = self.left_ready(now)
         recent = tuple(at for at in left.recent if now - at < policy.restart_window_s)
         row_count = 0 if left.ready_for_s >= policy.stable_after_s else left.row_count
-        left = replace(left, recent=recent, row_count=row_count)
         limit = policy.max_restarts_per_window
         if limit == 0:
             return left, "restarts are turned off (max_restarts_per_window 0)"
@@ -274,7 +273,7 @@ def backoff_s(number: int, policy: RestartPolicy) -> float:
     try:
         raw = policy.restart_backoff_s * policy.backoff_factor ** (number - 1)
     except OverflowError:
-        raw = policy.backoff_max_s if policy.restart_backoff_s > 0 else 0.0
+        raw = policy.backoff_max_s if policy.restart_backoff_s else 0.0
     return float(min(raw, policy.backoff_max_s))
 
 

@@ -16,7 +16,9 @@ from llama_worker.server.blame import (
     Verdict,
     VerdictHistory,
     fault_of_xid,
+    gpu_lost,
     is_busy,
+    uncorrectable_memory_error,
 )
 from llama_worker.types.request import RequestFailReason, RequestState
 from tests.tables import cases
@@ -118,6 +120,10 @@ WITHOUT_A_CODE = ended(RequestFailReason.SERVER_ERROR, "e")
 CANCELED, CANCELED_WITH_DATA = canceled(1), canceled(1, 9.0)
 
 
+def does_not_fit(job: str) -> RequestRecord:
+    return replace(ended(RequestFailReason.CONTEXT_EXCEEDED, job), http_status=500)
+
+
 def refused(jobs: str, http: int = 500) -> list[RequestRecord]:
     return [ended(RequestFailReason.HTTP_ERROR, job, http=http) for job in jobs]
 
@@ -166,9 +172,10 @@ JOBS_WITH_NOTHING = ("degenerate_outputs", "2 jobs in a row ended in a loop or w
         "a success between": ([*refused("ab"), DONE, *refused("cde")], None),
         "data and a cancel between": ([*refused("ab"), CANCELED_WITH_DATA, *refused("cde")], None),
         "a cancel without data": ([*refused("ab"), CANCELED, *refused("cde")], JOBS_REFUSED),
-        "any 5xx": ([*refused("abcd"), *refused("e", 503)], JOBS_REFUSED),
+        "any 5xx": ([*refused("abcd"), *refused("e", 599)], JOBS_REFUSED),
         "499 is no 5xx": ([*refused("abcd"), *refused("e", 499)], None),
         "nor is 600": ([*refused("abcd"), *refused("e", 600)], None),
+        "prompts that do not fit": ([does_not_fit(job) for job in "abcde"], None),
         "an error without a code": ([*refused("abcd"), WITHOUT_A_CODE], None),
         "tools that failed": ([ended(TOOL_FAILED, job) for job in "abcdef"], None),
         "others end no row": ([*refused("ab"), *refused("x", 400), *refused("cde")], JOBS_REFUSED),
@@ -197,17 +204,24 @@ def test_enough_failed_jobs_restart_the_server(
 def test_without_a_limit_degenerate_output_is_ignored() -> None:
     assert found(*(ended(LOOP, f"job-{number}") for number in range(50))) is None
     assert found(*(ended(job=f"job-{number}") for number in range(50))) is None
+    assert found(*refused("ab"), ended(), *refused("cde")) is None  # it is a success
 
 
 # ---------------------------------------------------------------- errors of GPUs
+
+# of NVIDIA's catalog: those whose remedy is to ignore them
+HARMLESS_XIDS = (
+    *(14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93),
+    *(106, 107, 108, 121, 137, 141, 154, 157, 160, 161),
+)
 
 
 @cases(
     "xids, fatal",
     {
         "takes a reset to mend": ((46, 48, 62, 79, 95, 110, 119, 120, 140, 143, 158), True),
-        "may be another process's, or is unknown": ((8, 13, 31, 32, 94, 109, 9999), False),
-        "is left behind by a kill, or mends itself: no fault": ((43, 45, 63, 92, 154), None),
+        "may be another process's": ((8, 13, 31, 32, 94, 109), False),
+        "is left behind by a kill, or mends itself: no fault": (HARMLESS_XIDS, None),
     },
 )
 def test_what_an_error_means_for_the_server(xids: tuple[int, ...], fatal: bool | None) -> None:
@@ -215,9 +229,13 @@ def test_what_an_error_means_for_the_server(xids: tuple[int, ...], fatal: bool |
     assert {xid: fault.fatal if fault else None for xid, fault in faults.items()} == dict.fromkeys(
         xids, fatal
     )
+    assert not any(fault and "see NVIDIA" in fault.detail for fault in faults.values())
 
 
 def test_a_gpu_fault_names_gpu_xid_and_meaning() -> None:
+    lost = GpuFault(fatal=True, detail="GPU 3: the GPU is lost")
+    ecc = GpuFault(fatal=True, detail="GPU 3: a double-bit ECC error")
+    assert (gpu_lost("GPU 3"), uncorrectable_memory_error("GPU 3")) == (lost, ecc)
     assert fault_of_xid("GPU 3", 79) == GpuFault(
         fatal=True, detail="GPU 3: Xid 79, the GPU has fallen off the bus"
     )

@@ -12,10 +12,12 @@ import pytest
 from llama_worker import Canary, TimeoutProfile
 from llama_worker.server.health import (
     HealthCounter,
+    ReadinessProbes,
     StartupWatch,
     canary_body,
     canary_problem,
     models_outcome,
+    next_probe_at,
     probe_timeout_s,
 )
 from llama_worker.server.messages import ProbeOutcome
@@ -70,6 +72,34 @@ def test_probe_abandoned_when_next_due_within_bounds(
     interval_s: float | None, timeout_s: float
 ) -> None:
     assert probe_timeout_s(replace(PROFILE, health_probe_interval_s=interval_s)) == timeout_s
+
+
+@pytest.mark.parametrize(("interval_s", "at"), [(9.0, 109.4), (10.0, 111.0), (30.0, 131.0)])
+def test_rare_probes_are_due_on_whole_seconds(interval_s: float, at: float) -> None:
+    assert next_probe_at(replace(PROFILE, health_probe_interval_s=interval_s), 100.4) == at
+
+
+def test_a_wanted_probe_keeps_its_first_cause() -> None:
+    probes = ReadinessProbes()
+    for cause in ("a broken stream", None, "another"):
+        probes.want(cause)
+    assert probes.begin(0.0)
+    assert (probes.cause, probes.wanted) == ("a broken stream", None)
+
+
+@cases(
+    "begins, counts",
+    {
+        "only out of curiosity": ([False, False], False),
+        "due later": ([False, True, False], True),
+        "due first": ([True, False], True),
+    },
+)
+def test_a_failure_counts_if_the_probe_was_due(begins: Sequence[bool], counts: bool) -> None:
+    probes = ReadinessProbes()
+    begun = [probes.begin(float(now), failure_counts=due) for now, due in enumerate(begins)]
+    assert begun == [True] + [False] * (len(begins) - 1)
+    assert probes.ended() is counts
 
 
 # ---------------------------------------------------------------- before READY
