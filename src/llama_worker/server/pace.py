@@ -91,8 +91,6 @@ class Pace:
         min_depth = min(depth, max(learnt.depth for learnt in known) / 2)
         known = [learnt for learnt in known if learnt.depth >= min_depth]
         return max(
-            learnt.seconds
-            * max(1.0, tokens / learnt.tokens)
-            * max(1.0, depth / max(1, learnt.depth))
+            learnt.seconds * max(1.0, tokens / learnt.tokens) * max(1.0, depth / learnt.depth)
             for learnt in known
         )

@@ -37,7 +37,6 @@ class RequestWatch:
         # has the requests. Then it may show work, but gives up no request.
         self.slots_are_reliable = True
         self.liveness_at: float | None = None
-        self.build_answers_during_batches = False
         self.takes_media = False  # the model does, so that another client may have sent some
         # when the latest readiness probe began that was answered within `LOOK_TIMEOUT_S`
         self.probe_answered_at: float | None = None
@@ -262,8 +261,8 @@ class RequestWatch:
         counts only if this launch has answered during a batch. Those that answer then do while an
         image is encoded, too (b10429 to b11434).
         """
-        since, answered_in_one = self.slots.silent_since, self.slots.answers_during_batches
-        if since is None or not (self.build_answers_during_batches or answered_in_one):
+        since = self.slots.silent_since
+        if since is None or not self.slots.answers_during_batches:
             return None
         since = newest(since, self.data_at, self._reads_at)
         silent_s = now - since

@@ -158,7 +158,7 @@ class SlotsWatch:
         self.held_up_at: float | None = None
         self.answered_last_look = False  # `/slots` answered the latest look that was not refused
         self.may_progress_unseen = False  # true of some slot in the latest answer
-        # it answered while a slot stood still that progressed later
+        # its build does, or it answered while a slot stood still that progressed later
         self.answers_during_batches = False
         self._last_unchanged: SlotsLook | None = None  # the latest look that showed no change
         self.silent_since: float | None = None  # the first of the latest looks without an answer

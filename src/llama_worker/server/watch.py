@@ -117,7 +117,7 @@ class ServerWatch:
                 self._requests.pace = pace.copy()
             case messages.Launch():
                 self._stage = health.StartupWatch(began_at=now, worked_at=now)
-                self._probe_at = now + health.FIRST_PROBE_S
+                self._probe_at = self._stage.next_probe_at(now)
             case messages.Launched(pid=pid):
                 self.root_pid = pid
                 self._begin_round(fresh=True)
@@ -217,7 +217,8 @@ class ServerWatch:
             case messages.ProbeOutcome.READY:
                 self._stage = health.HealthCounter(since=now)
                 traits = probed.traits
-                self._requests.build_answers_during_batches = answers_during_batches(traits.build)
+                answers = answers_during_batches(traits.build)
+                self._requests.slots.answers_during_batches = answers
                 self._requests.takes_media = any((traits.modalities or {}).values())
                 self._probe_at = health.next_probe_at(self._profile, now)
                 self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))

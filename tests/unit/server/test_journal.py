@@ -123,8 +123,10 @@ def test_slow_handler_loses_events_and_learns_how_many() -> None:
     journal.note("e", 101.0, number=1007)
     for call in calls[2:]:
         call()
-    *_, last, lost, next_one = heard
-    assert (last["number"], next_one["number"]) == (999, 1007)
+    journal.note("e", 102.0, number=1008)
+    calls[-1]()
+    *_, last, lost, next_one, another = heard
+    assert (last["number"], next_one["number"], another["number"]) == (999, 1007, 1008)
     assert lost == {"at": 1101.0, "event": "events_dropped", "worker": "w", "count": 7}
     assert told(journal)["events_dropped_count"] == 7
 
@@ -141,9 +143,10 @@ def observed(at: float, *requests: Progress, liveness_at: float | None = 105.0) 
     return Observed(epoch=1, at=at, activity="no CPU", liveness_at=liveness_at, requests=requests)
 
 
-def killed(journal: Journal, *, epoch: int = 1) -> Any:
-    """The evidence, where the watchdog had observed the launch 1 a second before."""
-    journal.observed = observed(109.0, running(RequestPhase.PREFILL, turn_started_at=101.0))
+def killed(journal: Journal, *, epoch: int = 1, is_observed: bool = True) -> Any:
+    """The evidence, where the watchdog had perhaps observed the launch 1 a second before."""
+    if is_observed:
+        journal.observed = observed(109.0, running(RequestPhase.PREFILL, turn_started_at=101.0))
     journal.keep_evidence(
         110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)]
     )
@@ -168,8 +171,9 @@ def test_the_evidence_of_a_kill(journal: Journal) -> None:
     assert killed(journal) == {"at": 1110.0, "pid": 5, "last_error": "it hangs", **seen}
 
 
-def test_observations_of_another_launch_are_no_evidence(journal: Journal) -> None:
-    evidence = killed(journal, epoch=2)
+@pytest.mark.parametrize("is_observed", [True, False])
+def test_only_observations_of_its_launch_are_evidence(journal: Journal, is_observed: bool) -> None:
+    evidence = killed(journal, epoch=2, is_observed=is_observed)
     assert (evidence["activity"], evidence["observed_ago_s"]) == ("", None)
     assert evidence["requests"] == [{"request_id": 7, "job_name": "j", "slot": 0}]
 

@@ -339,7 +339,8 @@ LIMIT_OF_60_S = PACE_MULTIPLE * 60.0
 A_MINUTE = [(512, 4096, 60.0)]
 SLOW_AND_SMALL = [(1, 513, 5.0), (512, 512, 60.0)]
 SLOW_AND_FAST = [(512, 512, 60.0), (512, 512, 1.0)]
-AS_DEEP, NEARLY_AS_DEEP = ([(512, 512, 60.0), (512, depth, 70.0)] for depth in (8192, 4096))
+AS_DEEP = [(512, 3000, 60.0), (512, 8192, 70.0)]
+NEARLY_AS_DEEP = [(512, 512, 60.0), (512, 4096, 70.0)]
 
 
 @cases(

@@ -25,6 +25,7 @@ from llama_worker.server.messages import (
     StopWatching,
     Watch,
 )
+from llama_worker.server.pace import Pace
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from tests.docs.pages import table
@@ -246,6 +247,7 @@ def test_a_launch_that_is_over_leaves_no_probe() -> None:
     step = Watched(TimeoutProfile(), probes_count=1)
     step(Launch(epoch=1), 0.0)
     (look,) = step(Launched(epoch=1, pid=7), 0.0)
+    assert look.fresh
     step(Tick(), 0.1)
     assert messages.AbortProbes() in step(StopWatching(), 0.2)
     assert step.watch.deadline is None
@@ -314,6 +316,16 @@ def test_idle_hour_does_not_affect_next_request() -> None:
     batches = (Batch(3601.0, 3603.0, 512, 512),)
     step(unwatch(2, completed=True, last_data_at=3603.0, batches=batches), 3603.0)
     learnt, _ = step(StopWatching(), 3604.0)
+    assert learnt.pace.expected_s(512, 512) == 2.0
+
+
+def test_batch_times_outlive_a_launch() -> None:
+    pace = Pace()
+    pace.learn(1, [Batch(1.0, 3.0, 512, 512)])
+    step = Watched(TimeoutProfile())
+    step(messages.PaceLearnt(pace), 10.0)
+    step(Launch(epoch=1), 10.0)
+    learnt, _ = step(StopWatching(), 20.0)
     assert learnt.pace.expected_s(512, 512) == 2.0
 
 
