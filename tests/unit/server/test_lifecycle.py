@@ -229,6 +229,7 @@ def test_the_first_launch_and_last_restart_are_final(
         error = error_of(effects)
         assert (error.reason, error.returncode, error.log_tail) == (told, returncode, log_tail)
         assert str(error).count(f"{reason}: ") == 1
+        assert (after.last_error or "").startswith(f"{reason}: ")
         assert after.state == state
 
 
@@ -321,6 +322,8 @@ def test_expected_messages_change_nothing() -> None:
         assert died(life, 10.0) == (life, ())
     for life in (ready(), launching(), backing_off, stopped()):
         assert unkillable(life, 11.0) == (life, ())
+    for life in (backing_off, stopped()):
+        assert exited(life, 11.0) == launch_failed(life, 11.0, reason=EXITED) == (life, ())
 
 
 def test_dead_server_does_not_become_ready() -> None:
