@@ -66,16 +66,11 @@ class RequestWatch:
     def begin(self, request_id: int) -> bool:
         """Watch a request that is in flight; returns whether it is the only one."""
         self.ids.add(request_id)
-        if len(self.ids) > 1:
-            return False
-        self.liveness_at = None
-        return True
+        return len(self.ids) == 1
 
     def end(self, record: RequestRecord, now: float) -> list[GivenUp]:
         """A request has ended; returns the verdicts that waited only for its answer."""
         request_id = record.request_id
-        if request_id not in self.ids:
-            return []
         self.ids.remove(request_id)
         self._unanswered.discard(request_id)
         self._moved_at.pop(request_id, None)
@@ -215,8 +210,7 @@ class RequestWatch:
         if verdict is not None or not is_looked_at:
             return verdict
         if slots.complete:
-            moved_at = slots.looks[-1].asked_at
-            verdict = self._judge_looks(slots.looks, moved_at, progress, reports, now)
+            verdict = self._judge_looks(slots.looks, now, progress, reports, now)
         else:
             verdict = self._judge_silent_slots(progress, now)
         is_suspect = self._is_silent(progress, self._profile.suspect_after_s, now)

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_worker.config.profiles import TimeoutProfile
-from llama_worker.request.progress import Progress
+from llama_worker.request.progress import Batch, Progress
+from llama_worker.server.pace import PACE_MIN_S
 from llama_worker.server.request_watch import RequestWatch
 from llama_worker.types.request import RequestPhase
 from tests.tables import cases
@@ -18,6 +20,8 @@ AT_ONCE = TimeoutProfile(idle_stream_timeout_s=1.0)
 LIMITS = TimeoutProfile(headers_timeout_s=30.0, idle_stream_timeout_s=120.0)
 WAITS = Progress(request_id=2, phase=RequestPhase.WAITING, dispatched_at=0.0, turn_started_at=0.0)
 IN_ONE_PIECE = replace(WAITS, request_id=1, in_one_piece=True)
+QUEUED = replace(WAITS, request_id=1)
+SERVED = replace(QUEUED, phase=RequestPhase.PREFILL)
 ABORTED: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.WAITING}
 
 
@@ -55,6 +59,40 @@ def test_data_of_ended_requests_still_counts(
     assert watch.data_of_others(asked) == others
 
 
+def test_a_stream_that_completes_late_is_no_newer_data() -> None:
+    watch = watch_of(1)
+    watch.record_progress(generating(5.0), 5.0, for_verdict=False)
+    watch.end(unwatch(1, completed=True).record, 9.0)
+    assert watch.data_at == 5.0
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_new_request_that_is_served_clears_the_server(is_served: bool) -> None:
+    watch, found = watch_of(1, 2, 3), []
+    for request_id, now in ((1, 9.0), (2, 10.0)):
+        watch.record_progress(generating(now, 3), now, for_verdict=False)
+        watch.begin_round(now)
+        watch.record_progress(generating(now, 3), now, for_verdict=True)
+        for silent_id in {1, 2} & watch.ids:
+            at = 0.0 if silent_id == request_id else now
+            found += watch.record_progress(generating(at, silent_id), now, for_verdict=True)
+        watch.end(unwatch(request_id, is_broken_off=True).record, now)
+        if is_served and request_id == 1:
+            watch.begin(4)
+            watch.end(unwatch(4, completed=True).record, now)
+    assert [(each.request_id, each.restarts_server) for each in found] == [
+        (1, False),
+        (2, not is_served),
+    ]
+
+
+def test_only_a_launchs_first_batch_is_a_cold_one() -> None:
+    watch = watch_of(1)
+    for batch in (Batch(0.0, 1.0, 512, 512), Batch(1.0, 61.0, 7, 519)):
+        watch.record_progress(replace(SERVED, batches=(batch,)), 61.0, for_verdict=False)
+    assert watch.pace.longest_standstill_s(512, 512, is_cold=True) == PACE_MIN_S
+
+
 def test_round_ends_when_all_requests_answered_or_ended() -> None:
     def answer(request_id: int) -> list[int]:
         """Whose verdicts follow."""
@@ -76,19 +114,23 @@ IN_A_BATCH: dict[str, Any] = {"is_broken_off": True, "ended_in": RequestPhase.PR
 
 
 @cases(
-    "ended, given_up_at",
+    "reported, ended, given_up_at",
     {
-        "in a batch": (IN_A_BATCH, 130.0),
-        "before anybody asked how far it was": ({"is_broken_off": True}, 130.0),
-        "by the server": ({"ended_in": RequestPhase.PREFILL}, 30.0),
-        "a sign of work": (IN_A_BATCH | {"last_data_at": 10.5}, 40.5),
+        "in a batch": (None, IN_A_BATCH, 130.0),
+        "in a batch, without headers when it was asked": (QUEUED, IN_A_BATCH, 130.0),
+        "its actor died, which does not say where": (SERVED, {"is_broken_off": True}, 130.0),
+        "before anybody asked how far it was": (None, {"is_broken_off": True}, 130.0),
+        "by the server": (None, {"ended_in": RequestPhase.PREFILL}, 30.0),
+        "a sign of work": (None, IN_A_BATCH | {"last_data_at": 10.5}, 40.5),
     },
 )
 def test_an_aborted_requests_batch_may_delay_headers(
-    ended: dict[str, Any], given_up_at: float
+    reported: Progress | None, ended: dict[str, Any], given_up_at: float
 ) -> None:
     for now, is_due in ((given_up_at - 0.1, False), (given_up_at, True)):
         watch = watch_of(1, 2, profile=LIMITS)
+        if reported is not None:
+            watch.record_progress(reported, 9.0, for_verdict=False)
         watch.end(unwatch(1, **ended).record, 10.0)
         assert is_given_up(watch, WAITS, now) is is_due
 

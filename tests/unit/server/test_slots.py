@@ -165,6 +165,14 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     assert 99.9 + ANSWER_S <= min(asked) <= max(asked) < 180.0
 
 
+def test_slots_of_an_idle_server_are_not_asked() -> None:
+    watch = watched(writes_on, writes_until(20.0))
+    watch.run(100.0, Stalled)
+    watch.tell(unwatch(1))
+    watch.run(200.0, Stalled)
+    assert 80.0 < max(watch.slots_asked_at) <= 100.0
+
+
 def test_moving_slot_is_seen_before_short_limit() -> None:
     """The old report comes again after each batch of another client's long prompt."""
 
@@ -353,7 +361,7 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
         def slots(now: float) -> tuple[Slot, ...]:
             return (reads_at(now, began_at=0.0, stuck_at=stuck_at)[1],)
 
-        watch = watched(slots, reads=lambda now: reads)
+        watch = watched(slots, reads=lambda now: reads, modalities={"vision": True})
         watch.watch._requests.pace.learn(7, earlier)
         watch.begin(request)
         found = watch.run(1100.0, Stalled)

@@ -147,7 +147,7 @@ def test_a_doubt_waits_for_the_silence_of_those_who_received_data_lately() -> No
     step = ready(TimeoutProfile(health_probe_interval_s=None))
     step(Watch(request_id=1), 30.0)
     step(Watch(request_id=2), 30.0)
-    step(told(generating(30.9, request_id=2)), 31.0)
+    step(told(generating(30.0, request_id=2)), 31.0)
     step(unwatch(1, last_data_at=30.99), 31.0)
     assert step(DOUBT, 31.0)[-1] == PROBE
     now, probed_at = 31.01, []
@@ -156,8 +156,8 @@ def test_a_doubt_waits_for_the_silence_of_those_who_received_data_lately() -> No
         while PROBE not in step(Tick(), now := step.watch.deadline or math.inf):
             pass
     assert effects[-1] == DOUBT_CONFIRMED
-    assert len(probed_at) == 10
-    assert now == pytest.approx(41.01)
+    assert len(probed_at) == 9
+    assert now == pytest.approx(40.01)
 
 
 @cases("ends_at", {"during a slow probe": 40.5, "during a fast one": 31.005})
@@ -361,11 +361,19 @@ def test_idle_server_wakes_nobody_except_for_health_probe() -> None:
         step = ready(TimeoutProfile(health_probe_interval_s=interval_s))
         assert step.watch.deadline == due_at
         step(Watch(request_id=1), 1.0)
+        step(Watch(request_id=2), 1.2)
         assert step.watch.deadline == 1.5
         assert step(Tick(), 1.5) == []
         assert step.watch.deadline == 6.0
         step(unwatch(1), 2.0)
+        step(unwatch(2), 2.0)
         assert step.watch.deadline == due_at
+
+
+def test_a_probe_that_is_due_brings_no_look_forward() -> None:
+    step = ready(TimeoutProfile(health_probe_interval_s=30.0), probes_count=1)
+    step(Watch(request_id=1), 30.9)
+    assert [type(effect) for effect in step(Tick(), 31.0)] == [AskForProgress, ProbeReadiness]
 
 
 # ---------------------------------------------------------------- the module's table of states
