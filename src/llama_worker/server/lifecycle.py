@@ -168,8 +168,8 @@ def _stop(
             shorter_s = min(ending.grace_s, grace_s)
             ending_now = replace(ending, goal=goal, start_error=None, grace_s=shorter_s)
             effects: Effects = (Resolve(Start, stopped),)
-            if ending.closing_until is None and grace_s < ending.grace_s:
-                effects = (*effects, Terminate(grace_s=grace_s))
+            if ending.closing_until is None:  # SIGTERM was sent: only a shorter grace counts
+                effects = (*effects, Terminate(grace_s=shorter_s))
             return replace(life, state=ending_now), effects
 
 

@@ -142,8 +142,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
         match self.state:
             case Draining() | Ending(goal=ToStopped(draining=True)):
                 return True
-            case _:
-                return False
+        return False
 
     @property
     def will_start_again(self) -> bool:
@@ -151,8 +150,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
         match self.state:
             case Draining(then_start=True) | Ending(goal=ToStopped(then_start=True)):
                 return True
-            case _:
-                return False
+        return False
 
     @property
     def refusal(self) -> SubmitErrorCode | None:
@@ -169,8 +167,7 @@ class Lifecycle(Struct, frozen=True, kw_only=True):
         match self.state:
             case Ending(closing_until=at) | BackingOff(resume_at=at):
                 return at
-            case _:
-                return None
+        return None
 
     def launch(self, *, first: bool) -> tuple[Lifecycle, Effects]:
         """Begin the next launch; `first`: by an explicit start."""

@@ -10,6 +10,7 @@ load (b11434).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -152,16 +153,16 @@ class LookRounds:
 
     def __init__(self, probes_count: int) -> None:
         self._probes = frozenset(range(probes_count))
-        self._round = 0
-        # the first round since watching started over; answers from before are outdated
-        self._first_round = 0
+        self._numbers = itertools.count()
+        self._round: int  # the current one
+        self._first_round: int  # since watching started over; answers from before are outdated
         self._in_progress: set[int] = set()  # probes that have not returned
         self._awaited: set[int] = set()  # those of them that the current round waits for
         self._to_reset: set[int] = set()  # probes whose next look must drop their earlier state
 
     def begin(self, *, fresh: bool) -> list[Look]:
         """Begin a round: a look by every probe that has returned. `fresh`: watching starts over."""
-        self._round += 1
+        self._round = next(self._numbers)
         if fresh:
             self._first_round = self._round
             self._to_reset = set(self._probes)

@@ -12,7 +12,7 @@ from llama_worker.errors import WorkerStartError, WorkerStopError
 from llama_worker.mailbox import Tick
 from llama_worker.request.messages import Abandon, AllStreamsClosed, CloseAllStreams
 from llama_worker.server.blame import GpuFault, RestartBudget, RestartCause
-from llama_worker.server.lifecycle import Drained, step
+from llama_worker.server.lifecycle import Drained, request_completed, step
 from llama_worker.server.lifecycle_states import (
     BackingOff,
     Draining,
@@ -21,6 +21,7 @@ from llama_worker.server.lifecycle_states import (
     Failed,
     Launching,
     Lifecycle,
+    Ready,
     RecordRestart,
     Resolve,
     State,
@@ -142,6 +143,29 @@ def error_of(effects: Effects) -> WorkerStartError:
     return error
 
 
+def replace_state(state: State) -> Lifecycle:
+    return structs.replace(ready(), state=state)
+
+
+@cases(
+    "state, seen, refusal",
+    {
+        "stopped": (Stopped(), WorkerState.STOPPED, "WORKER_NOT_READY"),
+        "failed": (Failed(), WorkerState.FAILED, "WORKER_FAILED"),
+        "launching": (Launching(first=True), WorkerState.RUNNING, "WORKER_NOT_READY"),
+        "ready": (Ready(), WorkerState.READY, None),
+        "draining": (Draining(), WorkerState.READY, "WORKER_DRAINING"),
+        "drained": (Ending(goal=ToStopped(draining=True)), WorkerState.RUNNING, "WORKER_DRAINING"),
+        "ending": (Ending(goal=ToFailed()), WorkerState.RUNNING, "WORKER_NOT_READY"),
+        "stuck": (Ending(goal=ToFailed(), stuck="D"), WorkerState.FAILED, "WORKER_FAILED"),
+        "backing off": (BackingOff(resume_at=9.0), WorkerState.RUNNING, "WORKER_NOT_READY"),
+    },
+)
+def test_what_the_host_sees_of_a_state(state: State, seen: WorkerState, refusal: str) -> None:
+    life = replace_state(state)
+    assert (life.public_state, life.refusal) == (seen, refusal)
+
+
 # ---------------------------------------------------------------- start and stop
 
 
@@ -150,6 +174,7 @@ def test_start_and_stop_without_effect_resolve_at_once() -> None:
     assert stop(stopped(), 0.0) == (stopped(), (Resolve(Stop),))
     life, effects = stop(exited(ready(), 10.0)[0], 10.1)
     assert (life.state, effects[-1]) == (Stopped(), Resolve(Stop))
+    assert error_of(effects).reason is StartFailReason.STOPPED
 
 
 @pytest.mark.parametrize("lives", [launching, ready])
@@ -162,6 +187,7 @@ def test_stop_ends_start_and_briefly_awaits_connections(lives: Callable[[], Life
         assert effects == (Terminate(grace_s=10.0),)
         ended, effects = exited(closed, 3.1, returncode=0)
         assert (ended.state, effects) == (Stopped(), (Resolve(Stop),))
+        assert ended.last_error is None
 
 
 def test_start_during_a_stop_launches_anew_afterwards() -> None:
@@ -183,6 +209,10 @@ def test_an_order_never_extends_the_grace() -> None:
 def test_a_later_stop_shortens_the_grace_period() -> None:
     life, _ = streams_closed(stop(ready(), 2.0, grace_s=10.0)[0], 2.1)
     assert Terminate(grace_s=2.0) in stop(life, 2.2, grace_s=2.0)[1]
+    for first_s, second_s in ((10.0, 2.0), (2.0, 10.0)):  # while connections are being closed
+        life, effects = stop(stop(ready(), 2.0, grace_s=first_s)[0], 2.1, grace_s=second_s)
+        assert [type(e) for e in effects] == [Resolve]
+        assert streams_closed(life, 2.2)[1] == (Terminate(grace_s=2.0),)
 
 
 # ---------------------------------------------------------------- launches that fail
@@ -257,6 +287,29 @@ def test_requests_fail_at_once_and_restart_follows_backoff(why: str | None, reas
     assert tick(life, 14.9) == (life, ())
     for launched, effects in (tick(life, 15.0), exited(ending, 16.0)):
         assert (launched.state, effects) == (Launching(first=False), (Launch(epoch=2),))
+
+
+def test_a_relaunch_that_takes_too_long_is_followed_by_another() -> None:
+    life, effects = startup_failed(relaunched(), 20.0, reason=TIMEOUT)
+    assert effects[0] == RecordRestart(
+        reason="startup_timeout", detail="no sign of work", delay_s=10.0
+    )
+    assert exited(life, 20.1)[0].state == BackingOff(resume_at=30.0)
+
+
+def test_a_stop_may_find_that_there_is_no_process() -> None:
+    life, effects = launch_failed(stop(launching(), 1.0)[0], 1.1, reason=SPAWN_FAILED)
+    assert (life.state, effects) == (Stopped(), (Resolve(Stop),))
+
+
+def test_a_completed_request_ends_the_row_of_restarts() -> None:
+    life = request_completed(relaunched())
+    assert (life.budget.row_count, life.budget.restart_count) == (0, 1)
+
+
+def test_a_launch_that_lost_its_port_says_so() -> None:
+    _, effects = exited(launching(), 20.0, port_taken=True)
+    assert error_of(effects).detail == "another process took the port"
 
 
 def test_a_launch_without_memory_says_so() -> None:
@@ -411,6 +464,7 @@ def test_server_lost_while_draining_is_not_relaunched(
 ) -> None:
     life, effects = end(draining(), 3.0)
     assert [type(e) for e in effects] == kinds
+    assert life.is_draining
     assert isinstance(effects[0], Abandon)
     assert effects[0].reason is reason
     ended, effects = exited(life, 3.5)
@@ -435,10 +489,6 @@ def test_drain_of_unready_worker_is_a_stop() -> None:
 # ---------------------------------------------------------------- restart by hand
 
 
-def replace_state(state: State) -> Lifecycle:
-    return structs.replace(ready(), state=state)
-
-
 @pytest.mark.parametrize("lives", [launching, ready, relaunched])
 def test_manual_restart_has_no_backoff_and_no_budget(lives: Callable[[], Lifecycle]) -> None:
     before = lives()
@@ -454,6 +504,9 @@ def test_manual_restart_has_no_backoff_and_no_budget(lives: Callable[[], Lifecyc
     launched, effects = exited(life, 20.1, returncode=-9)
     assert effects == (Launch(epoch=before.epoch + 1),)
     assert became_ready(launched, 21.0)[1] == (Resolve(Start),)
+    (note, *_) = restart(before, 20.0, reason="")[1]
+    assert isinstance(note, RecordRestart)
+    assert note.detail == "restart() was called"
 
 
 def test_a_manual_restart_ends_a_backoff() -> None:

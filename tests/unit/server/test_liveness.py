@@ -97,6 +97,15 @@ def test_disk_use_and_major_faults_count_by_rate(
     assert told[-1] is works
 
 
+@pytest.mark.parametrize(
+    ("use", "least"), [("read_bytes", MIB), ("write_bytes", MIB), ("major_faults", 20)]
+)
+def test_a_burst_from_disk_needs_a_minimum(use: str, least: int) -> None:
+    for amount, works in ((least - 1, False), (least, True)):
+        before, after = (Counters(0, **{use: value}) for value in (0, amount))
+        assert alive({ROOT: before}, {ROOT: after}, every_s=0.5) == [None, works]
+
+
 @pytest.mark.parametrize(("busy_share", "works"), [(0.0, False), (0.01, False), (1.0, True)])
 @pytest.mark.parametrize("neighbours", [25, 40, 1000])
 def test_wait_for_a_core_counts_as_work(neighbours: int, busy_share: float, works: bool) -> None:
@@ -112,9 +121,9 @@ def test_wait_for_a_core_counts_as_work(neighbours: int, busy_share: float, work
     [(1600, 361.0, True), (1600, 28_800.0, True), (1190, 361.0, False), (361, 361.0, False)],
 )
 def test_work_halted_with_the_program_counts(ticks: int, lost_s: float, works: bool) -> None:
-    """Over 15 s besides the time that was lost."""
+    """Over 15 s besides the time that was lost; more was lost before."""
     activity = ProcessActivity(100)
-    for at, lost, used in ((0.0, 0.0, 0), (15.0 + lost_s, lost_s, ticks)):
+    for at, lost, used in ((0.0, 900.0, 0), (15.0 + lost_s, 900.0 + lost_s, ticks)):
         activity, evidence = activity.observe(
             ProcessSample(at=at, lost_s=lost, processes={ROOT: Counters(used)})
         )

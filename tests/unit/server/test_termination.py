@@ -51,6 +51,7 @@ def test_sigterm_is_repeated_once_then_sigkill_follows() -> None:
 def test_a_grace_shorter_than_the_repeat_kills() -> None:
     assert deadline(Terminating(6.0, 7.0)) == 6.0
     assert tick(Terminating(6.0, 7.0), 7.0) == (Killing(8.0, 11.0), Signal.KILL)
+    assert terminate(Present(), 5.0, grace_s=0.5) == (Terminating(5.5, 7.0), Signal.TERMINATE)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, -1.0])
