@@ -96,8 +96,7 @@ def deadline(state: ProcessState) -> float | None:
             return kill_at if repeat_at is None else min(kill_at, repeat_at)
         case Killing(force_at=force_at, give_up_at=give_up_at):
             return min(force_at, give_up_at)
-        case _:
-            return None
+    return None
 
 
 def describe_stuck(pid: int | None, processes: Mapping[str, Any]) -> str:

@@ -82,7 +82,7 @@ def timeout_verdict(
         return None
     _, limit_s, first = min(over, key=lambda each: each[0])
     waited_s = now - first.since
-    times = f"{first.multiple} x " if first.multiple > 1 else ""
+    times = f"{first.multiple} x " if first.multiple != 1 else ""
     silence = f"{first.what} for {waited_s:.1f} s (limit: {times}{first.setting} {limit_s:g})"
     return Verdict(
         reason=first.reason,
@@ -125,15 +125,13 @@ class _Limits:
         yield _Limit("absolute_timeout_s", reason, "not finished", progress.dispatched_at)
 
     def _of_phase(self) -> Iterator[_Limit]:
-        match self._progress.phase:
+        match self._progress.phase:  # a tool has its own
             case RequestPhase.WAITING:
                 yield from self._waiting()
             case RequestPhase.PREFILL:
                 yield from self._prefill()
             case RequestPhase.GENERATING:
                 yield from self._generating()
-            case _:
-                pass  # a tool has its own
 
     def _waiting(self) -> Iterator[_Limit]:
         # what the server does for a reply in one piece, also for another's, only slots show

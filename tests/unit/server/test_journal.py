@@ -146,7 +146,7 @@ def observed(at: float, *requests: Progress, liveness_at: float | None = 105.0) 
 def killed(journal: Journal, *, epoch: int = 1, is_observed: bool = True) -> Any:
     """The evidence, where the watchdog had perhaps observed the launch 1 a second before."""
     if is_observed:
-        journal.observed = observed(109.0, running(RequestPhase.PREFILL, turn_started_at=101.0))
+        journal.observed = observed(108.9999, running(RequestPhase.PREFILL, turn_started_at=101.0))
     journal.keep_evidence(
         110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)]
     )
@@ -244,6 +244,27 @@ def test_duration_within_bound_counts_once(journal: Journal, seconds: float, ind
     once = {"bounds_s": list(BOUNDS_S), "counts": counts, "sum_s": pytest.approx(seconds)}
     assert (totals["ttft"], totals["duration"]["completed"]) == (once, once)
     assert sum(totals["duration"]["failed"]["counts"]) == 1
+
+
+def test_metrics_count_by_outcome_and_cause(journal: Journal) -> None:
+    journal.restart_decided("exited", "code 1", 5.0, 100.0)
+    journal.restart_decided("exited", "code 1; too often", None, 101.0)
+    journal.totals.signal_emitted("done")
+    died = record(RequestState.FAILED, fail_reason=RequestFailReason.SERVER_DIED)
+    read = {"prompt_tokens": 5, "cached_tokens": 2}
+    totals = counted(journal, record(tokens=3, usage=read), died)
+    assert {name: totals[name] for name in totals if name not in ("ttft", "duration")} == {
+        "requests": {"completed": {"stop": 1}, "failed": {"server_died": 1}, "canceled": {}},
+        "restarts": {"exited": 1},
+        "signals": {"done": 1},
+        "prompt_tokens": 5,
+        "cached_tokens": 2,
+        "generated_tokens": 3,
+    }
+    info = told(journal)
+    assert [event["event"] for event in info["recent_events"]] == ["restart", "locked_out"]
+    assert [each["at"] for each in info["recent_restarts"]] == [1100.0, 1101.0]
+    assert (info["events_dropped_count"], info["stuck_tool_threads_count"]) == (0, 0)
 
 
 # ---------------------------------------------------------------- whose it is

@@ -17,14 +17,15 @@ def test_each_separately_reported_batch_is_learnt_once() -> None:
     pace.learn(1, [Batch(100.0, 100.0, 512, 512), Batch(100.0, 110.0, 0, 1024)])  # cached
     pace.learn(1, [Batch(110.0, 110.0, 512, 1536)])
     assert pace.expected_s(512, 512) is None
+    pace.learn(2, [Batch(0.0, 40.0, 512, 512)])
     for _ in range(100):
         pace.learn(1, [Batch(120.0, 150.0, 512, 512), Batch(150.0, 151.0, 512, 1024)])
-    assert pace.expected_s(512, 512) == 30.0
+    assert pace.expected_s(512, 512) == 40.0
 
 
 def test_first_batches_are_measured_by_first_batches() -> None:
     pace = learnt((512, 512, 1.0))
     assert pace.longest_standstill_s(512, 512, is_cold=True) == 2 * PACE_MIN_S
-    pace.learn(100, [Batch(-60.0, 0.0, 7, 7)], is_cold=True)
+    pace.learn(100, [Batch(-60.0, 0.0, 1, 1)], is_cold=True)
     assert pace.longest_standstill_s(512, 512, is_cold=True) == PACE_MULTIPLE * 60.0
     assert pace.longest_standstill_s(512, 512, is_cold=False) == PACE_MIN_S

@@ -112,6 +112,7 @@ def due(
             QUEUED, 2200.0, work=2199.0, any_moved_at=2195.0
         ),
         "beside one that has limits of its own": due(QUEUED, 2200.0, beside=True),
+        "what it links to is fetched": due(replace(QUEUED, links_media=True), 2200.0),
         "behind a reply in one piece": due(
             QUEUED, 2350.0, behind=True, any_moved_at=1150.0, held_up_at=1150.0
         ),

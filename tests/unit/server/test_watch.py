@@ -25,7 +25,7 @@ from llama_worker.server.messages import (
     StopWatching,
     Watch,
 )
-from llama_worker.server.pace import Pace
+from llama_worker.server.pace import PACE_MULTIPLE, Pace
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
 from tests.docs.pages import table
@@ -322,11 +322,13 @@ def test_idle_hour_does_not_affect_next_request() -> None:
 def test_batch_times_outlive_a_launch() -> None:
     pace = Pace()
     pace.learn(1, [Batch(1.0, 3.0, 512, 512)])
+    pace.learn(2, [Batch(1.0, 61.0, 7, 7)], is_cold=True)
     step = Watched(TimeoutProfile())
     step(messages.PaceLearnt(pace), 10.0)
     step(Launch(epoch=1), 10.0)
     learnt, _ = step(StopWatching(), 20.0)
     assert learnt.pace.expected_s(512, 512) == 2.0
+    assert learnt.pace.longest_standstill_s(7, 7, is_cold=True) == PACE_MULTIPLE * 60.0
 
 
 @pytest.mark.parametrize("probes_count", [0, 1], ids=["no probe", "a probe that hangs"])
