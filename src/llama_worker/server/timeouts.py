@@ -156,9 +156,7 @@ class _Limits:
         if self._slots.shows_prompt_progress:  # else it may wait behind another client
             yield from self._only_repeats(self._any_progress_at)
         yield self._no_token()
-        if self._progress.in_one_piece or self._progress.only_repeats_since(
-            self._progress.turn_started_at
-        ):
+        if self._progress.only_repeats_since(self._progress.turn_started_at):
             yield self._no_data(self._slots.any_moved_at)
         elif self._progress.data_at is None:  # no client asked for reports
             moves = (self._slots.moved_at, self._slots.held_up_at)
@@ -171,8 +169,7 @@ class _Limits:
         since = newest(self._data_at, self._slots.moved_at)
         yield from self._only_repeats(since)
         yield from self._no_data_beside_others(since)
-        in_one_piece = self._progress.in_one_piece
-        yield self._no_data(self._slots.any_moved_at if in_one_piece else None)
+        yield self._no_data()
 
     def _no_headers(self) -> _Limit:
         """Connecting has a timeout of its own. Builds of October 2025 to May 2026 hold the headers

@@ -62,6 +62,7 @@ NEVER_USED = {"id": 0, "n_ctx": 512, "speculative": False, "is_processing": Fals
         "a text for a truth": ([told(is_processing="yes")], None),
         "a number for a slot": ([told(), 7], None),
         "an error object": ({"error": {"code": 501}}, None),
+        "no list": (7, None),
     },
 )
 def test_answers_of_every_build(body: Any, slots: tuple[Slot, ...] | None) -> None:
@@ -85,6 +86,7 @@ def decoded(count: int) -> list[dict[str, int]]:
         "its reading is shown": (hiding(next_token=decoded(0), n_prompt_tokens_processed=0), False),
         "a draft model, one token": (told(speculative=True, next_token=decoded(1)), True),
         "a draft model, two tokens": (told(speculative=True, next_token=decoded(2)), False),
+        "idle": (NEVER_USED, False),
         "no draft model, one token": (told(speculative=False, next_token=decoded(1)), False),
     },
 )

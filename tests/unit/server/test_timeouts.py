@@ -103,7 +103,7 @@ def due(
         "silent work before the headers": due(QUEUED, 2200.0, work=2199.0),
         "the batch of one that is gone": due(QUEUED, 1130.0, HEADERS, left=1010.0),
         "a batch that must be over": due(
-            QUEUED, 1030.0, HEADERS, left=1010.0, idle_stream_timeout_s=20.0
+            QUEUED, 1030.0, HEADERS, left=1005.0, idle_stream_timeout_s=20.0
         ),
         "silent work behind another client's prompt": due(
             QUEUED, 3395.0, work=3394.0, any_moved_at=2195.0, held_up_at=2195.0
@@ -207,6 +207,10 @@ OFF = heard() | {"profile": TimeoutProfile.debug()}
         "the first token came": (progress(GENERATING, first_token_at=1050.0), ONLY_TTFT),
         "off: waiting": (progress(WAITING), OFF | {"liveness_at": 1e9 - 1}),
         **{f"off: {phase}": (progress(phase), OFF) for phase in (PREFILL, GENERATING, TOOL)},
+        "a batch of one that is gone may take for ever": (
+            QUEUED,
+            heard(left=1010.0, idle_stream_timeout_s=None, silent_work_timeout_s=None),
+        ),
         "the turn has finished": (progress(GENERATING, concluding=True), STRICT),
     },
 )
