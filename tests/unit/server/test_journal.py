@@ -146,7 +146,9 @@ def observed(at: float, *requests: Progress, liveness_at: float | None = 105.0) 
 def killed(journal: Journal, *, epoch: int = 1, is_observed: bool = True) -> Any:
     """The evidence, where the watchdog had perhaps observed the launch 1 a second before."""
     if is_observed:
-        journal.observed = observed(108.9999, running(RequestPhase.PREFILL, turn_started_at=101.0))
+        journal.observed = observed(
+            108.9999, running(RequestPhase.PREFILL, turn_started_at=100.9999)
+        )
     journal.keep_evidence(
         110.0, epoch=epoch, pid=5, last_error="it hangs", active=[Admitted(7, 0, "j", 100.0)]
     )

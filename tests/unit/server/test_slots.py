@@ -52,6 +52,9 @@ NEVER_USED = {"id": 0, "n_ctx": 512, "speculative": False, "is_processing": Fals
         "b11434": ([told()], (GENERATES,)),
         "next_token as an object": ([told(next_token={"n_decoded": 3})], (GENERATES,)),
         "state for is_processing": ([told(is_processing=None, state=1)], (GENERATES,)),
+        "both": ([told(state=0)], (GENERATES,)),
+        "neither": ([told(is_processing=None)], None),
+        "idle by its state": ([{"id": 0, "state": 0}], (Slot(slot_id=0, is_processing=False),)),
         "never used": ([NEVER_USED], (Slot(slot_id=0, is_processing=False),)),
         "in any order: by id": ([told(id=1), told()], (GENERATES, replace(GENERATES, slot_id=1))),
         "no slot": ([], None),
@@ -67,6 +70,12 @@ NEVER_USED = {"id": 0, "n_ctx": 512, "speculative": False, "is_processing": Fals
 )
 def test_answers_of_every_build(body: Any, slots: tuple[Slot, ...] | None) -> None:
     assert parse_slots(body) == slots
+
+
+def test_the_context_and_what_of_it_was_cached_are_read() -> None:
+    shown = [told(n_prompt_tokens=30, n_prompt_tokens_cache=5), {**NEVER_USED, "id": 1}]
+    read = [(slot.context_tokens, slot.cached_tokens) for slot in parse_slots(shown) or ()]
+    assert read == [(30, 5), (None, 0)]
 
 
 def hiding(**shown: Any) -> dict[str, Any]:

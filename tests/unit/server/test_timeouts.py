@@ -258,6 +258,13 @@ def test_detail_names_the_limit_and_the_times() -> None:
         "phase generating, turn began 250.0 s ago, headers never, first token never, prompt "
         "progress never, last data 150.0 s ago, last byte 5.0 s ago, last sign of work 140.0 s ago"
     )
+    waits = timeout_verdict(QUEUED, now=1130.0, **heard(left=1010.0))
+    assert waits is not None
+    assert "work since an earlier request was aborted for 120.0 s" in waits.detail
+    beside = timeout_verdict(WRITES, now=1580.0, **heard(work=1579.0, neighbour=1579.0))
+    assert beside is not None
+    assert beside.alone
+    assert "for 480.0 s (limit: 4 x idle_stream_timeout_s 120)" in beside.detail
 
 
 # ---------------------------------------------------------------- properties
