@@ -151,20 +151,20 @@ class SlotsWatch:
         # when a look is due; None while no request is suspected, or a look is in progress
         self.deadline: float | None = None
         self.looks: list[SlotsLook] = []  # of the current round, complete or not
-        self.unchanged_since = 0.0  # the first look since which nothing moved
+        self.unchanged_since: float  # the first look since which nothing moved
         # the latest look after which something moved, of any round
         self.moved_at: float | None = None
         # the same, if what moved may hold up a request of which nothing was heard
         self.held_up_at: float | None = None
         self.answered_last_look = False  # `/slots` answered the latest look that was not refused
-        self.may_progress_unseen = False  # true of some slot in the latest answer
+        self.may_progress_unseen: bool  # true of some slot in the latest answer
         # its build does, or it answered while a slot stood still that progressed later
         self.answers_during_batches = False
         self._last_unchanged: SlotsLook | None = None  # the latest look that showed no change
         self.silent_since: float | None = None  # the first of the latest looks without an answer
         self._has_answered = False
         self._is_looking = False  # a look is in progress
-        self._asked_at = 0.0
+        self._asked_at: float
         self._last_look: SlotsLook | None = None  # of any round
         # since `_last_look`, a look went without an answer, or looking stopped
         self._was_interrupted = True

@@ -83,8 +83,9 @@ def test_a_wanted_probe_keeps_its_first_cause() -> None:
     probes = ReadinessProbes()
     for cause in ("a broken stream", None, "another"):
         probes.want(cause)
-    assert probes.begin(0.0)
+    assert probes.begin(0.0, failure_counts=False)
     assert (probes.cause, probes.wanted) == ("a broken stream", None)
+    assert probes.ended()  # its failure counts
 
 
 @cases(
@@ -201,3 +202,4 @@ def test_the_canary_uses_greedy_sampling() -> None:
     body = canary_body(Canary(prompt="2 + 2?", check=bool, max_tokens=5))
     asked = body["temperature"], body["max_tokens"], body["messages"][0]["content"]
     assert asked == (0, 5, "2 + 2?")
+    assert body["stream"] is False

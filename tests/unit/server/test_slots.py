@@ -20,7 +20,9 @@ from llama_worker.server.slots import (
     PAUSE_S,
     SILENT_S,
     Slot,
+    SlotsLook,
     SlotsTimeout,
+    SlotsWatch,
     parse_slots,
 )
 from llama_worker.stream.lazy_reading import MAX_HOLD_S
@@ -104,6 +106,42 @@ def test_which_slots_may_progress_unseen(body: Any, unseen: bool) -> None:
     assert found.may_progress_unseen is unseen
 
 
+# ---------------------------------------------------------------- what holds up another
+
+FREE, NEXT, LAST = (Slot(slot_id=n, is_processing=False) for n in range(3))
+SECOND = replace(slot(decoded=5, task=2), slot_id=1)
+
+
+@cases(
+    "before, after, holds_up",
+    {
+        "all generate, and one is idle": ((slot(decoded=1), NEXT), (slot(decoded=2), NEXT), False),
+        "none is idle": ((slot(decoded=1),), (slot(decoded=2),), True),
+        "one stands still": (
+            (slot(decoded=1), SECOND, LAST),
+            (slot(decoded=2), SECOND, LAST),
+            True,
+        ),
+        "one reads": ((slot(prompt=1), NEXT), (slot(prompt=2), NEXT), True),
+        "one begins": ((FREE, NEXT), (slot(decoded=1), NEXT), True),
+        "one ends": ((slot(decoded=1), NEXT), (replace(FREE, decoded_tokens=2), NEXT), True),
+        "another task": ((slot(decoded=1), NEXT), (slot(decoded=2, task=2), NEXT), True),
+        "another server": ((slot(decoded=1),), (slot(decoded=1), NEXT), True),
+        "another slot": ((slot(decoded=1), SECOND, LAST), (slot(decoded=2), LAST), True),
+    },
+)
+def test_which_movement_may_hold_up_a_request_that_waits(
+    before: tuple[Slot, ...], after: tuple[Slot, ...], holds_up: bool
+) -> None:
+    watch = SlotsWatch()
+    watch.start_looking(100.0)
+    for at, slots in ((100.0, before), (102.0, after)):
+        watch.begin_look(at)
+        watch.record_look(SlotsLook(asked_at=at, slots=slots), at)
+    assert (watch.moved_at, watch.held_up_at) == (100.0, 100.0 if holds_up else None)
+    assert not watch.answers_during_batches
+
+
 # ---------------------------------------------------------------- when it is asked
 
 PROFILE = TimeoutProfile.normal()
@@ -174,6 +212,14 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
     at_ready, *asked = watch.slots_asked_at
     assert at_ready == 0.0
     assert 99.9 + ANSWER_S <= min(asked) <= max(asked) < 180.0
+
+
+def test_without_suspicion_a_stream_is_dead_beside_others() -> None:
+    trusting = replace(PROFILE, suspect_after_s=None)
+    watch = watched(writes_on, writes_until(20.0), writes_for_ever, profile=trusting)
+    at, stalled = watch.run(1000.0, Stalled) or (0.0, None)
+    assert 500.0 <= at < 510.0
+    assert [each.verdict.alone for each in stalled.given_up] == [True]
 
 
 def test_slots_of_an_idle_server_are_not_asked() -> None:

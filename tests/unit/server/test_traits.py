@@ -106,9 +106,11 @@ def test_where_a_thought_may_remain_without_its_tag(
 def test_parts_that_the_model_cannot_take(
     kinds: set[str], modalities: Any, says: str | None
 ) -> None:
-    refusal = unsupported(kinds, ServerTraits(modalities=modalities, model="tiny"))
-    assert (refusal is None) == (says is None)
-    assert (says or "") in (refusal or "")
+    for model, named in (("tiny", "; 'tiny' as served"), (None, "; the model as served")):
+        refusal = unsupported(kinds, ServerTraits(modalities=modalities, model=model))
+        assert (refusal is None) == (says is None)
+        assert (says or "") in (refusal or "")
+        assert refusal is None or named in refusal
 
 
 OFFERS = {"exit_tools": [tool("signal")]}
