@@ -127,7 +127,7 @@ class SlotsRound:
     def _judge_standstill(self) -> Verdict | None:
         """Nothing moved in any slot. If something did recently, a slow server may just be in a long
         step or a pause: no verdict."""
-        busy = [track[-1] for track in self._tracks if track[-1].is_processing]
+        busy = [slot for *_, slot in self._tracks if slot.is_processing]
         if not self.all_are_silent or not busy or any(slot.may_progress_unseen for slot in busy):
             return None
         still_s = self.now - self.unchanged_since

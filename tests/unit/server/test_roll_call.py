@@ -20,6 +20,14 @@ def test_an_answer_is_overdue_at_its_own_deadline() -> None:
     at = 1000.1
     assert at + ANSWER_TIMEOUT_S - at < ANSWER_TIMEOUT_S  # rounded
     assert asked_at(at).overdue(at + ANSWER_TIMEOUT_S) == [STUCK]
+    assert asked_at(at).overdue(at + ANSWER_TIMEOUT_S - 0.1) == []
+
+
+def test_nobody_is_asked_before_the_worker_has_been_busy_for_a_while() -> None:
+    roll_call = RollCall()
+    assert roll_call.due(MEMBERS, 100.0) == []
+    roll_call.keep(busy=True, now=100.0)
+    assert roll_call.deadline == 100.0 + ASK_INTERVAL_S
 
 
 def test_each_actor_is_asked_again_after_its_answer() -> None:

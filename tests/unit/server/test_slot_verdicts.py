@@ -40,6 +40,7 @@ BEGINS_TO_WRITE: Track = [
     *(slot(decoded=32, prompt=512 * n) for n in range(LOOKS_COUNT - 1)),
     slot(decoded=1, prompt=1600),
 ]
+BEGINS_LATE: Track = [*IDLE[:2], *STUCK[:2]]
 CHANGES_TASKS: Track = [slot(decoded=9, task=n) for n in range(LOOKS_COUNT)]
 
 
@@ -100,6 +101,9 @@ def wedge(
         ),
         "lost beside a live one": wedge([IDLE, MOVES], IN_PREFILL, SERVED, reason=LOST),
         "queued although a slot is idle": wedge([IDLE, MOVES], WAITS, SERVED, reason=LOST),
+        "no headers for 1200 s": wedge(
+            [IDLE], replace(WAITS, turn_started_at=-1095.0), reason=LOST
+        ),
         "livelock in decode": wedge([STUCK], WRITES, alone=False),
         "livelock, found by one who waits": wedge([STUCK], WAITS, QUIET, alone=False),
         "dead beside a live one": wedge([STUCK, MOVES], WRITES, SERVED),
@@ -297,6 +301,18 @@ def spared(
         "its slot is given to it behind a long batch": spared(
             [IDLE, IN_A_BATCH], WAITS, replace(SERVED_PROMPT, last_data_at=NOW + 0.1)
         ),
+        "headers since the first look": spared([IDLE], replace(IN_PREFILL, headers_at=103.0)),
+        "each slot was in use at some look": spared(
+            [BEGINS_LATE, MOVES], IN_PREFILL, SERVED, replace(SERVED, request_id=3)
+        ),
+        "two that write, one of them slowly": spared(
+            [STUCK, STUCK], WRITES, replace(QUIET, longest_gap_s=4.0)
+        ),
+        "a stranger that writes beside it": spared(
+            [STUCK, STUCK], WRITES, replace(WAITS, request_id=2, longest_gap_s=0.5)
+        ),
+        "a task that began in between": spared([IDLE, BEGINS_LATE], IN_PREFILL),
+        "a neighbour's, and short tasks": spared([MOVES, CHANGES_TASKS], WRITES, SERVED),
         "one task after the other": spared([IDLE, CHANGES_TASKS], IN_PREFILL),
         "a neighbour that came in between": spared(
             [IDLE, MOVES], IN_PREFILL, LATE_NEIGHBOUR, works=True
@@ -354,7 +370,7 @@ NEARLY_AS_DEEP = [(512, 512, 60.0), (512, 4096, 70.0)]
         "as many as fit": (A_MINUTE, [(1536, 2048), (1536, 2048)], 4 * LIMIT_OF_60_S),
         # it had no turn yet, and shows the conversation that it had before
         "beside one that waits": (A_MINUTE, [(512, 512), (30_000, 30_000)], LIMIT_OF_60_S),
-        "behind a prompt in the cache": (A_MINUTE, [(512, 4096, 3584)], LIMIT_OF_60_S),
+        "behind a prompt in the cache": (A_MINUTE, [(512, 8192, 7680)], 2 * LIMIT_OF_60_S),
         "never before a minimum": ([(512, 4096, 1.0)], [(512, 512)], PACE_MIN_S),
         "one that was as deep tells more": (AS_DEEP, [(512, 8192)], PACE_MULTIPLE * 70.0),
         "one nearly as deep tells more": (NEARLY_AS_DEEP, [(512, 8192)], 2 * PACE_MULTIPLE * 70.0),

@@ -217,7 +217,9 @@ def test_slots_are_asked_at_ready_and_under_suspicion() -> None:
 def test_without_suspicion_a_stream_is_dead_beside_others() -> None:
     trusting = replace(PROFILE, suspect_after_s=None)
     watch = watched(writes_on, writes_until(20.0), writes_for_ever, profile=trusting)
-    at, stalled = watch.run(1000.0, Stalled) or (0.0, None)
+    found = watch.run(1000.0, Stalled)
+    assert found is not None
+    at, stalled = found
     assert 500.0 <= at < 510.0
     assert [each.verdict.alone for each in stalled.given_up] == [True]
 
