@@ -210,8 +210,8 @@ class SlotsRound:
 
     @cached_property
     def _tracks(self) -> list[tuple[Slot, ...]]:
-        """Each slot at every look; the looks may differ in slots if the server was restarted."""
-        return list(zip(*(look.slots for look in self.looks), strict=False))
+        """Each slot at every look; all looks show the same slots."""
+        return list(zip(*(look.slots for look in self.looks), strict=True))
 
     @property
     def _began_at(self) -> float:

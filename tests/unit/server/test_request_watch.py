@@ -66,8 +66,8 @@ def test_a_stream_that_completes_late_is_no_newer_data() -> None:
     assert watch.data_at == 5.0
 
 
-@pytest.mark.parametrize("is_served", [True, False])
-def test_a_new_request_that_is_served_clears_the_server(is_served: bool) -> None:
+@pytest.mark.parametrize("served_id", [3, 4, None])
+def test_a_new_request_that_is_served_clears_the_server(served_id: int | None) -> None:
     watch, found = watch_of(1, 2, 3), []
     for request_id, now in ((1, 9.0), (2, 10.0)):
         watch.record_progress(generating(now, 3), now, for_verdict=False)
@@ -77,12 +77,12 @@ def test_a_new_request_that_is_served_clears_the_server(is_served: bool) -> None
             at = 0.0 if silent_id == request_id else now
             found += watch.record_progress(generating(at, silent_id), now, for_verdict=True)
         watch.end(unwatch(request_id, is_broken_off=True).record, now)
-        if is_served and request_id == 1:
-            watch.begin(4)
-            watch.end(unwatch(4, completed=True).record, now)
+        if served_id is not None and request_id == 1:
+            watch.begin(served_id)
+            watch.end(unwatch(served_id, completed=True).record, now)
     assert [(each.request_id, each.restarts_server) for each in found] == [
         (1, False),
-        (2, not is_served),
+        (2, served_id != 4),
     ]
 
 
