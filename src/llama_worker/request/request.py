@@ -81,8 +81,7 @@ class Request:
     def step(self, message: messages.RequestInput, now: float) -> Effects:
         """The effects of a message; none if it is for an earlier turn or another request."""
         effects = self._step(message, now)
-        signals = self._tools.take_new_signals()
-        return [*signals, *effects] if signals else effects
+        return [*self._tools.take_new_signals(), *effects]
 
     def _step(self, message: messages.RequestInput, now: float) -> Effects:
         match self.state, message:
@@ -134,8 +133,7 @@ class Request:
         return []
 
     def _tick(self, now: float) -> Effects:
-        due_at = self.deadline
-        if due_at is None or now < due_at:
+        if not isinstance(self.state, states.Timed) or now < self.state.until:
             return []
         match self.state:
             case states.Prompting(limit_s=limit_s):
@@ -154,8 +152,6 @@ class Request:
                 name = batch.call.name
                 text = f"tool {name!r} did not return within tool_timeout_s {limit_s:g} s"
                 return self._call_failed(batch, text, now, drop=True)
-            case states.Streaming() | states.Ended():
-                return []
 
     @property
     def deadline(self) -> float | None:
@@ -375,7 +371,7 @@ class Request:
                 effects.append(messages.DropTool(turn_id=self._turn_id))
                 error = f"the request ended while the tool was running: {outcome.fail_reason}"
                 if outcome.fail_reason is RequestFailReason.TOOL_EXECUTION_ERROR:
-                    error = outcome.fail_detail or error
+                    error = str(outcome.fail_detail)
                 self._tools.record_failure(batch, error, now)
             case _ if self._turns_count and not self._turn.is_over:
                 effects.append(self._close_turn())

@@ -213,7 +213,7 @@ class ToolUse:
         self._totals = totals
         self._earlier_calls = latest_call_number(earlier)
         self._new_signals: list[ExitSignal] = []  # that `take_new_signals` is to return
-        self._iteration = 0  # of the latest calls, from 1
+        self._iteration: int  # of the latest calls, from 1
         self._not_run: tuple[RawCall | MalformedCall, ...] = ()  # of the latest calls, so far
 
     @property
@@ -226,13 +226,11 @@ class ToolUse:
 
     def take_new_signals(self) -> list[SignalEmitted]:
         """The signals recorded since the last time."""
-        if not self._new_signals:  # nearly always
-            return []
         signals, self._new_signals = self._new_signals, []
-        totals = self._totals
+        request_id, job_name = self._totals.request_id, self._totals.job_name
         return [
-            SignalEmitted(request_id=totals.request_id, job_name=totals.job_name, signal=signal)
-            for signal in copy.deepcopy(signals)
+            SignalEmitted(request_id=request_id, job_name=job_name, signal=copy.deepcopy(signal))
+            for signal in signals
         ]
 
     def record_exits(self, turn: Turn, now: float) -> None:
