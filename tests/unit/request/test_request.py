@@ -186,6 +186,7 @@ def test_output_is_read_from_any_offset() -> None:
     whole = {"ok": True, "text": "Hello", "reasoning": "hmm", "done": False}
     whole |= {"text_offset": 5, "reasoning_offset": 3}
     assert play.request.read_output(0, 0) == whole
+    assert play.request.output_chars == (5, 3)
     assert play.request.read_output(3, 3) == whole | {"text": "lo", "reasoning": ""}
     assert play >> CANCEL << CLOSE << Ends("canceled")
     rest = {"text": "", "reasoning": "", "text_offset": 9, "done": True}
@@ -203,6 +204,7 @@ def test_messages_for_others_change_nothing() -> None:
 def test_a_turn_settles_two_seconds_after_its_finish() -> None:
     play = settling()
     assert play >> 104.0 >> STOP >> 104.9  # said again, it gives no more time
+    assert play.request.progress().last_data_at == 103.0
     assert play.request.phase == "generating"
     assert play >> 105.0 << CLOSE << Ends("stop", usage=None)
 
@@ -237,6 +239,7 @@ def test_how_turns_end_requests(
     assert len(play.signals) == len(play.record.result["signals"]) == exits
     trace = [(e["tool_name"], e["arguments"], e["error"]) for e in play.record.result["tool_trace"]]
     assert trace == [(name, arguments, f"not run: {outcome}") for name, arguments in not_run]
+    assert all(isinstance(e["tool_call_id"], str) for e in play.record.result["tool_trace"])
 
 
 @pytest.mark.parametrize(
@@ -536,15 +539,17 @@ def test_calls_run_one_by_one() -> None:
 
 def test_a_follow_up_gives_new_call_ids() -> None:
     earlier: list[Any] = []
-    for calls_count in (1, 2):
+    for requests_count in (1, 2):
         play = asked(WITH_TOOLS, messages=earlier)
         assert play >> 101.0 >> (call("add", "{}"), call("add", "{}", 1), CALLS)
         assert play >> 102.0 >> Done() << CLOSE << CallTool >> returned("1") << CallTool
-        assert play >> returned("2") << PostChat >> TextDelta("Both.") >> STOP
-        assert play >> Done() << CLOSE_SECOND << Ends("stop", tool_calls_count=2)
+        assert play >> returned("2") << PostChat
+        assert play >> (call("add"), CALLS, Done()) << CLOSE_SECOND << CallTool
+        assert play >> returned("3") << PostChat >> TextDelta("All.") >> STOP
+        assert play >> Done() << CloseStream << Ends("stop", tool_calls_count=3)
         earlier += play.record.result["conversation"]
         ids = [each["id"] for message in earlier for each in message.get("tool_calls", ())]
-        assert len(set(ids)) == len(ids) == 2 * calls_count
+        assert len(set(ids)) == len(ids) == 3 * requests_count
         assert ids == [message["tool_call_id"] for message in earlier if message["role"] == "tool"]
 
 
@@ -949,6 +954,11 @@ def test_a_loop_ends_the_request(
     assert detail in result["fail_detail"]
     assert result["loop"].keys() == {loop, "repeats"}
     assert asked(with_tools(loop_detector=None)) >> (*said, TextDelta("a"))
+
+
+def test_a_loop_in_what_was_held_back_until_the_end_counts() -> None:
+    end = Ends("repeated_line_loop", text="\n" + LINE * 12)
+    assert asked(WITH_TOOLS) >> (TextDelta(HELD + LINE), STOP, Done()) << CLOSE << end
 
 
 THOUGHT = "I need the next file of the list to go on.\nSo I call the tool with its path now."

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import re
+import sys
 from enum import Enum, IntEnum
 
 import pytest
@@ -40,6 +41,7 @@ def test_any_json_value_is_returned_even_nothing_found(value: object, text: str)
     encoded = encode_result(value)
     assert encoded == text
     assert type(encoded) is str
+    assert call_result("t", lambda: value) == (True, text)
 
 
 ENDLESS: list[object] = []
@@ -78,6 +80,11 @@ def test_what_json_cannot_hold_is_refused(value: object) -> None:
 
 def test_an_error_without_a_text_is_named() -> None:
     assert call_result("t", lambda: Wordless(a=1))[1].endswith(": a Wordless (KeyError)")
+
+
+def test_whatever_a_tool_raises_only_fails_its_call() -> None:
+    said = call_result("t", lambda: sys.exit("enough"))
+    assert said == (False, "tool 't' raised SystemExit: enough")
 
 
 JSON_VALUES = st.recursive(

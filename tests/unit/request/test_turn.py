@@ -11,7 +11,7 @@ TAGGED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALL = RawCall(None, "add", '{"a": 1}', TAGGED)
 BY_TAG = [TextDelta(TAGGED[:20]), TextDelta(TAGGED[20:])]
 STRUCTURED = RawCall("x", "add", "{}")
-BY_DELTAS = [ToolCallDelta(0, "x", "add", "{"), ToolCallDelta(0, None, None, "}")]
+BY_DELTAS = [ToolCallDelta(0, "x", "add", None), ToolCallDelta(0, None, None, "{}")]
 
 
 def turn(*, prompted: bool = False) -> Turn:
