@@ -162,7 +162,6 @@ class LeasedRequest:
 
     def closed(self, failure: StreamFailure | None) -> None:
         """The exchange with the server is over; `failure` is None if it ended regularly."""
-        self._is_waiting = False
         if self._totals.in_one_piece and not failure:
             self._conclude(Finished(None))
         else:
@@ -173,7 +172,8 @@ class LeasedRequest:
         given_up = self.given_up
         if failure is None or given_up is None or self.has_finished:
             return failure
-        reason = given_up.fail_reason or RequestFailReason.UNKNOWN_ERROR
+        reason = given_up.fail_reason
+        assert reason is not None  # as in every outcome of what was given up
         detail = f"{reason}: {given_up.fail_detail or 'the request was canceled'}"
         return StreamFailure(reason=reason, detail=detail)
 

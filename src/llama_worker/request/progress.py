@@ -7,8 +7,9 @@ role chunks, empty deltas, `{}`. Only what is new shows that it works on the req
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from llama_worker.clock import latest
 from llama_worker.stream import events
@@ -106,7 +107,7 @@ class NoveltyDetector:
     """Tells which events of one turn bring something new. Pass it every event, in order."""
 
     def __init__(self) -> None:
-        self._processed = -1  # the most of the prompt ever reported as done
+        self._processed = -math.inf  # the most of the prompt ever reported as done
         self._once: set[type[events.StreamEvent]] = set()  # kinds that count once and have come
         self._call_heads: set[tuple[int, str | None, str | None]] = set()
         self._fingerprints: dict[int, bool] = {}  # of unknown content, the latest last
@@ -142,8 +143,6 @@ class NoveltyDetector:
                 return self._is_new_content(fingerprint)
             case events.EmptyRecord():
                 return False
-            case _:
-                assert_never(event)
 
     def _is_new_content(self, fingerprint: int) -> bool:
         is_new = not self._fingerprints.pop(fingerprint, False)
@@ -171,7 +170,7 @@ class TurnProgress:
         self.started_at = started_at
         self.headers_at: float | None = None
         self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
+        self.last_token_at: float  # set with `first_token_at`
         self.longest_gap_s: float | None = None  # between two deltas with generated content
         self.last_data_at: float | None = None
         self.last_stream_byte_at: float | None = None
@@ -179,7 +178,7 @@ class TurnProgress:
         self.prompt_progress_at: float | None = None  # the latest report of more progress
         self.batches: tuple[Batch, ...] = ()  # the latest few of the prompt
         self._first_batch: Batch | None = None  # until the second is reported
-        self._reported_at: float | None = None  # the latest report, repeats included
+        self._reported_at: float  # when `prompt_progress` came
         self.repeated_at: tuple[float, ...] = ()  # the latest repeats since the last new data
         self.usage: events.UsageReport | None = None
         self.timings: events.TimingsReport | None = None
@@ -208,16 +207,12 @@ class TurnProgress:
         if self.timings is not None and self.timings.predicted_per_second is not None:
             # b11434 reports 0 for a single token, which has no speed
             return self.timings.predicted_per_second or None
-        if (
-            self.first_token_at is None
-            or self.last_token_at is None
-            or self.last_token_at <= self.first_token_at
-        ):
+        if self.first_token_at is None or self.last_token_at <= self.first_token_at:
             return None
         return (self.deltas - 1) / (self.last_token_at - self.first_token_at)
 
-    def record(self, event: events.StreamEvent, at: float) -> bool:
-        """Note the event; returns whether it advances the turn."""
+    def record(self, event: events.StreamEvent, at: float) -> None:
+        """Note the event."""
         advanced = self._novelty.is_new(event)
         if advanced:
             self.last_data_at = at
@@ -239,14 +234,11 @@ class TurnProgress:
             case events.TimingsReport():
                 self.timings = event
                 self._prompt_measured(event)
-            case _:
-                pass  # nothing to keep
-        return advanced
 
     def _count(self, tokens: int, at: float) -> None:
         """Count deltas with generated content."""
         self.deltas += tokens
-        if self.last_token_at is None:
+        if self.first_token_at is None:
             self.first_token_at = at
         else:
             self.longest_gap_s = max(at - self.last_token_at, self.longest_gap_s or 0.0)
@@ -268,7 +260,7 @@ class TurnProgress:
         first batch took as long as the second, at least.
         """
         before = self.prompt_progress
-        if before is not None and self._reported_at is not None:
+        if before is not None:
             tokens = report.processed - max(before.processed, report.cached)
             batch = Batch(self._reported_at, at, tokens, report.processed)
             first, self._first_batch = self._first_batch, None

@@ -78,6 +78,7 @@ def speaking() -> LeasedRequest:
     [
         ((Finish("stop"), Done()), "completed", None),
         ((Finish("length"), Done()), "completed", None),
+        ((Finish("stop"),), "completed", None),
         ((ServerError("no memory", 500, None),), "failed", Reason.SERVER_ERROR),
         ((), "canceled", Reason.CANCELED),
     ],
@@ -90,6 +91,7 @@ def test_its_stream_tells_how_it_ended(
     record = recorded(request)
     assert (record.result["state"], record.result["fail_reason"]) == (state, reason)
     assert (record.status["output_chars"], record.result["text"]) == (5, "")
+    assert record.status["tool_iters_remaining"] == 0
     assert record.is_leased
     assert request.end(5.0) is None
 
@@ -110,6 +112,7 @@ def test_phases_follow_what_came() -> None:
     assert request.progress().phase == "prefill"
     request.received([ReasoningDelta("hm")], 2.0)
     assert request.progress().phase == "generating"
+    assert request.status()["reasoning_chars"] == 2
     request.end(3.0)
     assert request.progress().phase == "done"
 
@@ -140,6 +143,7 @@ def test_what_ends_it_is_its_reason(order: RequestInput, reason: Reason | None) 
 
 def test_what_was_not_sent_is_not_broken_off() -> None:
     request = LeasedRequest(ADMITTED, api_key=None, unix=unix)
+    assert request.progress().concluding
     assert not recorded(request).is_broken_off  # its client has left
     request = leased()
     request.stopped_waiting()
@@ -230,6 +234,10 @@ def test_of_several_answers_the_tokens_of_one_count() -> None:
     request.received([TextDelta("a", 300)], 2.0)
     assert request.progress().tokens == 100
     assert request.status()["tokens_received"] == 300
+    request.received([Finish("stop"), Finish("stop")], 3.0)
+    assert not request.has_finished
+    request.received([Finish("stop")], 4.0)
+    assert request.has_finished
 
 
 GONE, ALIVE = (ServerChecked(request_id=7, is_gone=gone) for gone in (True, False))
@@ -277,6 +285,22 @@ def test_a_reply_in_one_piece_is_complete() -> None:
     record = recorded(request, 600.0)
     assert record.result["state"] == "completed"
     assert not is_degenerate(record)  # nobody looked into it
+    stream = leased()
+    stream.closed(None)
+    assert stream.is_broken  # it had no end of its own
+
+
+def test_a_client_is_told_why_it_was_given_up() -> None:
+    request = speaking()
+    assert request.failure_for_client(BROKEN) is BROKEN
+    request.step(STALLED, 3.0)
+    assert request.failure_for_client(None) is None
+    given_up = StreamFailure(reason=Reason.STALL_TIMEOUT, detail="stall_timeout: no data")
+    assert request.failure_for_client(BROKEN) == given_up
+    request = speaking()
+    request.step(DIED, 3.0)
+    request.received([Finish("stop")], 3.1)
+    assert request.failure_for_client(BROKEN) is BROKEN
 
 
 def test_a_refusal_is_told_without_the_key() -> None:
