@@ -15,7 +15,6 @@ from llama_worker.request.ending import Outcome, failed
 from llama_worker.request.output import Output
 from llama_worker.request.progress import Progress, TurnProgress
 from llama_worker.request.table import Admitted, RequestRecord
-from llama_worker.stream.events import UsageReport
 from llama_worker.types.chat import ChatMessage
 from llama_worker.types.request import (
     ExitSignal,
@@ -25,6 +24,7 @@ from llama_worker.types.request import (
     RequestState,
     RequestStatus,
     ToolTraceEntry,
+    Usage,
 )
 
 _TAIL_CHARS = 200
@@ -51,7 +51,7 @@ class RequestTotals(Struct, kw_only=True):
     liveness_at: float | None = None
     # Totals of the turns that are over, without the one under way:
     tokens: int = 0
-    usage: UsageReport | None = None
+    usage: Usage | None = None
     first_token_at: float | None = None
     data_at: float | None = None
     stream_byte_at: float | None = None
@@ -68,14 +68,12 @@ class RequestTotals(Struct, kw_only=True):
         self.stream_byte_at = latest(self.stream_byte_at, turn.last_stream_byte_at)
         self.tokens += turn.tokens
         if turn.usage is not None:
-            before = self.usage or UsageReport(
-                prompt_tokens=0, completion_tokens=0, cached_tokens=0
-            )
-            self.usage = UsageReport(
-                prompt_tokens=before.prompt_tokens + turn.usage.prompt_tokens,
-                completion_tokens=before.completion_tokens + turn.usage.completion_tokens,
-                cached_tokens=(before.cached_tokens or 0) + (turn.usage.cached_tokens or 0),
-            )
+            before = self.usage or Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
+            self.usage = {
+                "prompt_tokens": before["prompt_tokens"] + turn.usage.prompt_tokens,
+                "completion_tokens": before["completion_tokens"] + turn.usage.completion_tokens,
+                "cached_tokens": before["cached_tokens"] + (turn.usage.cached_tokens or 0),
+            }
 
     @property
     def work_seen_at(self) -> float | None:
@@ -193,11 +191,7 @@ def build_record(
     if "tokens_per_second" in status:
         result["timings"]["tokens_per_second"] = status["tokens_per_second"]
     if totals.usage is not None:
-        result["usage"] = {
-            "prompt_tokens": totals.usage.prompt_tokens,
-            "completion_tokens": totals.usage.completion_tokens,
-            "cached_tokens": totals.usage.cached_tokens or 0,
-        }
+        result["usage"] = totals.usage
     if outcome.fail_detail is not None:
         status["fail_detail"] = result["fail_detail"] = outcome.fail_detail
     if outcome.context is not None:

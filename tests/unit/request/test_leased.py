@@ -28,6 +28,7 @@ from llama_worker.stream.events import (
     ServerError,
     StreamEvent,
     TextDelta,
+    UsageReport,
 )
 from llama_worker.stream.failure import StreamFailure, disconnected
 from llama_worker.types.request import RequestFailReason as Reason
@@ -74,26 +75,27 @@ def speaking() -> LeasedRequest:
 
 
 @pytest.mark.parametrize(
-    ("events", "state", "reason"),
+    ("events", "finish", "reason"),
     [
-        ((Finish("stop"), Done()), "completed", None),
-        ((Finish("length"), Done()), "completed", None),
-        ((Finish("stop"),), "completed", None),
-        ((ServerError("no memory", 500, None),), "failed", Reason.SERVER_ERROR),
+        ((Finish("stop"), Done()), "stop", None),
+        ((Finish("length"), Done()), "max_tokens", None),
+        ((Finish("stop"),), "stop", None),
+        ((ServerError("no memory", 500, None), Done()), "failed", Reason.SERVER_ERROR),
         ((), "canceled", Reason.CANCELED),
     ],
 )
 def test_its_stream_tells_how_it_ended(
-    events: tuple[StreamEvent, ...], state: str, reason: Reason | None
+    events: tuple[StreamEvent, ...], finish: str, reason: Reason | None
 ) -> None:
     request = speaking()
     request.received(events, 3.0)
     record = recorded(request)
-    assert (record.result["state"], record.result["fail_reason"]) == (state, reason)
+    assert (record.result["finish_reason"], record.result["fail_reason"]) == (finish, reason)
     assert (record.status["output_chars"], record.result["text"]) == (5, "")
     assert record.status["tool_iters_remaining"] == 0
     assert record.is_leased
-    assert request.end(5.0) is None
+    request.await_cause(5.0)  # of nothing
+    assert (request.end(5.0), request.step(STALLED, 5.0)) == (None, [])
 
 
 @pytest.mark.parametrize("event", [Finish("stop"), Done(), ServerError("no memory", 500, None)])
@@ -101,6 +103,7 @@ def test_two_seconds_are_left_after_first_possible_end(event: StreamEvent) -> No
     request = speaking()
     assert request.settled_at is None
     request.received([event], 3.0)
+    assert request.progress().concluding
     request.received([Done()], 4.0)
     assert request.settled_at == 5.0
 
@@ -112,7 +115,9 @@ def test_phases_follow_what_came() -> None:
     assert request.progress().phase == "prefill"
     request.received([ReasoningDelta("hm")], 2.0)
     assert request.progress().phase == "generating"
-    assert request.status()["reasoning_chars"] == 2
+    request.saw_liveness(2.5)
+    status = request.status()
+    assert (status["reasoning_chars"], status["last_liveness_at"]) == (2, 102.5)
     request.end(3.0)
     assert request.progress().phase == "done"
 
@@ -153,20 +158,26 @@ def test_what_was_not_sent_is_not_broken_off() -> None:
 def test_timestamps_count_time_that_was_lost() -> None:
     lost_s = 0.0
     request = LeasedRequest(ADMITTED, api_key=None, unix=lambda at: at + lost_s)
-    request.received([TextDelta("a")], 1.0)
+    request.received([TextDelta("a"), UsageReport(3, 1, 0)], 1.0)
     lost_s = 60.0
-    status = recorded(request, 4.0).status
+    record = recorded(request, 4.0)
+    status = record.status
     shown = ("created_at", "first_token_at", "last_stream_byte_at", "completed_at")
     assert [status.get(field) for field in shown] == [0.0, 1.0, 61.0, 64.0]
+    assert record.result["usage"]["completion_tokens"] == 1
 
 
-def test_a_regular_end_outlives_its_order() -> None:
+in_every_order = pytest.mark.parametrize("order", [DIED, STALLED])
+
+
+@in_every_order
+def test_a_regular_end_outlives_its_order(order: Abandon) -> None:
     request = speaking()
     request.received([Finish("stop")], 3.0)
-    assert result(request.step(STALLED, 3.5))["state"] == "completed"
+    assert result(request.step(order, 3.5))["state"] == "completed"
 
 
-@pytest.mark.parametrize("order", [DIED, STALLED])
+@in_every_order
 def test_a_bad_end_outlives_its_order(order: Abandon) -> None:
     request = leased()
     request.closed(REFUSED)  # and so its client is told
@@ -202,6 +213,7 @@ def test_a_dead_servers_request_ends_in_time(
     rest: list[StreamEvent], reason: Reason | None
 ) -> None:
     request = speaking()
+    assert request.step(Tick(), 2.0) == []
     request.step(DIED, 3.0)
     request.received(rest, 3.1)
     assert request.step(Tick(), 4.9) == []
@@ -249,8 +261,20 @@ def broken() -> LeasedRequest:
     request.closed(BROKEN)
     assert request.end(3.0) is None
     request.await_cause(3.0)
+    request.await_cause(3.1)  # gives no more time
     assert request.deadline == 3.0 + EXIT_REPORT_WAIT_S
     return request
+
+
+def test_a_servers_death_is_told_as_reported() -> None:
+    request = broken()
+    request.step(Tick(), 3.2)
+    request.step(GONE, 3.3)
+    assert result(request.step(DIED, 3.4))["fail_detail"] == DIED.detail
+    request = speaking()
+    request.step(DIED, 3.0)
+    assert result(request.step(STALLED, 3.1))["fail_detail"] == DIED.detail
+    assert result(speaking().fail(Reason.UNKNOWN_ERROR, "a bug", 3.0))["fail_detail"] == "a bug"
 
 
 @pytest.mark.parametrize(
@@ -282,6 +306,7 @@ def test_a_reply_in_one_piece_is_complete() -> None:
     request.opened(600.0)
     request.received([], 600.0)
     request.closed(None)
+    assert request.has_finished
     record = recorded(request, 600.0)
     assert record.result["state"] == "completed"
     assert not is_degenerate(record)  # nobody looked into it
@@ -318,3 +343,5 @@ def test_output_that_went_to_the_client_is_output(
     request.opened(1.0)
     request.received([*said, Finish("stop"), Done()], 2.0)
     assert is_degenerate(recorded(request)) is nothing
+    nowhere_else = {"text": "", "reasoning": "", "text_offset": 3, "reasoning_offset": 0}
+    assert request.read_output(3, 0) == {"ok": True, "done": True, **nowhere_else}

@@ -1,9 +1,12 @@
 """How far a turn is: what brings it forward, and what only keeps its connection busy."""
 
+from typing import Any
+
 import pytest
 
-from llama_worker.request.progress import Batch, NoveltyDetector, TurnProgress
+from llama_worker.request.progress import Batch, NoveltyDetector, Progress, TurnProgress
 from llama_worker.stream import events
+from llama_worker.types.request import RequestPhase
 from tests.tables import cases
 
 
@@ -65,6 +68,24 @@ def test_unknown_content_advances_while_it_changes() -> None:
 def test_calls_that_begin_for_ever_advance_no_more() -> None:
     heads = [events.ToolCallDelta(number, f"c{number}", "look", "") for number in range(1000)]
     assert advances(*heads) == [True] * 256 + [False] * 744
+
+
+@cases(
+    "phase, how, is_served, awaits_one_piece",
+    {
+        "waiting": (RequestPhase.WAITING, {}, False, False),
+        "waiting for all": (RequestPhase.WAITING, {"in_one_piece": True}, False, True),
+        "it has all": (RequestPhase.GENERATING, {"in_one_piece": True}, True, False),
+        "prefill": (RequestPhase.PREFILL, {}, True, False),
+        "over": (RequestPhase.GENERATING, {"concluding": True}, False, False),
+        "tools": (RequestPhase.TOOL, {}, False, False),
+    },
+)
+def test_whether_the_server_works_on_it(
+    phase: RequestPhase, how: dict[str, Any], is_served: bool, awaits_one_piece: bool
+) -> None:
+    it = Progress(request_id=7, phase=phase, dispatched_at=0.0, turn_started_at=0.0, **how)
+    assert (it.is_served, it.awaits_one_piece) == (is_served, awaits_one_piece)
 
 
 # ---------------------------------------------------------------- of one turn

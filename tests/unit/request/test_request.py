@@ -175,8 +175,9 @@ def test_the_latest_progress_is_data_or_seen_work() -> None:
 
 def test_the_latest_progress_stays_in_the_next_turn() -> None:
     play = in_tools()  # the latest data at 102.0
-    play.request.saw_liveness(103.0)
     assert play >> 104.0 >> returned("1") << PostChat
+    assert last_progress_at(play) == play.request.status()["last_stream_byte_at"] == UNIX + 102.0
+    play.request.saw_liveness(103.0)
     assert last_progress_at(play) == UNIX + 103.0
 
 
@@ -390,6 +391,7 @@ UNSENT = StreamFailure(
         "perhaps sent": (asked, CANCEL, True),
         "not sent, by its stream": (asked, closed(UNSENT), False),
         "generating": (generating, CANCEL, True),
+        "in its tools": (in_tools, CANCEL, False),
     },
 )
 def test_only_what_was_sent_is_broken_off(
@@ -440,6 +442,7 @@ def test_what_is_told_of_lost_request_is_bounded() -> None:
     record = lost_record(lost, detail, 1.0, unix=UNIX.__add__, secret="s3cret")
     shown = f"KeyError: *** \ufffd{'.' * 3000}"[:2000]
     assert (record.result["fail_detail"], record.status["fail_detail"]) == (shown, shown)
+    assert record.status["tool_iters_remaining"] == 0
 
 
 def test_a_signal_is_told_although_the_step_raised(monkeypatch: pytest.MonkeyPatch) -> None:
