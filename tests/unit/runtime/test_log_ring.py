@@ -58,6 +58,7 @@ def test_endless_line_is_cut_and_memory_stays_bounded() -> None:
     assert len(lines) <= 4
     assert max(map(len, lines)) <= 8192
     assert len(ring._partial) <= 8192
+    assert fed(b"x" * 8192, b"\n").lines() == ["x" * 8192], "a line of that length is whole"
 
 
 @pytest.mark.parametrize("before", range(8192 - 8, 8192 + 1))

@@ -18,14 +18,15 @@ class LogRing:
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=lines)
         self._partial = b""
-        self._launch_lines = 0  # lines of the current launch, including those dropped already
+        self.begin_launch()
 
     def begin_launch(self) -> None:
         """Call it before another server's output is fed."""
         with self._lock:
             if self._partial:
                 self._lines.append(self._partial.decode(errors="replace"))
-            self._partial, self._launch_lines = b"", 0
+            self._partial = b""
+            self._launch_lines = 0  # of the current launch, including those dropped already
 
     def feed(self, data: bytes) -> None:
         """Add output; bytes that are not UTF-8 are replaced."""
