@@ -274,6 +274,8 @@ def test_unanswering_host_is_tried_at_its_next_address(monkeypatch: pytest.Monke
             connected = abortable_socket.connect(Abort(), "of.two.addresses", port, 0.2)
             with contextlib.closing(connected):
                 assert connected.getpeername() == (OTHER, port)
+                # the end of a long prompt waits for no acknowledgement
+                assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_question_leaves_time_for_the_next_address(
@@ -356,6 +358,17 @@ def test_a_connection_that_is_refused(make_client: MakeClient, scheme: str) -> N
         RequestFailReason.CONNECT_FAILED,
         "cannot connect: [Errno 111] Connection refused",
     )
+
+
+def test_a_refusal_after_an_answer_is_no_lost_connection(make_server: MakeServer) -> None:
+    abort = Abort()
+    with socket.socket() as bound:
+        bound.bind((HOST, 0))
+        ask(make_server(sends(EMPTY_OBJECT)).port, abort=abort)
+        with pytest.raises(ConnectionRefusedError) as refused:
+            session.send(abort, at(bound.getsockname()[1]), "GET", "/")
+    failure = session.send_failure(refused.value, abort, at(1))
+    assert failure.reason is RequestFailReason.CONNECT_FAILED
 
 
 def test_a_host_that_nobody_knows(make_client: MakeClient) -> None:
@@ -544,6 +557,12 @@ def test_cut_short_or_malformed_reply_is_an_error(
         ask(make_server(sends(reply, close=True)).port)
 
 
+def test_a_reply_that_is_not_http_is_shown(make_server: MakeServer) -> None:
+    pieces = b"HTTP/1.1 20", b"0 OK\r\nContent-Length: few\r\n\r\n"
+    with pytest.raises(ValueError, match=r"the reply is not HTTP .* begins with 'HTTP/1.1 20"):
+        ask(make_server(sends(*pieces, delay_s=0.01)).port)
+
+
 def test_server_resetting_during_connect_is_a_lost_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -588,6 +607,22 @@ def test_a_server_that_reads_nothing_times_out(make_server: MakeServer) -> None:
     with pytest.raises(TimeoutError):
         ask(make_server(serve).port, within_s=0.3, body="x" * (64 << 20))
     left.set()
+
+
+def test_a_limit_ends_only_what_is_done_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timer may be firing as it is cancelled."""
+    abort, times_up = Abort(), list[Callable[[], object]]()
+    monkeypatch.setattr(threads, "call_at", lambda at, call: times_up.append(call) or Mock())
+    with abort.within(WAIT_S):
+        pass
+    times_up[0]()
+    assert abort.error is None
+    with abort.within(WAIT_S):
+        times_up[0]()
+        assert abort.error is None
+        abort.abort()
+        times_up[1]()
+        assert isinstance(abort.error, Aborted)
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])

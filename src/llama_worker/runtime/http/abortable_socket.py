@@ -53,8 +53,7 @@ class Abort:
         """Shut the connection down both ways, which wakes a thread that reads, writes or connects,
         and refuse a later one."""
         with self._lock:
-            if not isinstance(self._error, Aborted):
-                self._end(Aborted("the request was aborted"))
+            self._end(Aborted("the request was aborted"))
 
     @contextlib.contextmanager
     def within(self, timeout_s: float) -> Iterator[None]:
@@ -234,15 +233,15 @@ class _TlsSocket(_Abortable, ssl.SSLSocket):
 
 def connect(abort: Abort, host: str, port: int, timeout_s: float | None) -> AbortableSocket:
     """A connected socket. `abort` can abort it from the moment at which it begins to connect.
-    `timeout_s` is for each of the host's addresses; all but the last only take their share of what
+    `timeout_s` is for each of the host's addresses; each only takes its share of what
     `abort.within` leaves."""
     refused: OSError | None = None
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     try:
         for tried, (family, kind, protocol, _, address) in enumerate(addresses):
-            left, share_s = len(addresses) - tried, None
-            if abort.until is not None and left > 1:
-                share_s = max(abort.until - threads.now(), 0.0) / left
+            share_s = None
+            if abort.until is not None:
+                share_s = max(abort.until - threads.now(), 0.0) / (len(addresses) - tried)
             try:
                 connection = AbortableSocket(family, kind, protocol)
                 _connect_to(address, connection, abort, _shorter_timeout(timeout_s, share_s))

@@ -267,7 +267,7 @@ def _server_url(base_url: str) -> urllib3.util.Url:
     """The URL as `requests` normalizes it. Raises ValueError if it is not the URL of a server."""
     prepared = requests.PreparedRequest()
     prepared.prepare_url(base_url, None)
-    return urllib3.util.parse_url((prepared.url or "").rstrip("/"))
+    return urllib3.util.parse_url(str(prepared.url).rstrip("/"))
 
 
 class _Adapter(requests.adapters.BaseAdapter):
@@ -280,7 +280,7 @@ class _Adapter(requests.adapters.BaseAdapter):
         endpoint, server = request.endpoint, _server_url(request.endpoint.base_url)
         kind = HTTPSConnection if server.scheme == "https" else HTTPConnection
         # a port in any case: http.client would look for one in an IPv6 address
-        http = kind((server.host or "").strip("[]"), server.port or kind.default_port)
+        http = kind(str(server.host).strip("[]"), server.port or kind.default_port)
         connection = connect(request.abort, http.host, http.port, endpoint.connect_timeout_s)
         if kind is HTTPSConnection:
             ca_file = endpoint.ca_file or requests.utils.DEFAULT_CA_BUNDLE_PATH
@@ -294,7 +294,7 @@ class _Adapter(requests.adapters.BaseAdapter):
         try:
             # A server may reply, and close, before it has read the whole request.
             with contextlib.suppress(*_CLOSED_WHILE_SENDING):
-                http.request(request.method or "", request.path_url, request.body, request.headers)
+                http.request(str(request.method), request.path_url, request.body, request.headers)
             reply = HttpReply(request, connection)
         except BaseException:
             http.close()
