@@ -1,6 +1,7 @@
 """The guard, run by hand, with this process for its host; and its decisions."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llama_worker.runtime.process import guard
@@ -45,12 +47,26 @@ guard.os.kill = kill
 """)
 # On a machine that has no descriptor left for a while.
 STARVED = changed("""
-lacks, listdir = [OSError(errno.ENFILE, os.strerror(errno.ENFILE))] * 3, os.listdir
-def lacking(path):
-    if lacks:
-        raise lacks.pop()
-    return listdir(path)
-guard.os.listdir = lacking
+def lacking(call, *times):
+    lacks = [*times]
+    def tried(*words):
+        if lacks and lacks.pop(0):
+            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        return call(*words)
+    return tried
+guard.os.listdir = lacking(os.listdir, True, True, True)
+guard.pidfd_open = lacking(guard.pidfd_open, False, True)  # the host's, and the server's
+""")
+# It is killed before its server is a server.
+ORPHANING = changed("""
+setsid = os.setsid
+def orphaned():
+    guard_pid = os.getppid()
+    os.kill(guard_pid, 9)
+    while os.getppid() == guard_pid:
+        pass
+    setsid()
+os.setsid = orphaned
 """)
 BLINDED = changed("guard.children = lambda: []\n")  # /proc shows no process of another user
 
@@ -127,12 +143,42 @@ def test_the_guard_ends_its_tree(
     order: bytes | None,
     said: tuple[bytes, bytes],
 ) -> None:
+    # what a thread of the host blocks, and a stop, delay nothing
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    cleanup.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
     run = Guard(cleanup, *program)
+    os.kill(run.server_pid, signal.SIGSTOP)
     if order is None:
         run.close_control()
     else:
         run.say(order)
     assert run.ended() == said
+
+
+@cases(
+    "program, host_pid", {"its host": (ITSELF, os.getppid()), "the guard": (ORPHANING, os.getpid())}
+)
+def test_nothing_is_started_if_who_would_end_it_is_gone(
+    program: tuple[str, ...], host_pid: int
+) -> None:
+    words = [sys.executable, *program, str(host_pid), "0", "2", "echo", "started"]
+    done = subprocess.run(words, timeout=WAIT_S, stdin=subprocess.DEVNULL, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
+def test_a_command_that_cannot_be_executed_leaves_no_zombie() -> None:
+    """To a host that is the container's first process."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(guard._PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    children = psutil.Process().children
+    before = set(children())
+    try:
+        words = [sys.executable, *ITSELF, str(os.getpid()), "0", "2", "/no/such/program"]
+        done = subprocess.run(words, timeout=WAIT_S, stdin=subprocess.DEVNULL, capture_output=True)
+        assert done.stderr == b"failed 2 No such file or directory\n"
+        assert set(children()) == before
+    finally:
+        prctl(guard._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def test_a_guard_without_permission_to_kill_waits(cleanup: contextlib.ExitStack) -> None:
