@@ -312,6 +312,8 @@ def test_a_callback_without_a_thread_runs_later(
 
 def test_a_derived_future_has_only_get(future: WorkerFuture[int]) -> None:
     derived = cast("WorkerFuture[int]", future.map(lambda value: 1 // value))
+    derived.answer(1)  # no effect
+    derived.fail(LookupError())
     assert "derived" in repr(derived)
     for use in (
         derived.done,

@@ -206,6 +206,7 @@ CHUNKED = b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\n1c" + FULL[2:
         "cut off": (sends(BUSY + b"99" + FULL, close=True), WAIT_S, "full"),
         "without an end": (never_ends, WAIT_S, "xxx"),
         "late": (sends(BUSY + b"99\r\n\r\npart"), 0.05, "part"),
+        "slow": (sends(BUSY + b"28\r\n\r\n", FULL[4:], delay_s=0.1), WAIT_S, "full"),
     },
 )
 def test_an_error_status_says_why_in_its_body(
@@ -217,7 +218,7 @@ def test_an_error_status_says_why_in_its_body(
     says: str,
 ) -> None:
     monkeypatch.setattr(session, "_ERROR_BODY_S", waits_s)
-    failure = make_client(make_server(serve).url).ended()
+    failure = make_client(make_server(serve).url, silence_s=0.01).ended()
     assert failure is not None
     assert failure.http_status == 503
     assert failure.detail.startswith(f"HTTP 503: {says}")
@@ -236,6 +237,15 @@ def test_a_refusal_of_a_long_request_is_read(connect: Connect) -> None:
     failure = client.ended()
     assert failure is not None
     assert (failure.http_status, failure.detail) == (413, "HTTP 413: full")
+
+
+def test_a_body_is_waited_for_as_long_as_set(make_server: MakeServer) -> None:
+    server = make_server(sends(HEAD, b"x", delay_s=0.1))
+    with contextlib.closing(session.send(Abort(), at(server.port), "GET", "/")) as reply:
+        connection, _ = reply.take_over()
+        for silence_s, received in ((None, b"x"), (0.01, None)):
+            connection.set_silence(silence_s)
+            assert connection.receive(9) == received
 
 
 OTHER = "127.0.0.2"  # an address of this machine, too

@@ -1,5 +1,6 @@
 """Threads are used again; probes share one, and one that hangs holds up no other."""
 
+import os
 import queue
 import threading
 import weakref
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from llama_worker.errors import is_shortage
-from llama_worker.runtime.host import threads
+from llama_worker.runtime.host import probe_queue, threads
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.host.probe_queue import ProbeQueue
 from llama_worker.runtime.host.threads import may_block_this_thread, run_on_thread
@@ -124,7 +125,13 @@ NOT_EXPECTED = Mock()  # a refusal: what the probe would do is missed
 def alarms(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     """What the timers would call after `ADD_THREADS_AFTER_S`."""
     calls: list[Callable[[], object]] = []
-    monkeypatch.setattr(threads, "call_at", lambda at, call: calls.append(call))
+
+    def call_at(at: float, call: Callable[[], object]) -> None:
+        assert at > threads.now(), "most servers answer before that"
+        calls.append(call)
+
+    monkeypatch.setattr(threads, "now", lambda: 100.0)
+    monkeypatch.setattr(threads, "call_at", call_at)
     return calls
 
 
@@ -192,10 +199,22 @@ def test_many_hanging_probes_get_threads_soon(
         alarms.pop()()  # nobody waits any more: the next time it begins with one
 
 
-def test_a_probe_that_raises_harms_no_other(alarms: list[Callable[[], object]]) -> None:
+def test_a_probe_that_raises_harms_no_other(
+    alarms: list[Callable[[], object]], caplog: pytest.LogCaptureFixture
+) -> None:
     probes = ProbeQueue()
     probes.run(lambda: 1 / 0, NOT_EXPECTED)
     assert made_by(lambda call: probes.run(call, NOT_EXPECTED))
+    threads.flush_callbacks_and_log(WAIT_S)
+    assert "a probe failed" in caplog.text
+
+
+def test_a_forked_child_has_a_queue_of_its_own() -> None:
+    parents = probe_queue._probes
+    pid = os.fork()
+    if pid == 0:
+        os._exit(probe_queue._probes is parents)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_probe_without_a_first_thread_is_refused() -> None:
