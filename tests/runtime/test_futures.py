@@ -115,6 +115,16 @@ def test_concurrent_answers_resolve_a_future_once() -> None:
         assert taken.qsize() == 1
 
 
+def test_a_late_answer_waits_for_no_lock(future: WorkerFuture[int]) -> None:
+    """A signal handler of the host's may run in the thread that holds it."""
+    future.answer(1)
+    late = threading.Thread(target=lambda: [future.answer(2), future.fail(LookupError())])
+    with future._condition:
+        late.start()
+        late.join(WAIT_S)
+        assert not late.is_alive()
+
+
 def test_answer_as_a_wait_ends_keeps_no_future(future: WorkerFuture[int]) -> None:
     class Wakers(list[Callable[[], object]]):
         asked_count = 0
