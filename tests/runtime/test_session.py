@@ -165,17 +165,20 @@ def test_an_abort_ends_the_exchange(
 
 
 def test_long_request_may_stay_unread_beyond_connect_timeout(connect: Connect) -> None:
-    timeout_s = 1.0
+    timeout_s, clients = 1.0, list[Client]()
 
     def serve(connection: socket.socket) -> None:
         threading.Event().wait(2 * timeout_s)  # busy with something else
+        # heartbeats meanwhile
+        eventually(lambda: clients != [] and clients[0].waits > 2, "waits after each silence")
         left = 32 << 20
         while left > 0 and (got := len(connection.recv(1 << 20))):
             left -= got
         connection.sendall(HEAD + b"data: [DONE]\n\n")
         connection.shutdown(socket.SHUT_WR)
 
-    _, client = connect(serve, prompt="x" * (32 << 20), connect_timeout_s=timeout_s)
+    _, client = connect(serve, prompt="x" * (32 << 20), connect_timeout_s=timeout_s, silence_s=0.1)
+    clients.append(client)
     assert client.ended() is None
     assert client.opened
 
