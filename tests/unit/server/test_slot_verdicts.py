@@ -312,7 +312,7 @@ def spared(
             [STUCK, STUCK], WRITES, replace(WAITS, request_id=2, longest_gap_s=0.5)
         ),
         "a task that began in between": spared([IDLE, BEGINS_LATE], IN_PREFILL),
-        "a neighbour's, and short tasks": spared([MOVES, CHANGES_TASKS], WRITES, SERVED),
+        "a neighbour's, and short tasks": spared([MOVES, CHANGES_TASKS], IN_PREFILL, SERVED),
         "one task after the other": spared([IDLE, CHANGES_TASKS], IN_PREFILL),
         "a neighbour that came in between": spared(
             [IDLE, MOVES], IN_PREFILL, LATE_NEIGHBOUR, works=True
