@@ -83,19 +83,19 @@ class SlotsRound:
         return SlotMoves() if may_be_its and len(moving) > len(self._other_candidates) else None
 
     def _is_lost(self) -> bool:
-        """Other requests account for each slot that may work on it.
+        """It had a slot, which it would keep to its end, and each is idle or changes tasks. Or, at
+        every look, other requests account for each slot that works, and one slot is idle.
 
-        One that had a slot keeps it to its end. One that may have had none is lost if a slot is
-        idle at every look. Without headers it may still be on its way to a slot of a server that
-        serves no other (one that loads its model on demand), or its media is being decoded: it is
-        lost only if others are served and it has no media, or if it has waited for
-        `silent_work_timeout_s`. One that picks its slots may wait for them until its first data,
-        and others behind it in the queue.
+        A request without headers may still be on its way to a slot of a server that serves no other
+        (one that loads its model on demand), or its media is being decoded: it is lost only if
+        others are served and it has no media, or if it has waited for `silent_work_timeout_s`. One
+        that picks its slots may wait for them until its first data, and others behind it in the
+        queue.
         """
-        if self.suspect.phase is _GENERATING or self.suspect.prompt_progress_at is not None:
-            # what a slot ended before the look before the last would have come by now
-            lasting = sum(_works_on_one_task(track[:-1]) for track in self._tracks)
-            return lasting <= len(self._served)
+        had_slot = self.suspect.phase is _GENERATING or self.suspect.prompt_progress_at is not None
+        # what a slot ended before the look before the last would have come by now
+        if had_slot and not any(_works_on_one_task(track[:-1]) for track in self._tracks):
+            return True
         if self._anybody_picks_slots:
             return False
         others_use_the_rest = all(
