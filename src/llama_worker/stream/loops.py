@@ -4,7 +4,7 @@ per text, one thread.
 The thresholds are the `LoopDetector`'s, in `config.profiles`.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -102,10 +102,8 @@ class TextLoopWatch:
             chars = max(
                 self._config.min_repeated_chars, self._config.min_text_repeats * period_chars
             )
-            if (
-                chars <= len(window)
-                and window[-chars:-period_chars] == window[period_chars - chars :]
-            ):
+            # of other lengths if the window is shorter
+            if window[-chars:-period_chars] == window[period_chars - chars :]:
                 return TextLoopFound(
                     window[-period_chars:][:_SAMPLE_CHARS], period_chars, chars, self._chars
                 )
@@ -143,7 +141,7 @@ class LineLoopWatch:
         self._unfinished: list[str] = []  # pieces of the line that has not ended yet
         self._chars = 0  # fed so far
         self._recent: deque[str] = deque(maxlen=config.max_period)  # lines of the run, newest first
-        self._same = [0] * (config.max_period + 1)  # [p]: lines in a row equal to the p-th before
+        self._same = Counter[int]()  # [p]: lines in a row equal to the p-th before
 
     def feed(self, text: str) -> LoopFound | None:
         start = 0
@@ -162,7 +160,7 @@ class LineLoopWatch:
     def _add_line(self, line: str, end: int) -> LoopFound | None:
         if len(line) < self._config.min_line_chars or len(set(line)) < _MIN_DIFFERENT_CHARS:
             self._recent.clear()
-            self._same = [0] * len(self._same)
+            self._same.clear()
             return None
         for period, before in enumerate(self._recent, start=1):
             self._same[period] = self._same[period] + 1 if line == before else 0

@@ -187,8 +187,8 @@ class _Original:
         return self._text.read(len(repeated)) == repeated
 
     def is_at_end(self) -> bool:
-        self._text.seek(self._repeated_chars)
-        return not self._text.read(1)
+        """Whether all is repeated; call it after `continues_with`."""
+        return not self._text.read()
 
 
 def _first_tag(text: str, tags: Collection[str]) -> tuple[int, str]:

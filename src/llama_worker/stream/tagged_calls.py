@@ -142,7 +142,8 @@ _TAG = re.compile(r"</?tool_call>")
 def _unfinished_tag(text: str, at: int) -> int:
     """Where an unfinished tag begins at the end of `text`; len(text) if none does."""
     last = text.rfind("<", at)
-    if last >= 0 and (CALL_OPEN.startswith(text[last:]) or CALL_CLOSE.startswith(text[last:])):
+    # without a "<" it is the last character, which begins no tag
+    if CALL_OPEN.startswith(text[last:]) or CALL_CLOSE.startswith(text[last:]):
         return last
     return len(text)
 
@@ -169,7 +170,6 @@ class _CallScan(Enum):
     MALFORMED = auto()
 
 
-_SPACE = re.compile(r"[ \t\n\r]*")
 # every character that JSON allows there
 _OUTSIDE_STRING = re.compile(r"[ \t\n\r0-9:,.+\-Eaeflnrstu{}\[\]]*")
 _STRING = re.compile(r'(?:[^"\\\x00-\x1f]++|\\.)*+', re.DOTALL)
@@ -184,7 +184,6 @@ class _CallScanner:
 
     def __init__(self) -> None:
         self.state = _CallScan.OPEN
-        self._has_begun = False
         self._in_string = False
         self._unread = ""  # half an escape, or a part of the closing tag
         self._chars_left = MAX_TAGGED_CALL_CHARS - len(CALL_OPEN)
@@ -192,25 +191,18 @@ class _CallScanner:
     def scan(self, text: str, start: int) -> int:
         """Scan from `start`; returns the call's end once it is complete."""
         known = len(self._unread)  # 0 unless `text` begins a new piece
-        text, end = self._unread + text, start + known + self._chars_left
-        end = min(len(text), end)
-        self._chars_left -= end - start - known
+        text, last = self._unread + text, start + self._chars_left
+        end = min(len(text), last)
         at = self._scan(text, start, end)
         if self.state is _CallScan.OPEN:
             self._unread = text[at:end]
-            if self._chars_left == 0:
+            self._chars_left -= at - start
+            if end == last:
                 self.state = _CallScan.MALFORMED
         return at - known
 
     def _scan(self, text: str, at: int, end: int) -> int:
         """Returns up to where the text is read."""
-        if not self._has_begun:
-            at = _skip(_SPACE, text, at, end)
-            if at == end:
-                return at
-            self._has_begun = text[at] == "{"
-            if not self._has_begun:
-                self.state = _CallScan.MALFORMED
         while self.state is _CallScan.OPEN:
             at = _skip(_STRING if self._in_string else _OUTSIDE_STRING, text, at, end)
             rest = text[at : min(end, at + len(CALL_CLOSE))]

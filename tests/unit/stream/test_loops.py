@@ -187,6 +187,7 @@ def test_any_block_that_keeps_repeating_is_found(block: str) -> None:
     [
         ("a" * 8191, LoopDetector(), False),  # min_repeated_chars
         ("a" * 8192, LoopDetector(), True),
+        (words(3000)[:8192] + "a" * 8192, LoopDetector(), True),
         (words(100)[:64] * 40, SMALL, True),  # max_period_chars
         (words(100)[:65] * 40, SMALL, False),
         (words(9) + words(100)[:60] * 3, SMALL, False),  # min_text_repeats

@@ -44,6 +44,7 @@ CONTENT_ONLY = [
     ("abc < d </thing> e</think>Ans", True, "abc < d </thing> e", "Ans"),
     ("abc", True, "abc", ""),
     ("<thi", True, "<thi", ""),
+    ("a</think>b[/THINK]c</seed:think>", True, "a", "b[/THINK]c</seed:think>"),
     (" \n", True, "", ""),
     ("<think>a <think>b</think> c</think>Z", False, "a <think>b", "c</think>Z"),
     ("<think>a</think> <think>b</think>Y", False, "a", "<think>b</think>Y"),

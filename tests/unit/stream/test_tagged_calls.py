@@ -79,10 +79,12 @@ def test_a_malformed_call_stays_text(text: str, strict: bool) -> None:
 
 def test_where_a_malformed_call_ends() -> None:
     first, second = "<tool_call>one</tool_call>", '<tool_call>{"name": "'
-    assert filtered([f"a{first}b{second}{ADD}c"]) == (
-        f"a{first}b{second}c",
-        [MalformedCall(first), MalformedCall(second), *filtered([ADD])[1]],
-    )
+    text = f"a{first}b{second}{ADD}c"
+    for pieces in ([text], list(text)):
+        assert filtered(pieces) == (
+            f"a{first}b{second}c",
+            [MalformedCall(first), MalformedCall(second), *filtered([ADD])[1]],
+        )
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,8 @@ def test_every_call_written_in_the_convention_is_found(
     shown, (call,) = filtered([before, written, after])
     assert shown == before + after
     assert isinstance(call, RawCall)
-    assert (parse_arguments(call.arguments), call.tagged) == (arguments, written)
+    assert parse_arguments(call.arguments) == arguments
+    assert (call.arguments, call.tagged) == (json.dumps(arguments, ensure_ascii=False), written)
 
 
 @given(TEXTS, PLACES)
