@@ -130,11 +130,7 @@ def failed_by(cause: ServerError | StreamFailure, *, offers_tools: bool = False)
     is_malformed = status != 400 and reports_malformed_output(detail)
     if is_malformed or is_of_shared_context(detail):
         status = None  # no fault of the server
-    if (
-        is_malformed
-        and offers_tools
-        and reason in (RequestFailReason.SERVER_ERROR, RequestFailReason.HTTP_ERROR)
-    ):
+    if is_malformed and offers_tools:
         return failed(RequestFailReason.TOOL_PARSE_ERROR, detail)
     if isinstance(cause, StreamFailure) and cause.is_unsent:
         return replace(failed(reason, detail), is_unsent=True)

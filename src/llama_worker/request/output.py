@@ -51,10 +51,9 @@ class _Text:
         self.chars += len(piece)
 
     def read(self) -> str:
-        """The whole text; the pieces are joined only if it has grown."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        """The whole text."""
+        self._parts = ["".join(self._parts)]  # which copies no text that has not grown
+        return self._parts[0]
 
 
 class Output:

@@ -40,12 +40,12 @@ class Prompts:
         earlier = submission.messages
         # a second system message is lost, or refused, by many templates
         leading = itertools.takewhile(_instructs, earlier if self._is_merged else ())
-        self._instructions = [_text_of(message) or "" for message in leading]
+        self._instructions = [_text_of(message) for message in leading]
         self._earlier = earlier[len(self._instructions) :]
         self._head: list[ChatMessage] = []  # system messages: BIOS, then the caller's
         self._body: list[ChatMessage] = []  # empty before a BIOS was written
         # where the user prompt is in the body, or would be; the caller's messages come before
-        self._prompt_at = 0
+        self._prompt_at = len(self._earlier)
 
     @property
     def _is_merged(self) -> bool:
@@ -67,20 +67,22 @@ class Prompts:
         return WAKE_INTERVAL_S if self.prompted and self._config.exit_tools else MAX_HOLD_S
 
     def next_body(
-        self, bios: BiosText | str, turn: Turn | None = None, batch: ToolBatch | None = None
+        self, bios: BiosText | str, after: tuple[Turn, ToolBatch] | None = None
     ) -> dict[str, Any]:
-        """The body of the turn that begins now; it continues `turn` with the results of `batch`.
+        """The body of the turn that begins now; `after`: the turn that it continues, with the
+        results of its calls.
 
         After the first turn the stable part of a BiosText is ignored: the head stays. A str is the
         new head.
         """
-        if turn is None or batch is None or isinstance(bios, str):
+        if after is None or isinstance(bios, str):
             stable = bios if isinstance(bios, str) else bios.stable
             texts = (stable, self._submission.system_prompt, *self._instructions)
             self._head = _system_messages(texts, merged=self._is_merged)
-        if turn is None or batch is None:
+        if after is None:
             self._body, added = [], self._first_messages()
         else:
+            turn, batch = after
             of_turn = _prompted_turn if self.prompted else _native_turn
             added = of_turn(turn.text, turn.reasoning, batch.calls, batch.results)
         self._body = [*self._body, *_with_volatile(added, bios)]
@@ -90,7 +92,7 @@ class Prompts:
             self._submission.params,
             messages,
             prompted=self.prompted,
-            after_calls=batch is not None,
+            after_calls=after is not None,
         )
 
     def _first_messages(self) -> list[ChatMessage]:
@@ -121,11 +123,11 @@ def _instructs(message: ChatMessage) -> bool:
     return message.get("role") in ("system", "developer") and _text_of(message) is not None
 
 
-def _system_messages(texts: Iterable[str], *, merged: bool) -> list[ChatMessage]:
-    texts = [text for text in texts if text]
-    if merged:
-        texts = [SYSTEM_PROMPT_DELIMITER.join(texts)] if texts else []
-    return [{"role": "system", "content": text} for text in texts]
+def _system_messages(texts: Iterable[str | None], *, merged: bool) -> list[ChatMessage]:
+    shown = [text for text in texts if text]
+    if merged and shown:
+        shown = [SYSTEM_PROMPT_DELIMITER.join(shown)]
+    return [{"role": "system", "content": text} for text in shown]
 
 
 def _with_volatile(messages: list[ChatMessage], bios: BiosText | str) -> list[ChatMessage]:
@@ -192,7 +194,7 @@ def _as_prompted(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             answers = []
             for message in group:
                 call_id = str(message.get("tool_call_id", ""))
-                text = _text_of(message) or ""
+                text = str(_text_of(message))
                 answers.append(_tool_response(call_id, names.get(call_id, ""), text))
             body.append({"role": "user", "content": "\n".join(answers)})
             continue

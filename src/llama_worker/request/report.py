@@ -6,6 +6,7 @@ Instants (`*_at`, `now`) are monotonic seconds.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, cast
 
 from msgspec import Struct, field
@@ -55,7 +56,7 @@ class RequestTotals(Struct, kw_only=True):
     first_token_at: float | None = None
     data_at: float | None = None
     stream_byte_at: float | None = None
-    created_offset: float = 0.0  # Unix seconds minus monotonic seconds, when it was created
+    created_offset: float = math.nan  # Unix seconds minus monotonic seconds, at its creation
 
     def __post_init__(self) -> None:
         self.created_offset = self.unix(0.0)

@@ -223,7 +223,8 @@ class Request:
     ) -> Effects:
         if written.error is not None:
             return self._end(ending.failed(RequestFailReason.PROMPT_ERROR, written.error), now)
-        body = self._prompts.next_body(written.bios, self._turn, batch)
+        after = None if batch is None else (self._turn, batch)
+        body = self._prompts.next_body(written.bios, after)
         self._turns_count += 1
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
         self._turn = self._new_turn(body, now)

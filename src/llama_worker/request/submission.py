@@ -107,7 +107,7 @@ def _checked_content(name: str, value: object) -> str | list[ContentPart]:
     if isinstance(value, str):
         checked_str(name, value)
         return plain_str(value)
-    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Sequence):
+    if isinstance(value, bytes) or not isinstance(value, Sequence):
         raise TypeError(
             f"{name} must be a str or a list of content parts, not {type(value).__name__}: "
             f"{shown(value)}"
