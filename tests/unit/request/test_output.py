@@ -92,6 +92,26 @@ def test_answered_and_abandoned_waits_are_forgotten() -> None:
     assert reads.take() == []
 
 
+class Asked(Future):
+    """Counts how often such a one is looked at."""
+
+    count = 0
+
+    def done(self) -> bool:
+        Asked.count += 1
+        return super().done()
+
+
+def test_many_open_questions_are_seldom_looked_through() -> None:
+    reads, kept = OpenQuestions[ReadOutput](), [Asked() for _ in range(100)]
+    for each in kept:
+        reads.add(read(each))
+        reads.add(read(Future()))  # and dropped
+        reads.add(read(Future()))
+    assert len(reads) <= 200
+    assert Asked.count <= 400
+
+
 def test_asking_again_and_again_leaves_little_behind() -> None:
     reads, kept = OpenQuestions[ReadOutput](), Future()
     reads.add(read(kept))

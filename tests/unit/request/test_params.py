@@ -34,7 +34,7 @@ JSON_OBJECT = {"response_format": {"type": "json_object"}}
         "no beginning of an answer": (PLAIN, {"add_generation_prompt": False}, True),
         "its beginning": (PLAIN, {"add_generation_prompt": True}, False),
         "a format beside tools": (WITH_TOOLS, JSON_OBJECT, True),
-        "a schema beside tools": (WITH_TOOLS, {"json_schema": {}}, True),
+        "a schema beside tools": (with_tools(exit_tools=()), {"json_schema": {}}, True),
         "a schema beside exit tools": (with_tools(normal_tools=()), {"json_schema": {}}, True),
         "a format without tools": (PLAIN, JSON_OBJECT, False),
         "a format, and no calls": (WITH_TOOLS, {**JSON_OBJECT, "tool_choice": "none"}, False),

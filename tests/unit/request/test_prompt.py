@@ -25,6 +25,7 @@ CALLS = (
     ParsedCall("c00000002", "find", {}, "{}"),
 )
 BIOS = BiosText("BIOS", "T1")
+IMAGE = {"type": "image_url", "image_url": {"url": "data:x"}}
 
 
 class Conversation:
@@ -48,7 +49,7 @@ class Conversation:
         """The messages of the next turn, after tools."""
         said = {"text": "Look:", "reasoning": "hm", "calls": CALLS, "results": ("2", "[]")} | said
         turn: Any = SimpleNamespace(**said)
-        self.messages = self.prompts.next_body(bios, turn, turn)["messages"]
+        self.messages = self.prompts.next_body(bios, (turn, turn))["messages"]
         return self.messages
 
 
@@ -91,6 +92,8 @@ def test_instructions_that_begin_a_conversation_are_system_prompts(role: str) ->
     assert first == {"role": "system", "content": SYSTEM_PROMPT_DELIMITER.join(texts)}
     assert rest[:-1] == earlier[1:]
     assert Conversation(messages=earlier, mode="separate").messages[2:-1] == earlier
+    seen: Any = [{"role": role, "content": [PART, IMAGE]}]
+    assert Conversation(messages=seen).messages[1:-1] == seen
 
 
 def test_order_is_bios_system_prompt_messages_user_prompt() -> None:
@@ -187,11 +190,12 @@ def test_result_has_the_name_of_its_own_call() -> None:
             {"role": "tool", "tool_call_id": "call_0", "content": "r"},
         )
     ]
-    _, _, first, _, second, _ = Conversation(messages=earlier, prompted=True).messages
+    _, said, first, _, second, _ = Conversation(messages=earlier, prompted=True).messages
     assert [first["content"], second["content"]] == [
         f'<tool_response id="call_0" name="{name}">\nr\n</tool_response>'
         for name in ("find", "add")
     ]
+    assert said["content"] == tagged_call("find", "{}")
 
 
 ODD_CALLS: list[Any] = [3, [3], [{}], [{"function": 3}], [{"function": {"arguments": {"a": "é"}}}]]
@@ -199,14 +203,14 @@ ODD_CALLS: list[Any] = [3, [3], [{}], [{"function": 3}], [{"function": {"argumen
 
 @pytest.mark.parametrize("calls", ODD_CALLS)
 def test_odd_messages_are_no_matter_in_prompted_mode(calls: Any) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:x"}}
     odd: list[Any] = [
         {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "content": [image]},
+        {"role": "tool", "content": [IMAGE]},
         {"role": "tool", "content": [{"type": "text", "text": "r"}]},
+        {"role": "assistant", "content": [IMAGE], "tool_calls": calls},
     ]
-    *_, assistant, seen, told, _ = Conversation(messages=odd, prompted=True).messages
-    assert seen == odd[1]
+    *_, assistant, seen, told, drawn, _ = Conversation(messages=odd, prompted=True).messages
+    assert (seen, drawn) == (odd[1], odd[3])
     answer = '<tool_response id="" name="">\nr\n</tool_response>'
     assert told == {"role": "user", "content": answer}
     if calls is ODD_CALLS[-1]:

@@ -125,6 +125,8 @@ def test_a_stream_to_its_completion() -> None:
         "timings": pytest.approx({"ttft_s": 3.0, "total_s": 5.2, "tokens_per_second": 2.0}),
     }
     assert play.record.http_status is None
+    assert play.record.copy_of_result() == play.record.result
+    assert play.record.copy_of_status() == play.record.status
 
 
 def test_what_a_status_says_on_the_way() -> None:
@@ -285,6 +287,9 @@ def test_a_report_of_malformed_output_accuses_no_server() -> None:
         play = asked(of)
         assert play >> TextDelta("a") >> event << CLOSE << Ends(outcome, text="a")
         assert play.record.http_status is None
+    play = asked(WITH_TOOLS)  # what the host has sent
+    assert play >> ServerError(message, 400, None) << CLOSE << Ends("server_error")
+    assert play.record.http_status == 400
 
 
 def test_full_context_shared_by_slots_accuses_no_server() -> None:
@@ -996,7 +1001,7 @@ def test_loop_in_later_turn_is_cut_behind_it() -> None:
     {
         "text": ((ReasoningDelta("hm"), TextDelta(LINE * 30)), "hm", LINE * 12),
         "thought": ((TextDelta(f"<think>{LINE * 30}</think>So"),), LINE * 12, ""),
-        "later turn": ((call("add"), CALLS, Done()), "", LINE * 12),
+        "later turn": ((TextDelta("So."), call("add"), CALLS, Done()), "", LINE * 12),
     },
 )
 def test_a_conversation_ends_where_a_loop_was_cut(
@@ -1098,6 +1103,9 @@ def test_what_was_held_back_is_no_loop(ending: str, prompted: bool) -> None:
         ({"max_tokens": float("inf")}, None),
         ({"max_tokens": 1.7e308}, None),
         ({"max_tokens": -1}, None),
+        ({"max_tokens": 0}, None),
+        ({"max_tokens": 1}, 65),
+        ({"max_tokens": "100"}, None),
     ],
 )
 def test_a_server_without_a_limit_is_cut_off(params: Any, most: int | None) -> None:

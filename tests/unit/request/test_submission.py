@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import asdict
 
 from llama_worker import ConfigError
-from llama_worker.request.submission import Submission, validate_submit
+from llama_worker.request.submission import Submission, valid_id, validate_submit
 from tests.conftest import OwnText
 from tests.unit.config.cases import SURROGATE, bad, refuses
 
@@ -81,7 +81,7 @@ def types_in(value: object) -> set[type]:
     ],
 )
 def test_media_by_link_is_fetched_by_the_server(part: dict[str, Any], is_fetched: bool) -> None:
-    in_prompt = validate_submit("job", "", [part], None, None)
+    in_prompt = validate_submit("job", "", [PARTS[0], part], None, None)
     in_messages = validate_submit("job", "", "", None, [{"role": "user", "content": [part]}])
     assert in_prompt.links_media is in_messages.links_media is is_fetched
 
@@ -111,6 +111,7 @@ def test_a_part_of_no_use_is_refused(case: tuple[Any, ...]) -> None:
         bad("system_prompt", b"s", TypeError, "str", "b's'"),
         bad("user_prompt", None, TypeError, "str or a list of content parts", "None"),
         bad("user_prompt", PARTS[0], TypeError, "a list of content parts", "dict"),
+        bad("user_prompt", b"x", TypeError, "str or a list of content parts", "bytes"),
         bad("user_prompt", [], ConfigError, "at least one content part"),
         bad("user_prompt", "x" * 100_000 + SURROGATE, ConfigError, "surrogate"),
         bad("params", [1], TypeError, "mapping", "[1]"),
@@ -127,3 +128,8 @@ def test_a_submission_is_refused(
     field: str, value: Any, error: type[Exception], says: tuple[str, ...]
 ) -> None:
     refuses(lambda: submit(**{field: value}), field, error, *says)
+
+
+def test_an_id_is_a_number_that_is_not_negative() -> None:
+    assert valid_id(0) == 0
+    refuses(lambda: valid_id(-1), "request_id", ConfigError, "-1")
