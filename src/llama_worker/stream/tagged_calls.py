@@ -208,7 +208,7 @@ class _CallScanner:
             rest = text[at : min(end, at + len(CALL_CLOSE))]
             if rest.startswith('"'):
                 self._in_string, at = not self._in_string, at + 1
-            elif rest == CALL_CLOSE and not self._in_string:
+            elif rest == CALL_CLOSE:  # a string would hold it
                 self.state, at = _CallScan.COMPLETE, at + len(CALL_CLOSE)
             elif rest in ("", "\\") if self._in_string else CALL_CLOSE.startswith(rest):
                 break  # the rest is to come

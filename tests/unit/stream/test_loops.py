@@ -5,6 +5,7 @@ import encodings.cp1252
 import html.entities
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,7 @@ def test_what_else_is_a_loop(before: str, loop: str, after: str, period: int) ->
         (lines(*(LONG + c for c in "abcdefghi"), times=30), 8),
         (lines(LONG, LONG_2, times=30), 1),
         (lines(LONG, times=7) + lines(LONG_2, times=7), 8),
+        (lines(LONG, times=7) + lines("ok") + lines(LONG, times=7), 8),
     ],
 )
 def test_no_loop(text: str, max_period: int) -> None:
@@ -201,6 +203,17 @@ def test_the_thresholds_of_text_are_the_configs(
     text: str, config: LoopDetector, is_loop: bool
 ) -> None:
     assert (TextLoopWatch(config).feed(text) is not None) is is_loop
+
+
+def test_only_a_window_of_the_text_is_kept() -> None:
+    loop_watch, bits = TextLoopWatch(SMALL), random.Random(7)
+    tracemalloc.start()
+    try:
+        for _ in range(500):
+            assert loop_watch.feed(base64.b64encode(bits.randbytes(1000)).decode()) is None
+        assert tracemalloc.get_traced_memory()[0] < 200_000
+    finally:
+        tracemalloc.stop()
 
 
 # ---------------------------------------------------------------- both
