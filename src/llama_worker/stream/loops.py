@@ -159,9 +159,8 @@ class LineLoopWatch:
 
     def _add_line(self, line: str, end: int) -> LoopFound | None:
         if len(line) < self._config.min_line_chars or len(set(line)) < _MIN_DIFFERENT_CHARS:
-            self._recent.clear()
+            self._recent.clear()  # no line that counts equals this one
             self._same.clear()
-            return None
         for period, before in enumerate(self._recent, start=1):
             self._same[period] = self._same[period] + 1 if line == before else 0
         self._recent.appendleft(line)
