@@ -118,7 +118,12 @@ def test_concurrent_answers_resolve_a_future_once() -> None:
 def test_a_late_answer_waits_for_no_lock(future: WorkerFuture[int]) -> None:
     """A signal handler of the host's may run in the thread that holds it."""
     future.answer(1)
-    late = threading.Thread(target=lambda: [future.answer(2), future.fail(LookupError())])
+
+    def answer_late() -> None:
+        future.answer(2)
+        future.fail(LookupError())
+
+    late = threading.Thread(target=answer_late)
     with future._condition:
         late.start()
         late.join(WAIT_S)

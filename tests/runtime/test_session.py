@@ -625,7 +625,12 @@ def test_a_server_that_reads_nothing_times_out(make_server: MakeServer) -> None:
 def test_a_limit_ends_only_what_is_done_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its timer may be firing as it is cancelled."""
     abort, times_up = Abort(), list[Callable[[], object]]()
-    monkeypatch.setattr(threads, "call_at", lambda at, call: times_up.append(call) or Mock())
+
+    def call_at(at: float, call: Callable[[], object]) -> Mock:
+        times_up.append(call)
+        return Mock()
+
+    monkeypatch.setattr(threads, "call_at", call_at)
     with abort.within(WAIT_S):
         pass
     times_up[0]()
