@@ -310,13 +310,20 @@ def test_a_question_leaves_time_for_the_next_address(
     assert waits_s[1] == 2 * WAIT_S, "a question that is over"
 
 
-@pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT], ids=errno.errorcode.get)
+@cases(
+    "code, comes_first",
+    {
+        "no address of it is this machine's": (errno.EADDRNOTAVAIL, False),
+        "it is turned off": (errno.EAFNOSUPPORT, False),
+        "it is turned off, and tried first": (errno.EAFNOSUPPORT, True),
+    },
+)
 def test_a_lack_of_ipv6_hides_no_refusal(
-    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, code: int
+    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, code: int, comes_first: bool
 ) -> None:
-    """No address of it is this machine's, or it is turned off."""
     port = free_port()
-    resolves(monkeypatch, (HOST, port), ("::1", port, 0, 0))
+    addresses: list[tuple[Any, ...]] = [(HOST, port), ("::1", port, 0, 0)]
+    resolves(monkeypatch, *(reversed(addresses) if comes_first else addresses))
     connect_ex = AbortableSocket.connect_ex
 
     def connect(made: AbortableSocket, address: Any) -> int:
@@ -816,8 +823,8 @@ def test_a_self_connected_socket_counts_as_refused(
     monkeypatch.setattr(AbortableSocket, "connect_ex", from_that_very_port)
     with pytest.raises(ConnectionRefusedError):
         ask(port)
-    with socket.create_server((HOST, port)):
-        pass  # it is not occupied either
+    with socket.socket() as server:
+        server.bind((HOST, port))  # nor is it occupied, as by a connection that has just ended
 
 
 def test_nothing_of_the_environment_is_used(

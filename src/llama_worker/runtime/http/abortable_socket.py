@@ -163,6 +163,12 @@ class _Abortable:
 
 
 class AbortableSocket(_Abortable, socket.socket):
+    def reset(self) -> None:
+        """Close it so that its port is free at once: a `shutdown` would keep it for a minute."""
+        self.abort.detach()
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        socket.socket.close(self)
+
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Called by http.client, with the head and with the body."""
         flags |= socket.MSG_NOSIGNAL  # the host's SIGPIPE may have its default action
@@ -277,7 +283,7 @@ def _connect_to(
         raise
 
 
-def _finish_connecting(connecting: socket.socket, code: int, timeout_s: float | None) -> None:
+def _finish_connecting(connecting: AbortableSocket, code: int, timeout_s: float | None) -> None:
     """Wait for the end of a connect that returned `code` (an errno)."""
     if code == errno.EINPROGRESS:
         # most servers are on this machine, where a connect ends at once
@@ -287,7 +293,7 @@ def _finish_connecting(connecting: socket.socket, code: int, timeout_s: float | 
     if not code and connecting.getsockname() == connecting.getpeername():
         # Nobody listens there, and the port is an ephemeral one: the kernel gave it to our own end
         # and connected the socket to itself.
-        shut_down(connecting)
+        connecting.reset()
         code = errno.ECONNREFUSED
     if code:
         raise OSError(code, os.strerror(code))
