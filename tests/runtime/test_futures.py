@@ -338,6 +338,7 @@ def test_a_derived_future_has_only_get(future: WorkerFuture[int]) -> None:
     ):
         with pytest.raises(TypeError, match="has only get"):
             use()
+    assert derived not in futures._awaited
     future.answer(0)
     with pytest.raises(ZeroDivisionError):
         derived.get(timeout=0)
