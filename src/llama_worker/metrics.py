@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
         f"{error.name} is missing: pip install 'llama-worker[metrics]'", name=error.name
     ) from error
 
+from llama_worker.config.validation import checked_type
 from llama_worker.errors import ConfigError, WorkerClosed
 from llama_worker.types.worker import Durations, WorkerDebugInfo, WorkerState, WorkerStatus
 from llama_worker.worker import LlamaWorker
@@ -44,7 +45,8 @@ class WorkerCollector(Collector):
 
     def add(self, worker: LlamaWorker) -> None:
         """Include the worker from now on. Raises ConfigError if another open worker has its
-        name."""
+        name, TypeError if it is no LlamaWorker."""
+        checked_type("worker", worker, LlamaWorker)
         name = worker.get_worker_status().get(timeout=_ANSWER_S)["name"]
         with self._lock:
             other = self._workers.get(name)

@@ -66,6 +66,7 @@ from llama_worker.types.request import (
     RequestState as RequestState,
     RequestStatus as RequestStatus,
     SubmitErr as SubmitErr,
+    SubmitErrorCode as SubmitErrorCode,
     SubmitOk as SubmitOk,
     SubmitResult as SubmitResult,
     Timings as Timings,

@@ -486,7 +486,7 @@ def test_cancel_before_the_first_byte_forbids_a_retry(make_stage: MakeStage) -> 
 # ---------------------------------------------------------------- the worker's own life
 
 
-@pytest.mark.parametrize("state", ["stopped", "restarting", "draining", "failed"])
+@pytest.mark.parametrize("state", ["stopped", "restarting", "draining", "failed", "closed"])
 def test_without_a_server_clients_get_503(make_stage: MakeStage, state: str) -> None:
     restarts_count = 0 if state == "failed" else 5
     policy = fast_restart(restart_backoff_s=60.0, max_restarts_per_window=restarts_count)
@@ -498,9 +498,12 @@ def test_without_a_server_clients_get_503(make_stage: MakeStage, state: str) -> 
     if state == "draining":
         rig.submit(fs.WaitClose())
         rig.worker.drain()
+    if state == "closed":
+        rig.worker.close()
     refused = stage.client.create(stream=True)
     # a lockout lasts until the host's `start`
-    assert (refused.status, "retry-after" in refused.headers) == (503, state != "failed")
+    comes_back = state not in ("failed", "closed")
+    assert (refused.status, "retry-after" in refused.headers) == (503, comes_back)
     assert stage.say(*fs.plain_reply()).status == 503
 
 
@@ -631,3 +634,6 @@ def test_one_of_upstream_and_worker_is_given(make_worker: MakeWorker) -> None:
         ResponsesProxy(ResponsesProxyConfig(upstream="http://127.0.0.1:1"), worker=worker)
     with pytest.raises(ConfigError, match="upstream"):
         ResponsesProxy(ResponsesProxyConfig())
+    for wrong in ({"config": worker}, {"worker": worker.config}, {"config": "http://127.0.0.1:1"}):
+        with pytest.raises(TypeError, match="must be a"):
+            ResponsesProxy(**wrong)

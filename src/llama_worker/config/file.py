@@ -231,8 +231,10 @@ def _check_keys(at: KeyPath, table: Table, allowed: set[str]) -> None:
             )
         elif key == "name":
             problem = "cannot be set: the name of the table is the worker's name"
-        elif key in _WORKER_KEYS:
+        elif key in _WORKER_KEYS and at:
             problem = "cannot be set in [defaults]: each worker needs its own"
+        elif key in _WORKER_KEYS:
+            problem = "belongs into [defaults] or [workers.NAME]"
         else:
             problem = _unknown(key, allowed)
         raise _BadEntry((*at, key), problem)

@@ -17,6 +17,7 @@ from llama_worker.config.validation import (
     checked_api_key,
     checked_int,
     checked_str,
+    names_near_fields,
     shown,
 )
 from llama_worker.errors import ConfigError
@@ -25,6 +26,7 @@ _MIB = 1024 * 1024
 _LOCAL_NAMES = ("localhost", "0.0.0.0", "::")  # all of them lead to this machine
 
 
+@names_near_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesProxyConfig:
     """The configuration of a Responses proxy; docs/responses.md says what each field does."""

@@ -127,7 +127,7 @@ class Exchange:
             self.leased.begin(admitted, api_key=upstream.endpoint.api_key, unix=lambda at: at)
             return
         reply: WorkerFuture[SubmitResult] = WorkerFuture()
-        answer = ask(watch, order(reply), reply)
+        answer = ask(watch, order(reply), reply, if_gone="the server's worker is closed")
         if not answer["ok"]:
             why, retry_after_s = _NO_LEASE[answer["error"]]
             raise ApiError(503, why, code="overloaded", retry_after_s=retry_after_s)
@@ -174,13 +174,14 @@ class Exchange:
             self._places.release()
 
 
-def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T]) -> T:
-    """Wait for the actor's answer; raises ApiError (503) without one. Not for an actor's thread."""
+def ask(actor: Mailbox[M], question: M, reply: WorkerFuture[T], *, if_gone: str | None = None) -> T:
+    """Wait for the actor's answer; raises ApiError (503) without one. Not for an actor's thread.
+    `if_gone`: why there will be none again, if the actor has ended."""
     unanswered = ApiError(
         503, "the proxy is shutting down, or waits for a running response", retry_after_s=2
     )
     if not actor.tell(question):
-        raise unanswered
+        raise ApiError(503, if_gone, code="overloaded") if if_gone else unanswered
     with threads.may_block_this_thread():
         if not reply.wait(_ANSWER_S):
             reply.fail(unanswered)  # what was asked for must not be done later

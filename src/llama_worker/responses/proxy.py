@@ -13,6 +13,7 @@ from llama_worker.actors.base import LiveSet, Ref
 from llama_worker.actors.messages import EndLease, Lease, UpstreamMessage
 from llama_worker.actors.upstream import UpstreamActor
 from llama_worker.config.settings import Endpoint
+from llama_worker.config.validation import checked_type
 from llama_worker.errors import ConfigError
 from llama_worker.mailbox import Mailbox
 from llama_worker.responses.actor import ResponsesProxyActor
@@ -50,8 +51,12 @@ class ResponsesProxy(Startable):
 
         Raises:
             ConfigError: if neither or both of `config.upstream` and `worker` are given.
+            TypeError: if an argument is of another type.
         """
         config = config or ResponsesProxyConfig()
+        checked_type("config", config, ResponsesProxyConfig)
+        if worker is not None:
+            checked_type("worker", worker, LlamaWorker)
         if (config.upstream is None) is (worker is None):
             raise ConfigError("give either upstream (in the config) or worker")
         self._live = LiveSet()

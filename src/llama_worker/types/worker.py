@@ -152,7 +152,8 @@ class WorkerDebugInfo(TypedDict):
         evidence: what was observed of the server just before the last kill; empty if there was
             none.
         seconds_since_progress: the longest time that a request in flight has been without progress,
-            at the watchdog's last check; None if no request is in flight.
+            as far as the watchdog has heard: it may be too long by up to two
+            `liveness_probe_interval_s`. None if no request is in flight.
         stuck_tool_threads_count: the number of tool threads that are still running although nobody
             waits for their calls any more.
         totals: counters since the worker was constructed.

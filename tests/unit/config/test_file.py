@@ -261,6 +261,7 @@ def test_errors_name_file_line_and_key(tmp_path: Path, line: str, key: str, says
         ("workers.a = 3\n", "fleet.toml:1: workers.a: must be a table, not int"),
         ("[worker.a]\n", "fleet.toml:1: worker: unknown key; did you mean 'workers'?"),
         ("defaults = 1\n", "fleet.toml:1: defaults: must be a table, not int"),
+        ("slots = 1\n", "fleet.toml:1: slots: belongs into [defaults] or [workers.NAME]"),
         ("[defaults]\n\nport = 1\n", "fleet.toml:3: defaults.port: cannot be set in [defaults]"),
         ('\n[workers."a b"]\nport = 1\n', "fleet.toml:2: workers.'a b': host is missing"),
         ('[workers.a]\nhost = "x"\n', "fleet.toml:1: workers.a: port is missing"),

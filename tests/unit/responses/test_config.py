@@ -18,6 +18,11 @@ def test_what_is_no_origin_cannot_be_allowed(origin: str) -> None:
         ResponsesProxyConfig(upstream="http://127.0.0.1:1", allow_origins=(origin,))
 
 
+def test_a_misspelt_field_is_told_its_name() -> None:
+    with pytest.raises(TypeError, match="did you mean 'upstream'"):
+        ResponsesProxyConfig(upsteam="http://127.0.0.1:1")  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("origins", [None, 1, "http://a"])
 def test_origins_are_a_sequence(origins: Any) -> None:
     with pytest.raises(TypeError, match="allow_origins must be a sequence"):
