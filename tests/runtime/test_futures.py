@@ -89,7 +89,11 @@ def test_the_first_answer_or_failure_counts(future: WorkerFuture[Any], value: An
     for timeout in (0.01, 0, -1, math.nan):
         with pytest.raises(pykka.Timeout):
             future.get(timeout=timeout)
+        with ThreadPoolExecutor(1) as pool:  # which no signal wakes
+            late = pool.submit(future.get, timeout=timeout).exception(WAIT_S)
+            assert isinstance(late, pykka.Timeout)
     assert not future.done()
+    assert future not in futures._awaited
     future.answer(value)
     failed: WorkerFuture[Any] = WorkerFuture()
     failed.fail(LookupError("lost"))
@@ -277,6 +281,26 @@ def test_host_configuring_its_logging_holds_up_nobody() -> None:
         assert not line.is_alive()
 
 
+def test_the_first_line_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a new thread, also before the one that starts it goes on: a flush may follow."""
+    monkeypatch.setattr(threads, "_log_thread", threads._LogThread())
+    logger, handler, start = logging.getLogger("llama_worker"), Mock(level=0), threads.start_thread
+    written = threading.Event()
+    handler.handle.side_effect = lambda record: written.set()
+
+    def start_and_wait(name: str, target: Callable[[], object]) -> threading.Thread:
+        thread = start(name, target)
+        assert written.wait(WAIT_S)
+        return thread
+
+    monkeypatch.setattr(threads, "start_thread", start_and_wait)
+    logger.addHandler(handler)
+    try:
+        threads.write_log(logger, logging.ERROR, "a line")
+    finally:
+        logger.removeHandler(handler)
+
+
 def test_lines_a_blocked_log_handler_misses_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     threads.flush_callbacks_and_log(WAIT_S)  # the lines of other tests
     monkeypatch.setattr(threads, "_log_thread", threads._LogThread())
@@ -318,8 +342,19 @@ def test_a_callback_without_a_thread_runs_later(
         future.answer(1)
         assert future.get(timeout=WAIT_S) == 1
         assert "can't start new thread" in caplog.text
+        assert caplog.text.count("cannot start the thread") == 1, "once for all that want it"
         assert not called.is_set()
     assert called.wait(WAIT_S)
+
+
+def test_a_callback_is_called_if_nobody_holds_its_future() -> None:
+    open_futures, called = OpenFutures(), SimpleQueue[object]()
+    dropped: WorkerFuture[int] = WorkerFuture()
+    open_futures.add(dropped)
+    dropped.add_done_callback(called.put)
+    del dropped
+    open_futures.close(LookupError())
+    assert isinstance(called.get(timeout=WAIT_S), WorkerFuture)
 
 
 # ---------------------------------------------------------------- derived with Pykka's map()

@@ -19,6 +19,7 @@ _MAX_SPARE = 4  # threads that are kept
 _RETRY_S = 0.25  # until the start of a callback thread is tried again
 _PAUSE_S = 0.1  # of the timer thread after a failure
 _MAX_WAITING_LINES = 1000
+_LOG_THREAD = "llama_worker-log"
 _logger = logging.getLogger("llama_worker")
 _callbacks_logger = logging.getLogger("llama_worker.futures")
 _timers_logger = logging.getLogger("llama_worker.timers")
@@ -83,7 +84,7 @@ class _CallbackThread:
         self._name = name
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._starting = threading.Lock()  # nobody waits for it
-        self.thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._retry_is_set = False  # the thread could not be started; a timer tries again
 
     def run(self, call: _Call) -> None:
@@ -97,16 +98,16 @@ class _CallbackThread:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the calls so far were made, for `timeout_s` at most."""
-        if self.thread is not None:
+        if self._thread is not None:
             made = threading.Event()
             self._calls.put(made.set)
             made.wait(timeout_s)
 
     def _start(self) -> None:
-        if self.thread is None and self._starting.acquire(blocking=False):
+        if self._thread is None and self._starting.acquire(blocking=False):
             try:
-                if self.thread is None:
-                    self.thread = start_thread(self._name, self._run)
+                if self._thread is None:
+                    self._thread = start_thread(self._name, self._run)
             except RuntimeError:  # or the host exits (3.12 on); an actor must not die of it
                 if not self._retry_is_set:
                     log_exception(
@@ -141,7 +142,7 @@ class _LogThread(_CallbackThread):
     counted in a line of their own."""
 
     def __init__(self) -> None:
-        super().__init__("llama_worker-log")
+        super().__init__(_LOG_THREAD)
         self._dropped_count = 0  # without a lock: an actor might have to wait for it
 
     def run(self, call: _Call) -> None:
@@ -194,8 +195,8 @@ def flush_callbacks_and_log(timeout_s: float) -> None:
 
 def _is_on_our_thread() -> bool:
     """Whether this is a thread that a blocked log handler would stop, with all that wait for it."""
-    thread = threading.current_thread()
-    return thread.name.startswith("llama_worker-") and thread is not _log_thread.thread
+    name = threading.current_thread().name
+    return name.startswith("llama_worker-") and name != _LOG_THREAD
 
 
 def _is_handled_here(record: logging.LogRecord) -> bool:
