@@ -253,7 +253,6 @@ class _Session(requests.Session):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trust_env = False
         for scheme in ("http://", "https://"):
             self.mount(scheme, _Adapter())
 
