@@ -790,7 +790,7 @@ def test_a_question_over_ipv6() -> None:
         pytest.skip("this machine has no IPv6")
     with listener, ThreadPoolExecutor() as pool:
         endpoint = at(listener.getsockname()[1], "[::1]")
-        answer = pool.submit(session.ask, endpoint, "GET", "/", timeout_s=WAIT_S)
+        answer = pool.submit(session.ask, endpoint, "GET", "/", timeout_s=WAIT_S, max_bytes=2)
         with listener.accept()[0] as connection:
             connection.recv(1 << 16)
             connection.sendall(EMPTY_OBJECT)

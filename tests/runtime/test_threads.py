@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from unittest.mock import Mock
 
+import pykka
 import pytest
 
 from llama_worker.errors import is_shortage
@@ -90,6 +91,8 @@ def test_waits_for_no_actor_except_in_host_code(spare: list[object]) -> None:
     waited: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def call() -> None:
+        with pytest.raises(pykka.Timeout):
+            future.get()
         waited.put(future.wait(None))
         with may_block_this_thread():
             waited.put(future.wait(WAIT_S))

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -186,6 +187,30 @@ def test_a_runner_that_is_lost_has_failed() -> None:
     assert (ended.ok, "AttributeError: run_tool" in ended.text) == (False, True), ended.text
 
 
+def test_a_tool_is_told_when_its_time_is_up() -> None:
+    class Tells:
+        def run_tool(self, *, call: RunningCall, **about: Any) -> float:
+            return call.deadline
+
+    asker, before = Awaited(), time.monotonic()
+    run_tool(Tells(), asker)
+    assert float(asker.get(timeout=60.0).text) > before
+
+
+def test_an_async_tools_threads_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_code, "_MAX_EXECUTOR_THREADS", 2)
+    both = threading.Barrier(2)
+
+    class Many:
+        async def run_tool(self, **about: Any) -> int:
+            await asyncio.gather(*(asyncio.to_thread(both.wait, 60.0) for _ in range(6)))
+            return sum(each.name == "test-executor" for each in threading.enumerate())
+
+    asker = Awaited()
+    run_tool(Many(), asker)
+    assert asker.get(timeout=60.0).text == "2"
+
+
 def test_a_tool_that_obeys_cancellation_has_not_failed() -> None:
     class Obedient:
         def run_tool(self, *, call: RunningCall, **about: Any) -> str:
@@ -193,7 +218,9 @@ def test_a_tool_that_obeys_cancellation_has_not_failed() -> None:
             raise ValueError("nobody waits")
 
     asker, parent = Told(), Awaited()
-    run_tool(Obedient(), asker).give_up(parent)
+    thread = run_tool(Obedient(), asker)
+    assert thread.is_alive()
+    thread.give_up(parent)
     told = [parent.get(timeout=60.0) for _ in range(2)]
     assert told == [StuckToolThreads(change=1), StuckToolThreads(change=-1)]
     assert asker == []
