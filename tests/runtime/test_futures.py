@@ -122,12 +122,7 @@ def test_concurrent_answers_resolve_a_future_once() -> None:
 def test_a_late_answer_waits_for_no_lock(future: WorkerFuture[int]) -> None:
     """A signal handler of the host's may run in the thread that holds it."""
     future.answer(1)
-
-    def answer_late() -> None:
-        future.answer(2)
-        future.fail(LookupError())
-
-    late = threading.Thread(target=answer_late)
+    late = threading.Thread(target=future.answer, args=(2,))
     with future._condition:
         late.start()
         late.join(WAIT_S)

@@ -631,22 +631,17 @@ def test_a_server_that_reads_nothing_times_out(make_server: MakeServer) -> None:
 
 def test_a_limit_ends_only_what_is_done_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its timer may be firing as it is cancelled."""
-    abort, times_up = Abort(), list[Callable[[], object]]()
-
-    def call_at(at: float, call: Callable[[], object]) -> Mock:
-        times_up.append(call)
-        return Mock()
-
+    abort, call_at = Abort(), Mock()
     monkeypatch.setattr(threads, "call_at", call_at)
     with abort.within(WAIT_S):
-        pass
-    times_up[0]()
+        first_is_up = call_at.call_args.args[1]
+    first_is_up()
     assert abort.error is None
     with abort.within(WAIT_S):
-        times_up[0]()
+        first_is_up()
         assert abort.error is None
         abort.abort()
-        times_up[1]()
+        call_at.call_args.args[1]()
         assert isinstance(abort.error, Aborted)
 
 

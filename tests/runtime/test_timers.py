@@ -66,6 +66,7 @@ def test_failing_call_is_logged_and_the_next_made(caplog: pytest.LogCaptureFixtu
         call_at(threads.now(), failing)
         call_at(threads.now() + 0.01, called.set)
         assert called.wait(WAIT_S)
+        threads.flush_callbacks_and_log(WAIT_S)
     assert "a timer's call failed" in caplog.text
 
 
