@@ -49,7 +49,7 @@ def test_a_retry_that_comes_at_once_starts_the_callback_thread(
     monkeypatch.setattr(threads, "call_at", lambda _, retry: retry())
     callbacks = threads._CallbackThread()
     callbacks.start()
-    assert callbacks.thread is thread
+    assert callbacks._thread is thread
 
 
 # ---------------------------------------------------------------- spare threads

@@ -116,7 +116,7 @@ class _CallbackThread:
                     )
             finally:
                 self._starting.release()
-            if self.thread is None:  # without the lock, which the retry needs
+            if self._thread is None:  # without the lock, which the retry needs
                 self._start_later()
 
     def _start_later(self) -> None:
