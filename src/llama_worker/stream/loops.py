@@ -118,12 +118,12 @@ def _periods(window: str, longest: int, end_chars: int) -> Iterator[int]:
     """
     size = len(window)
     end = window[-end_chars:]
-    before = size - len(end)  # where the end itself is
+    before = end_at = size - len(end)
     for _ in range(_CANDIDATES):
-        before = window.rfind(end, max(0, size - len(end) - longest), before + len(end) - 1)
+        before = window.rfind(end, max(0, end_at - longest), before + len(end) - 1)
         if before < 0:
             return
-        yield size - len(end) - before
+        yield end_at - before
     backwards = window[::-1]  # a forward search takes linear time for any text
     piece = backwards[: min(longest, size // 2)]
     again = backwards.find(piece, 1, longest + len(piece))

@@ -55,7 +55,7 @@ class ReasoningSplitter:
 
     def feed_reasoning(self, reasoning: str) -> tuple[str, str]:
         """A `reasoning_content` delta."""
-        if self._original is None and reasoning and not self._reasoning.has_begun:
+        if reasoning and not self._reasoning.has_begun:
             self._original = _Original()  # so far, content may repeat it
         reasoning = self._reasoning.feed(reasoning)
         if self._original is not None:
@@ -203,4 +203,4 @@ def _start_of_tag(text: str, tags: Collection[str]) -> int:
     if start < 0:
         return len(text)
     end = text[start:]
-    return start if any(tag.startswith(end) and tag != end for tag in tags) else len(text)
+    return start if any(tag.startswith(end) for tag in tags) else len(text)

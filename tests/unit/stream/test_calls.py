@@ -169,7 +169,7 @@ PYTHONIC = "<tool_call>add(signal_issue)</tool_call>"
         (raw("add", "[]"), r"'add'.*'\[\]'"),
         (raw("add", '{"a": '), """'add'.*'{"a": '"""),
         (raw("add", "x" * 200), "'add'.*'x{200}'$"),
-        (raw("add", "x" * 10_000), r"'add'.*'x{200}\.\.\.'$"),
+        (raw("add", "x" * 201), r"'add'.*'x{200}\.\.\.'$"),
         (MalformedCall(UNCLOSED), '"name": "add"'),
         (MalformedCall(PYTHONIC), r"add\(signal_issue\)</tool_call>"),
         (MalformedCall("<tool_call>my_signal_issue()</tool_call>"), "my_signal_issue"),

@@ -348,6 +348,7 @@ CHUNKS = st.builds(
 
 @given(CHUNKS, st.booleans(), st.booleans())
 @example(chunk({"content": "x"}, error="bad"), True, True)
+@example(chunk({"content": "x", "reasoning_content": "y"}), True, True)
 @example(chunk({"content": "x"}, usage={}), True, True)
 @example(chunk({"content": "x"}, timings=TIMINGS), True, True)
 @example(chunk({"content": "x"}, prompt_progress=PROGRESS), True, True)
