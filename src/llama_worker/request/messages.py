@@ -55,7 +55,7 @@ class ReadOutput(Struct, frozen=True, kw_only=True):
     text_offset: int
     reasoning_offset: int
     reply: Reply[OutputChunk | NotFound]
-    wait: bool = False
+    wait: bool
 
 
 class CancelRequest(Struct, frozen=True, kw_only=True):

@@ -125,6 +125,9 @@ def test_a_stream_to_its_completion() -> None:
         "timings": pytest.approx({"ttft_s": 3.0, "total_s": 5.2, "tokens_per_second": 2.0}),
     }
     assert play.record.http_status is None
+    progress = play.request.progress()
+    kinds = (play.record.is_leased, progress.in_one_piece, progress.links_media)
+    assert not any(kinds)
     assert play.record.copy_of_result() == play.record.result
     assert play.record.copy_of_status() == play.record.status
 
@@ -447,7 +450,7 @@ def test_what_is_told_of_lost_request_is_bounded() -> None:
     record = lost_record(lost, detail, 1.0, unix=UNIX.__add__, secret="s3cret")
     shown = f"KeyError: *** \ufffd{'.' * 3000}"[:2000]
     assert (record.result["fail_detail"], record.status["fail_detail"]) == (shown, shown)
-    assert record.status["tool_iters_remaining"] == 0
+    assert (record.status["tool_iters_remaining"], record.has_media) == (0, False)
 
 
 def test_a_signal_is_told_although_the_step_raised(monkeypatch: pytest.MonkeyPatch) -> None:
