@@ -123,7 +123,8 @@ def test_only_possible_calls_are_held_back(piece: str, shown: str) -> None:
 def test_native_mode_shows_text_up_to_a_call() -> None:
     tool_filter = TaggedCallFilter(NAMES, strict=False)
     assert (
-        tool_filter.feed(f"a <tool_call>x</tool_call> b {ADD} c") == "a <tool_call>x</tool_call> b "
+        tool_filter.feed(f"a <tool_call>x</tool_call> b {FOREIGN}{ADD} c")
+        == f"a <tool_call>x</tool_call> b {FOREIGN}"
     )
     assert tool_filter.feed("<tool_call>d") == ""
     assert tool_filter.finish() == " c<tool_call>d"
