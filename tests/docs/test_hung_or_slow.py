@@ -130,7 +130,7 @@ def test_first_table_row_states_the_connect_limit() -> None:
 
 def test_last_row_limits_dead_streams_beside_live_ones() -> None:
     when, reason, after = DEAD_BESIDE
-    assert when == "generating, `/slots` is not available, and others get data"
+    assert when == "generating, and others get data"
     assert f"{STALLED_ALONE_MULTIPLE} x `idle_stream_timeout_s`" in after
     told: Any = {"liveness_at": 19.9, "neighbour_data_at": 19.9, "slots": NO_SLOT_SIGNS}
     found = judge(STATES["generating"], "idle_stream_timeout_s", **told, now=20.0)

@@ -72,6 +72,7 @@ class ResponsesProxyActor(SupervisedActor[messages.ProxyMessage]):
 
     def release(self, failure: str | None) -> None:
         self._end_all()
+        self._answer_stopping()  # a close that did not wait has ended the actor
         if self._port is not None:  # no effect if it was answered
             self._port.fail(RuntimeError("the proxy is closed"))
 
