@@ -194,7 +194,7 @@ def _as_prompted(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             answers = []
             for message in group:
                 call_id = str(message.get("tool_call_id", ""))
-                text = str(_text_of(message))
+                text = _text_of(message) or ""
                 answers.append(_tool_response(call_id, names.get(call_id, ""), text))
             body.append({"role": "user", "content": "\n".join(answers)})
             continue

@@ -223,7 +223,7 @@ class Request:
     ) -> Effects:
         if written.error is not None:
             return self._end(ending.failed(RequestFailReason.PROMPT_ERROR, written.error), now)
-        after = None if batch is None else (self._turn, batch)
+        after = (self._turn, batch) if batch is not None else None
         body = self._prompts.next_body(written.bios, after)
         self._turns_count += 1
         self._opens_thinking = self._opens_thinking and not self._turn.had_reasoning_deltas
@@ -372,7 +372,7 @@ class Request:
                 effects.append(messages.DropTool(turn_id=self._turn_id))
                 error = f"the request ended while the tool was running: {outcome.fail_reason}"
                 if outcome.fail_reason is RequestFailReason.TOOL_EXECUTION_ERROR:
-                    error = str(outcome.fail_detail)
+                    error = outcome.fail_detail or error
                 self._tools.record_failure(batch, error, now)
             case _ if self._turns_count and not self._turn.is_over:
                 effects.append(self._close_turn())

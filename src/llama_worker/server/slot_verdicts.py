@@ -111,11 +111,6 @@ class SlotsRound:
         return self._one_is_idle and others_use_the_rest and (has_headers or would_have_slot)
 
     @property
-    def _moves_every_time(self) -> bool:
-        """Whether some slot, not always the same, moved between every two looks."""
-        return all(moved_between(look, following) for look, following in pairwise(self.looks))
-
-    @property
     def _one_is_idle(self) -> bool:
         """Whether some slot was free at every look, so that no request had to queue."""
         return any(all(not slot.is_processing for slot in track) for track in self._tracks)
@@ -198,7 +193,8 @@ class SlotsRound:
         (b11434). What came after the second look was not computed before the first."""
         at = self.others_data_at
         is_recent = at is not None and at > self.looks[1].asked_at
-        return self.suspect.phase is _GENERATING and is_recent and self._moves_every_time
+        goes_on = all(moved_between(look, following) for look, following in pairwise(self.looks))
+        return self.suspect.phase is _GENERATING and is_recent and goes_on
 
     @property
     def _others_account_for_all_moves(self) -> bool:

@@ -181,7 +181,7 @@ def partition(
                 exits.append(_malformed_exit(target, call.text, emitted_at))
             else:
                 unrun.append(call)
-                problems.append(f"a tool call in the text is malformed: {excerpt(call.text)}")
+                problems.append(f"a tool call in the text is malformed: {_excerpt(call.text)}")
             continue
         try:
             if cut_off and call is calls[-1] and not call.arguments.strip():
@@ -201,12 +201,12 @@ def partition(
         if call.name not in normal_names:
             known = ", ".join(sorted([*normal_names, *exit_names])) or "none"
             problems.append(
-                f"the model called an unknown tool, {excerpt(call.name)}; known tools: {known}"
+                f"the model called an unknown tool, {_excerpt(call.name)}; known tools: {known}"
             )
         elif error:
             problems.append(
                 f"the arguments for {call.name!r} are not a JSON object ({error}): "
-                f"{excerpt(call.arguments)}"
+                f"{_excerpt(call.arguments)}"
             )
         else:
             number = first_number + len(normal)
@@ -291,6 +291,6 @@ def _intended_tool(text: str, normal_names: Collection[str], exit_names: Collect
     return found[0] if found else ""
 
 
-def excerpt(text: str) -> str:
+def _excerpt(text: str) -> str:
     """The start of a text, quoted, for a message to a person."""
     return repr(text if len(text) <= 200 else text[:200] + "...")

@@ -6,14 +6,14 @@ between builds, and a field that is absent, null or of an unexpected type gives 
 """
 
 import json
+import math
 from collections.abc import Container, Iterator
 from typing import Any, Literal
 
 import msgspec
 
-from llama_worker.config.validation import as_count, json_of
+from llama_worker.config.validation import as_count, json_of, shown
 from llama_worker.stream import events
-from llama_worker.stream.calls import excerpt, finite_float
 from llama_worker.stream.failure import context_use
 from llama_worker.stream.sse import ErrorField, SseDecoder, SseRecord
 
@@ -162,9 +162,9 @@ def decode_record(
     try:
         chunk = json.loads(record)
     except (ValueError, RecursionError):
-        raise ProtocolError(f"a record of the stream is not JSON: {excerpt(record)}") from None
+        raise ProtocolError(f"a record of the stream is not JSON: {shown(record)}") from None
     if not isinstance(chunk, dict):
-        raise ProtocolError(f"a record of the stream is not a JSON object: {excerpt(record)}")
+        raise ProtocolError(f"a record of the stream is not a JSON object: {shown(record)}")
     decoded = tuple(_events(chunk, delta_kinds, every_choice=every_choice))
     if not any(isinstance(event, _CONTENT) for event in decoded):
         decoded += tuple(_unknown_content(chunk))
@@ -203,7 +203,7 @@ def _unknown_content(chunk: dict[str, Any]) -> Iterator[events.UnknownContent]:
         if isinstance(part, dict)
     ]
     if any(unknown):
-        yield events.UnknownContent(hash(json.dumps(unknown)))
+        yield events.UnknownContent(hash(json.dumps(unknown, sort_keys=True)))
 
 
 def _choices(chunk: dict[str, Any], *, every_choice: bool = False) -> list[dict[str, Any]]:
@@ -312,7 +312,10 @@ def _text(value: Any) -> str | None:
 
 
 def _rate(value: Any) -> float | None:
-    try:  # JSON as read here may hold NaN, Infinity and integers of any size
-        return finite_float(str(value))
-    except ValueError:
+    if type(value) not in (int, float):
         return None
+    try:
+        rate = float(value)
+    except OverflowError:  # JSON as read here may hold integers of any size, NaN and Infinity
+        return None
+    return rate if math.isfinite(rate) else None

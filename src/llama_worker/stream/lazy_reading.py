@@ -54,7 +54,7 @@ class LazyReading:
         self._events: list[StreamEvent] = []  # not delivered yet
         self._bytes_count = 0  # not delivered yet
         self._received_at = now  # when the latest bytes came
-        self._delivered_at: float  # text that is hurried does not need it
+        self._delivered_at = -math.inf
         self._hurried_at = -math.inf
         self._is_hurried = True  # the next text is delivered at once
 

@@ -70,7 +70,7 @@ class TextLoopWatch:
         self._window_chars = max(
             config.min_repeated_chars, config.min_text_repeats * config.max_period_chars
         )
-        self._step_chars = min(_STEP_CHARS, config.min_repeated_chars)
+        self._step_chars = max(1, min(_STEP_CHARS, config.min_repeated_chars // 8))
         # The shortest loop contains its end twice: it is two repeats or more.
         self._end_chars = max(1, min(_END_CHARS, config.min_repeated_chars // 2))
         self._next = config.min_repeated_chars  # the position of the next look

@@ -133,7 +133,7 @@ class ReasoningSplitter:
     def _all_is_text(self) -> tuple[str, str]:
         self._at = _Position.TEXT
         text = "".join(self._undelivered)
-        return "", text if self._original is None else text.lstrip()
+        return "", text.lstrip() if self._original is not None else text
 
 
 class _Trimmer:

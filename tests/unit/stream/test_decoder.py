@@ -142,6 +142,7 @@ SAYS_NOTHING = [
         ({"timings": {"predicted_n": float("inf"), "cache_n": 1.5}}, [NO_TIMINGS]),
         ({"timings": {"predicted_per_second": 10**400, "prompt_n": -1}}, [NO_TIMINGS]),
         ({"timings": {"predicted_per_second": float("nan"), "prompt_ms": True}}, [NO_TIMINGS]),
+        ({"timings": {"predicted_per_second": "40", "prompt_ms": float("inf")}}, [NO_TIMINGS]),
     ],
 )
 def test_a_chunk_becomes_events(value: Any, events: list[StreamEvent]) -> None:
@@ -171,6 +172,7 @@ def test_events_of_one_chunk_come_in_order() -> None:
         ({"object": "error", "message": "bad"}, ServerError("bad", None, None)),
         ({"error": "bad"}, ServerError("bad", None, None)),
         ({"error": {"message": "bad", "code": "503", "type": 3}}, ServerError("bad", 503, None)),
+        ({"error": {"code": 500}}, ServerError('{"code": 500}', 500, None)),
         ({"error": {"é": 1, "code": "x"}}, ServerError('{"é": 1, "code": "x"}', None, None)),
         ({"error": {"message": "bad", "code": "9" * 5000}}, ServerError("bad", None, None)),
         ({"error": ["bad"]}, ServerError('["bad"]', None, None)),
@@ -191,7 +193,7 @@ def test_what_is_no_json_object_is_an_error(text: str) -> None:
     with pytest.raises(ProtocolError) as raised:
         decode_record(text)
     assert repr(text[:50])[:-1] in str(raised.value)
-    assert len(str(raised.value)) < 300
+    assert len(str(raised.value)) < 140
 
 
 def test_unknown_content_is_told_apart() -> None:
@@ -203,6 +205,8 @@ def test_unknown_content_is_told_apart() -> None:
     clocks = {"id": "b", "created": 9, "timings": TIMINGS, "usage": {"completion_tokens": 8}}
     assert fingerprint(chunk({"reasoning": "word 7"}, **clocks)) == seven
     assert fingerprint(chunk({"reasoning": "word 8"})) != seven
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert fingerprint(chunk({}, thought=one)) == fingerprint(chunk({}, thought=other))
     assert fingerprint(chunk({}, thought="word 7")) != fingerprint(chunk({}, thought="word 8"))
 
 

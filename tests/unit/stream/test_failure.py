@@ -136,6 +136,7 @@ def test_refusals_of_tools_are_recognised(detail: str, status: int | None, refus
         ("got exception: bad allocation", False),
         ("Context size has been exceeded", False),
         ("the image does not match the expected format", False),
+        ("expected format of the image", False),
     ],
 )
 def test_reports_of_malformed_calls_are_recognised(message: str, malformed: bool) -> None:

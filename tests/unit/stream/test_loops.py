@@ -193,7 +193,7 @@ def test_any_block_that_keeps_repeating_is_found(block: str) -> None:
         (words(100)[:64] * 40, SMALL, True),  # max_period_chars
         (words(100)[:65] * 40, SMALL, False),
         (words(9) + words(100)[:60] * 3, SMALL, False),  # min_text_repeats
-        (words(9) + words(100)[:60] * 6, SMALL, True),
+        (words(9) + words(100)[:60] * 5, SMALL, True),
         ("ab" * 16, SMALLEST, True),
         ("ab" * 15, SMALLEST, False),
         ("aa", LoopDetector(max_period_chars=1, min_repeated_chars=1, min_text_repeats=2), True),

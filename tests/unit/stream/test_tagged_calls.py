@@ -36,6 +36,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     ("text", "visible", "names"),
     [
         (f"a\n{ADD}b{ISSUE}c", "a\nbc", ["add", "signal_issue"]),
+        (f"{ADD}\n{ADD}\n", "\n\n", ["add", "add"]),
         (f"{ADD}\n{FOREIGN}\n", "\n\n", ["add", "zap"]),
         ('<tool_call>\n{"name": "add",\n "arguments": {}}\n</tool_call>', "", ["add"]),
         ('<tool_call>{"arguments": {}, "name": "mul"}</tool_call>', "", ["mul"]),
