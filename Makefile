@@ -77,9 +77,9 @@ JOBS ?= 1
 chaos: $(VENV)/.test ## random faults and callers: N steps of the plan that SEED makes, BURNERS cores kept busy
 	$(BIN)/python -m tests.chaos --steps $(N) --seed $(SEED) --burners $(BURNERS)
 
-mutants: $(VENV)/.test ## N small mistakes in the product, one at a time, and who notices them; SEED=, HOURS= in the simulator for each, JOBS=, SIMULATOR_ONLY=1, UNDER=paths
+mutants: $(VENV)/.test ## N small mistakes in the product, one at a time, and who notices them; SEED=, HOURS= in the simulator for each, JOBS=, BY=unit or simulator or campaign alone, UNDER=paths
 	@$(BIN)/python -m tools.mutants $(foreach name,N SEED,$(if $(filter-out file,$(origin $(name))),--$(if $(filter N,$(name)),count,seed) $($(name)))) \
-		$(if $(HOURS),--hours $(HOURS)) --jobs $(JOBS) $(if $(SIMULATOR_ONLY),--simulator-only) $(UNDER:%=--under %)
+		$(if $(HOURS),--hours $(HOURS)) --jobs $(JOBS) $(BY:%=--by %) $(UNDER:%=--under %)
 
 adversary: $(VENV)/.test ## N generated honest servers and as many wedged ones, in virtual time, by JOBS processes: who is given up, and when
 	$(BIN)/python -m tests.adversary --count $(N) --seed $(SEED) --jobs $(JOBS)

@@ -1,11 +1,11 @@
 """`make mutants N= SEED=`: plants N small mistakes, one at a time, and counts who notices.
 
 A mutant is tried against the unit tests that execute its line (coverage.py has seen them do so),
-then the simulator (a campaign of HOURS worker-hours, fixed runs, an adversary), then the tests in
-real time that execute it; the first that fails has killed it. Those that share words with the
-module's name come first. What is executed by an import, as constants are, is tried against all. A
-test in real time has to pass without the mutant, run again by itself, or its failure does not
-count.
+all mutants in forks first (`tools/forked.py`), the others once more from a fresh start; then the
+simulator (a campaign of HOURS worker-hours, fixed runs, an adversary), then the tests in real time
+that execute it; the first that fails has killed it. Those that share words with the module's name
+come first. What is executed by an import, as constants are, is tried against all. A test in real
+time has to pass without the mutant, run again by itself, or its failure does not count.
 
 Everything is read from a copy of the tree, made at the start, and happens in further ones, in a
 process namespace of its own, with limits of CPU and wall time; who exceeds one is killed as "timed
@@ -17,6 +17,7 @@ out". The sample is a function of the seed and the sources.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import queue
@@ -37,8 +38,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from coverage import CoverageData
-
+from tools.executed import Executed
+from tools.forked import Plan
 from tools.mutations import Mutation, mutations
 
 ROOT: Final = Path(__file__).parents[1]
@@ -48,6 +49,13 @@ SIMULATED: Final = ("actors/", *(f"{PACKAGE}{room}/" for room in ("server", "req
 RUNTIME: Final = f"{PACKAGE}runtime/"
 ROOMS: Final = (*SIMULATED, RUNTIME)
 UNIT, FIXED, IN_REAL_TIME = "unit tests", "fixed runs", "tests in real time"
+CAMPAIGN, ADVERSARY = "campaign", "adversary"
+STAGES: Final = {  # in the order of their cost
+    "all": (UNIT, CAMPAIGN, FIXED, ADVERSARY, IN_REAL_TIME),
+    "unit": (UNIT,),
+    "simulator": (CAMPAIGN, FIXED, ADVERSARY),
+    "campaign": (CAMPAIGN,),
+}
 TESTS: Final = {  # by the stage's name, as patterns
     UNIT: "tests/unit/",
     FIXED: "tests/simulation/",
@@ -55,6 +63,9 @@ TESTS: Final = {  # by the stage's name, as patterns
 }
 NOT_FIXED = ("-k", "not nobody_has_seen and not planted and not promise")
 ASKED = "asked.txt"  # the tests of a stage
+PLANS, VERDICTS = "plans.jsonl", "verdicts.txt"
+IN_FORKS = ("-p", "tools.forked", "--mutants-from", PLANS, "--mutants-to", VERDICTS)
+LIMIT_IN_FORKS_S = 60.0  # all tests of a mutant
 NOT_FOUND = 4  # says pytest, of a test or of what it needs
 COVERED = (
     *("--cov=src", "--cov=actors", "--cov-append", "--cov-context=test", "--cov-report="),
@@ -140,98 +151,46 @@ def _listed(origin: Path) -> list[str]:
     return listed.stdout.splitlines()
 
 
-class Executed:
-    """Which tests execute a line: what coverage.py has written into the folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._data = CoverageData(str(folder / ".coverage"))
-        self._data.read()
-        paths = (Path(each) for each in self._data.measured_files())
-        self._files = {str(each.relative_to(folder.resolve())): str(each) for each in paths}
-        contexts = self._data.measured_contexts()
-        self._tests = {each.rpartition("|")[0] for each in contexts} - {""}
-
-    def tests(self, mutation: Mutation, source: bytes) -> list[str]:
-        """Those that execute its line, or the next one above that is executed; all of them if an
-        import does. Those that share words with its module's name come first."""
-        function = mutation.inside.rpartition(".")[2].lstrip("_")
-        found = self._tests
-        if function[:1].islower() and mutation.path in self._files:
-            by_line = self._data.contexts_by_lineno(self._files[mutation.path])
-            first = source.count(b"\n", 0, mutation.begin) + 1
-            lines = range(first, source.count(b"\n", 0, mutation.end) + 2)
-            executed = max((line for line in by_line if line <= first), default=first)
-            contexts = {each for line in (executed, *lines) for each in by_line.get(line, ())}
-            found = {each.rpartition("|")[0] for each in contexts} - {""}
-            # they may run it in a process of its own
-            found |= {each for each in self._tests if _is_of(each, mutation.path)}
-        return sorted(found, key=lambda test: (*_distance(test, mutation.path), test))
-
-
-def _is_of(test: str, path: str) -> bool:
-    """Whether the test's file bears the module's name."""
-    return f"/test_{Path(path).name}::" in test
-
-
-def _distance(test: str, path: str) -> tuple[bool, int]:
-    file = Path(test.partition("::")[0])
-    words = {*file.parent.parts, *file.stem.removeprefix("test_").split("_")}
-    return not _is_of(test, path), -len(words & set(re.split(r"[/_.]", path)))
-
-
 class Hunter:
     """Tries mutants. Thread-safe."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        hours: float,
-        seed: int,
-        *,
-        simulator_only: bool,
-        campaign_only: bool = False,
-    ) -> None:
+    def __init__(self, tree: Tree, hours: float, seed: int, stages: Sequence[str]) -> None:
         self.found_within_h: dict[Mutation, float] = {}  # those killed by the campaign
-        self._tree, self._simulator_only = tree, simulator_only
+        self._tree, self._stages = tree, stages
         campaign = ("-m", "tests.simulation", "--seed", str(seed), "--hours", str(hours))
         adversary = ("-m", "tests.adversary", "--seed", str(seed), "--count", "300")
-        self._campaign = Stage("campaign", (sys.executable, *campaign, "--faults", str(hours)))
-        self._adversary = Stage("adversary", (sys.executable, *adversary))
-        self._campaign_only = campaign_only
+        self._commands = {
+            CAMPAIGN: (sys.executable, *campaign, "--faults", str(hours)),
+            ADVERSARY: (sys.executable, *adversary),
+        }
         self._executed: Executed | None = None
         self._limits_s: dict[str, float] = {}  # by the stage's name
 
     def stages(self, mutation: Mutation) -> Iterator[Stage]:
         """In the order of their cost."""
-        if self._campaign_only:
-            yield self._campaign
-            return
+        for name in self._stages:
+            if name in TESTS:
+                if tests := self._tests(name, mutation):
+                    yield _of_tests(name, tests)
+            elif mutation.path.startswith(SIMULATED):
+                yield Stage(name, self._commands[name])
+
+    def _tests(self, name: str, mutation: Mutation) -> list[str]:
+        """Those of the stage that execute it."""
         assert self._executed is not None, "measure() comes first"
         tests = self._executed.tests(mutation, self._tree.read(mutation.path))
-        of = {name: [*filter(re.compile(where).match, tests)] for name, where in TESTS.items()}
-        if of[UNIT]:
-            yield _of_tests(UNIT, of[UNIT])
-        if mutation.path.startswith(SIMULATED):
-            yield self._campaign
-            if of[FIXED]:
-                yield _of_tests(FIXED, of[FIXED])
-            yield self._adversary
-        if of[IN_REAL_TIME]:
-            yield _of_tests(IN_REAL_TIME, of[IN_REAL_TIME])
+        return [*filter(re.compile(TESTS[name]).match, tests)]
 
     def measure(self, copy: Path, jobs: int = 1) -> bool:
         """How long everything takes without a mutant, and which tests execute which lines; False:
         something fails."""
-        everything = [self._campaign]
-        if not self._campaign_only:
-            everything.append(self._adversary)
-            for name in (FIXED,) if self._simulator_only else TESTS:
-                where = TESTS[name]
-                paths = sorted(filter(re.compile(where).match, self._tree.paths))
-                is_alone = name == IN_REAL_TIME or jobs == 1
-                in_parallel = () if is_alone else ("--numprocesses", str(jobs))
-                if files := [each for each in paths if "/test_" in each]:
-                    everything.append(_of_tests(name, files, *COVERED, *in_parallel))
+        everything = [Stage(*each) for each in self._commands.items() if each[0] in self._stages]
+        for name in (each for each in TESTS if each in self._stages):
+            paths = sorted(filter(re.compile(TESTS[name]).match, self._tree.paths))
+            is_alone = name == IN_REAL_TIME or jobs == 1
+            in_parallel = () if is_alone else ("--numprocesses", str(jobs))
+            if files := [each for each in paths if "/test_" in each]:
+                everything.append(_of_tests(name, files, *COVERED, *in_parallel))
         holds = True
         for stage in everything:
             ended = stage.run(copy, 3600.0)
@@ -240,9 +199,31 @@ class Hunter:
             if ended.returncode and not is_noise:
                 print(f"fails without a mutant: {stage.name}\n{ended.output[-3000:]}", flush=True)
                 holds = False
-        if not self._campaign_only:
+        if TESTS.keys() & self._stages:
             self._executed = Executed(copy)
         return holds
+
+    def hunt_in_forks(self, tried: Sequence[Mutation], copy: Path) -> dict[Mutation, str]:
+        """What killed them there; who is not in it may yet be killed, by unit tests too."""
+        plans = [self._plan(each) for each in tried]
+        (copy / PLANS).write_text("".join(f"{json.dumps(each)}\n" for each in plans))
+        (copy / VERDICTS).touch()
+        limit = ("--mutant-limit", str(LIMIT_IN_FORKS_S))
+        everything = (*_of_tests(UNIT, ()).command, *IN_FORKS, *limit, TESTS[UNIT])
+        _run(everything, copy, 600 + LIMIT_IN_FORKS_S * len(tried))
+        names = {"killed": UNIT, "timed out": TIMED_OUT}
+        verdicts = map(names.get, (copy / VERDICTS).read_text().splitlines())
+        found = zip(tried, verdicts, strict=False)  # a mutant may have ended them all
+        return {each: name for each, name in found if name is not None}
+
+    def _plan(self, mutation: Mutation) -> Plan:
+        source = self._tree.read(mutation.path)
+        return {
+            "path": mutation.path,
+            "line": mutation.line(source),
+            "source": mutation.applied(source).decode(),
+            "tests": self._tests(UNIT, mutation),
+        }
 
     def hunt(self, mutation: Mutation, copies: queue.SimpleQueue[Path]) -> str | None:
         """What killed it; None: nothing did."""
@@ -351,18 +332,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     parser.add_argument("--hours", type=float, default=300.0, help="worker-hours for each")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--simulator-only", action="store_true", help="in actors/ and server/")
-    parser.add_argument(
-        "--campaign-only",
-        action="store_true",
-        help="and how many worker-hours of a campaign by itself find half of the mutants",
-    )
+    parser.add_argument("--by", choices=STAGES, default="all", help="who may notice them")
     parser.add_argument("--under", action="append", default=[], help="a path to begin with; ROOMS")
     given = parser.parse_args()
     print(f"SEED={given.seed}", flush=True)
-    in_simulator = ("actors/", f"{PACKAGE}server/")
-    simulator_only = given.simulator_only or given.campaign_only
-    rooms = tuple(given.under) or (in_simulator if simulator_only else ROOMS)
+    stages = STAGES[given.by]
+    rooms = tuple(given.under) or (ROOMS if UNIT in stages else ("actors/", f"{PACKAGE}server/"))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Tree(ROOT, Path(folder) / "tree")
         everything = tree.mutations(rooms)
@@ -371,28 +346,28 @@ def main() -> int:
         tried = [each for each in chosen if _key(each) not in known]
         unseen = len(chosen) - len(tried)
         print(f"{len(everything):,} mutants can be made; {unseen} of the sample change nothing")
-        hunter = Hunter(
-            tree,
-            given.hours,
-            given.seed,
-            simulator_only=simulator_only,
-            campaign_only=given.campaign_only,
-        )
+        hunter = Hunter(tree, given.hours, given.seed, stages)
         copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for number in range(given.jobs):
-            copies.put(copy := tree.copied(Path(folder) / str(number)))
-        if not hunter.measure(copy, given.jobs):
+        every_copy = [tree.copied(Path(folder) / str(number)) for number in range(given.jobs)]
+        for copy in every_copy:
+            copies.put(copy)
+        if not hunter.measure(every_copy[0], given.jobs):
             return 2
         began = time.monotonic()
         killed_by = dict[Mutation, str | None]()
         with ThreadPoolExecutor(given.jobs) as pool:
-            names = pool.map(lambda each: hunter.hunt(each, copies), tried)
+            in_forks = dict[Mutation, str]()
+            if UNIT in stages:
+                parts = [tried[number :: given.jobs] for number in range(given.jobs)]
+                for found in pool.map(hunter.hunt_in_forks, parts, every_copy):
+                    in_forks |= found
+            names = pool.map(lambda each: in_forks.get(each) or hunter.hunt(each, copies), tried)
             for each, name in zip(tried, names, strict=True):
                 killed_by[each] = name
                 what = f"{each.path} ({each.inside}): {each.before:.40} -> {each.after:.40}"
                 print(f"{len(killed_by):4} {name or 'SURVIVED':18} {what}", flush=True)
         print(*report(tree, killed_by), sep="\n")
-        if given.campaign_only:
+        if given.by == CAMPAIGN:
             found_h = sorted(hunter.found_within_h.get(each, math.inf) for each in tried)
             print(f"half of them within {statistics.median(found_h):.1f} worker-hours")
         mean_s = (time.monotonic() - began) / max(1, len(tried))

@@ -48,6 +48,10 @@ class Mutation:
     begin: int  # bytes of the file
     end: int
 
+    def line(self, source: bytes) -> int:
+        """Where it begins, from 1."""
+        return source.count(b"\n", 0, self.begin) + 1
+
     def applied(self, source: bytes) -> bytes:
         return source[: self.begin] + self.after.encode() + source[self.end :]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import mutants
+from tools import forked, mutants
 from tools.mutants import Hunter, Tree, report
 from tools.mutations import Mutation
 
@@ -25,9 +25,18 @@ FILES = {
     "tests/simulation/__main__.py": "",
     "tests/adversary/__main__.py": "",
     "tools/equivalent_mutants.toml": "",
+    "tools/forked.py": Path(forked.__file__).read_text(),
 }
 AT_THE_LIMIT, NEVER = ("now > limit", "(now >= limit)"), ("now > limit", "(now <= limit)")
 FOR_EVER = ("1", "0 * 1")
+A_UNIT_TEST = {
+    "tests/unit/runtime/test_clock.py": (
+        "import pytest\n"
+        "from llama_worker.runtime.host.clock import is_late\n"
+        "@pytest.mark.parametrize('now', [0, -1])\n"
+        "def test_it(now): assert not is_late(now, 1)\n"
+    )
+}
 
 
 def repository(folder: Path, test: str = FILES[ITS_TEST], **more: str) -> Path:
@@ -44,8 +53,8 @@ def mutant(before: str, after: str) -> Mutation:
     return Mutation(MODULE, "is_late", before, after, begin, begin + len(before))
 
 
-def hunter(tree: Tree, **how: bool) -> Hunter:
-    return Hunter(tree, 1.0, 1, **({"simulator_only": False} | how))
+def hunter(tree: Tree, by: str = "all") -> Hunter:
+    return Hunter(tree, 1.0, 1, mutants.STAGES[by])
 
 
 def killer(origin: Path, folder: Path, *texts: str) -> str | None:
@@ -85,15 +94,36 @@ def test_a_failure_without_the_mutant_counts_for_nothing(tmp_path: Path) -> None
     assert killer(origin, tmp_path, *NEVER) is None
 
 
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [(NEVER, "unit tests"), (FOR_EVER, mutants.TIMED_OUT), (AT_THE_LIMIT, None)],
+)
+def test_who_is_killed_in_a_fork(
+    texts: tuple[str, str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "LIMIT_IN_FORKS_S", 5)
+    tree = Tree(repository(tmp_path / "origin", **A_UNIT_TEST), tmp_path / "tree")
+    hunts = hunter(tree)
+    copy = tree.copied(tmp_path / "copy")
+    assert hunts.measure(copy)
+    of_the_module = mutant("now, limit", "now, limit=0")
+    tried = [mutant(*texts), of_the_module, mutant(*NEVER)]
+    found = {mutant(*texts): expected, mutant(*NEVER): "unit tests"}
+    assert hunts.hunt_in_forks(tried, copy) == {
+        each: name for each, name in found.items() if name is not None
+    }
+
+
 def test_campaign_itself_says_how_long_it_took(tmp_path: Path) -> None:
     says = "print('within 2.5 worker-hours')\nraise SystemExit(1)\n"
-    origin = repository(tmp_path / "origin", **{"tests/simulation/__main__.py": says})
-    tree = Tree(origin, tmp_path / "tree")
-    hunts = hunter(tree, simulator_only=True, campaign_only=True)
+    simulated = dataclasses.replace(mutant(*NEVER), path="src/llama_worker/server/clock.py")
+    more = {"tests/simulation/__main__.py": says, simulated.path: FILES[MODULE]}
+    tree = Tree(repository(tmp_path / "origin", **more), tmp_path / "tree")
+    hunts = hunter(tree, by="campaign")
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     copies.put(tree.copied(tmp_path / "copy"))
-    assert hunts.hunt(mutant(*NEVER), copies) == "campaign"
-    assert hunts.found_within_h == {mutant(*NEVER): 2.5}
+    assert hunts.hunt(simulated, copies) == "campaign"
+    assert hunts.found_within_h == {simulated: 2.5}
 
 
 def test_what_a_test_orphans_is_reaped(tmp_path: Path) -> None:
