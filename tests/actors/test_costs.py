@@ -128,6 +128,7 @@ def _bare_loop(port: int) -> None:
     connection = http.client.HTTPConnection(HOST, port)
     body = {
         "messages": [{"role": "user", "content": "x"}],
+        "stream": True,
         "scripted_reply": fs.steps_json(*fs.plain_reply(fs.Tokens(EVENTS))),
     }
     connection.request("POST", "/v1/chat/completions", json.dumps(body))

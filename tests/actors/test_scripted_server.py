@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from llama_worker import (
+    Canary,
     LlamaWorker,
     RequestFailed,
     RequestRefused,
@@ -144,6 +145,20 @@ def test_a_server_waits_until_the_test_lets_go(
     assert not asked.done()
     hold.release()
     assert asked.get(timeout=WAIT_S)["text"] == "ab"
+
+
+def test_a_canary_gets_its_reply_in_one_piece(scripted_server: ScriptedServer) -> None:
+    scripted_server.reply("It ", "is 4.", to="2 + 2")
+    seen: list[str] = []
+
+    def check(text: str) -> bool:
+        seen.append(text)
+        return True
+
+    canary = Canary(prompt="What is 2 + 2?", check=check)
+    with LlamaWorker(scripted_server.config(canary=canary)) as worker:
+        assert said(worker, "x") == "Hello"
+    assert seen == ["It is 4."]
 
 
 def test_a_start_may_fail(tmp_path: Path, free_port: Callable[[], int]) -> None:

@@ -18,6 +18,7 @@ import requests
 from llama_worker import testing
 from llama_worker.testing import scripts as fs
 from llama_worker.testing.scripted_llama_server import steps
+from llama_worker.testing.scripted_llama_server.wire import JSON_TYPE
 from tests.actors.conftest import WAIT_S
 
 STEPS: dict[str, Any] = {
@@ -42,10 +43,10 @@ class Fake:
             method, self.url + path, json=body, headers=headers, stream=True, timeout=WAIT_S
         )
 
-    def chat(self, *steps: fs.Step) -> requests.Response:
-        return self.ask(
-            "/v1/chat/completions", {"messages": MESSAGES, "scripted_reply": fs.steps_json(*steps)}
-        )
+    def chat(self, *steps: fs.Step, stream: bool | None = True) -> requests.Response:
+        body = {"messages": MESSAGES, "scripted_reply": fs.steps_json(*steps)}
+        given = {} if stream is None else {"stream": stream}
+        return self.ask("/v1/chat/completions", body | given)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,100 @@ def test_work_shows_in_proc_as_it_should(
             time.sleep(0.01)  # of what it uses nobody is told
         took_s = time.monotonic() - began_at
         assert used()[0] - ticks <= most_ticks_per_s * took_s
+
+
+# ---------------------------------------------------------------- replies in one piece
+
+
+@pytest.mark.parametrize("stream", [False, None])
+def test_who_wants_no_stream_gets_one_object(fake: Fake, stream: bool | None) -> None:
+    call = fs.ToolCall("add", {"a": 1}, "id1", 0, 3)
+    reply = fs.plain_reply(
+        *(fs.PingEvery(0.01), fs.Prefill(8, 4, 0.02), fs.Reasoning("h"), fs.Reasoning("m")),
+        *(fs.Text("\u2028Let "), fs.Tokens(2, text="{i}"), call, fs.ToolCall("now", index=1)),
+        reason="tool_calls",
+    )
+    response = fake.chat(*reply, stream=stream)
+    assert (response.status_code, response.headers["Content-Type"]) == (200, JSON_TYPE)
+    assert response.headers["Content-Length"] == str(len(response.content))
+    whole = response.json()
+    assert whole["choices"] == [
+        {
+            "finish_reason": "tool_calls",
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "\u2028Let 01",
+                "reasoning_content": "hm",
+                "tool_calls": [
+                    {
+                        "type": "function",
+                        "id": call_id,
+                        "function": {"name": name, "arguments": arguments},
+                    }
+                    for call_id, name, arguments in [
+                        ("id1", "add", '{"a": 1}'),
+                        ("call00001", "now", "{}"),
+                    ]
+                ],
+            },
+        }
+    ]
+    assert whole["object"] == "chat.completion"
+    # what b11434 sends
+    assert whole.keys() == {
+        *("choices", "created", "model", "system_fingerprint", "object", "usage", "id", "timings")
+    }
+    assert whole["usage"]["completion_tokens"] == whole["timings"]["predicted_n"] == 9
+
+
+def test_one_piece_is_sent_at_the_end(fake: Fake) -> None:
+    early = fake.chat(fs.Text("a"), fs.Finish("length"), fs.Newlines("\r\n"), stream=False)
+    (choice,) = early.json()["choices"]
+    assert choice == {
+        "finish_reason": "length",
+        "index": 0,
+        "message": {"role": "assistant", "content": "a"},
+    }
+    assert early.json()["usage"]["completion_tokens"] == 1
+    for breaks in (fs.Fin(), fs.Reset()):
+        with pytest.raises(requests.ConnectionError):
+            fake.chat(*fs.plain_reply(fs.Text("a"), breaks), stream=False)
+    assert len(fake.journal.facts("headers")) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "says"),
+    [
+        ([fs.HttpError(503, "busy")], 503, "busy"),
+        ([fs.Headers(), fs.Text("a"), fs.ErrorData(500, "oh")], 500, "oh"),
+        ([fs.Text("a"), fs.ErrorField(400, "oh"), fs.DoneMarker()], 400, "oh"),
+        ([fs.Raw("HTTP/1.1 418 Tea\r\n\r\n{}", framed=False)], 418, "{}"),
+    ],
+)
+def test_one_piece_may_be_an_error(
+    fake: Fake, reply: list[fs.Step], status: int, says: str
+) -> None:
+    response = fake.chat(*reply, stream=False)
+    assert (response.status_code, says in response.text) == (status, True)
+    assert fake.journal.facts("script_error") == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        ([fs.Text("a")], "needs a Finish"),
+        ([fs.Raw("data: {"), fs.Finish()], "JSONDecodeError"),
+        ([fs.Record("what", cut=4), fs.Finish()], "no record"),
+        ([fs.Headers(503), fs.Text("a"), fs.Finish()], "HttpError(503), not Headers"),
+        ([fs.Record({"choices": [3]}), fs.Finish()], "TypeError"),
+    ],
+)
+def test_what_makes_no_whole_object_is_loud(fake: Fake, reply: list[fs.Step], says: str) -> None:
+    refusal = fake.chat(*reply, stream=False)
+    assert refusal.status_code == 599
+    assert "script error: " in refusal.text
+    assert says in refusal.text
 
 
 def test_children_in_every_relation_outlive_the_server(fake: Fake) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from .stream import PACE, EndReply, ReplyStream, Step, step, work
-from .wire import JSON_TYPE, Json, error_body
+from .wire import Json, error_body
 
 # -- headers and framing --
 
@@ -27,8 +27,12 @@ def Headers(
     """Sends the response headers now; the first body step does it where no `Headers` came before.
 
     `framing`: "chunked", "close" (delimited by the end of the connection) or "length" (`length`
-    bytes).
+    bytes). To a request that wants no stream the headers come with the body, at the end.
     """
+    if s.in_one_piece:
+        if status != 200:
+            raise ValueError(f"to a request that wants no stream: HttpError({status}), not Headers")
+        return
     headers: dict[str, object] = {
         "Content_Type": "text/event-stream",
         "Keep_Alive": "timeout=5, max=100",
@@ -45,9 +49,7 @@ def HttpError(
     s: ReplyStream, status: int, message: str = "fake error", error_type: str = "server_error"
 ) -> None:
     """Instead of a stream: a status with llama-server's error body."""
-    content = json.dumps(error_body(status, message, error_type)).encode()
-    s.send_headers(status, Content_Type=JSON_TYPE, Content_Length=len(content))
-    s.wire(content)
+    s.send_json(status, error_body(status, message, error_type))
     raise EndReply("complete")
 
 
@@ -144,13 +146,7 @@ def Usage(
     cached_tokens: int = 0,
 ) -> None:
     """The usage chunk, `choices: []`; completion tokens default to the deltas sent."""
-    completion = s.deltas if completion_tokens is None else completion_tokens
-    usage = {
-        "completion_tokens": completion,
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": completion + prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+    usage = s.usage(prompt_tokens, completion_tokens, cached_tokens)
     s.send(s.envelope([], usage=usage, timings=s.timings()))
 
 

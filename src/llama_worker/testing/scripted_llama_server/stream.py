@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from .wire import Json, head, hung_up
+from .whole_reply import whole_reply
+from .wire import JSON_TYPE, Json, head, hung_up
 
 if TYPE_CHECKING:
     from .server import Server
@@ -32,13 +33,20 @@ class EndReply(Exception):
 
 
 class ReplyStream:
-    """One chat reply: framing, SSE records, and waits that notice the client's close at once."""
+    """One chat reply: framing, SSE records, and waits that notice the client's close at once.
+
+    One that is wanted `in_one_piece` holds back what is sent, and `finish` makes one JSON body of
+    it.
+    """
 
     def __init__(self, server: Server, sock: socket.socket, number: int, body: Json) -> None:
         self.server = server
         self.sock = sock
         self.number = number
         self.body = body
+        # llama-server streams only if asked to
+        self.in_one_piece = isinstance(body, dict) and body.get("stream") is not True
+        self.held = bytearray()
         self.headers_sent = False
         self.framing = "chunked"
         self.newline = "\n"
@@ -94,6 +102,9 @@ class ReplyStream:
 
     def send(self, *pieces: bytes) -> None:
         """Body bytes, each piece a chunk of its own, all in one send."""
+        if self.in_one_piece:
+            self.held += b"".join(pieces)
+            return
         if not self.headers_sent:
             self.run([{"do": "Headers"}])
         if self.framing == "chunked":
@@ -103,9 +114,19 @@ class ReplyStream:
 
     def finish(self) -> None:
         """The regular end of a reply."""
-        self.send()
-        if self.framing == "chunked":
-            self.wire(b"0\r\n\r\n")
+        if not self.in_one_piece:
+            self.send()
+            if self.framing == "chunked":
+                self.wire(b"0\r\n\r\n")
+        elif not self.headers_sent:
+            status, body = whole_reply(self.held)
+            self.send_json(status, {"usage": self.usage(), **body} if status == 200 else body)
+
+    def send_json(self, status: int, body: Json) -> None:
+        """A whole response."""
+        content = json.dumps(body).encode()
+        self.send_headers(status, Content_Type=JSON_TYPE, Content_Length=len(content))
+        self.wire(content)
 
     # -- records --
 
@@ -141,6 +162,16 @@ class ReplyStream:
             "cache_n": 0, "prompt_n": 10, "prompt_ms": 10.0, "prompt_per_second": 1000.0,
             "predicted_n": n, "predicted_ms": n * 10.0, "predicted_per_second": 100.0,
         }  # fmt: skip
+
+    def usage(self, prompt: int = 10, completion: int | None = None, cached: int = 0) -> Json:
+        """In tokens; `completion` None: the deltas so far."""
+        completion = self.deltas if completion is None else completion
+        return {
+            "completion_tokens": completion,
+            "prompt_tokens": prompt,
+            "total_tokens": completion + prompt,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
 
 def step(play: Callable[Concatenate[ReplyStream, P], None]) -> Callable[P, Step]:
