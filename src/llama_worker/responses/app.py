@@ -184,7 +184,7 @@ class ResponsesApp:
             return kept
         if events.failure is not None:
             return kept
-        items = (*(history or ()), *chat_request.input_items)
+        items = (*history, *chat_request.input_items)
         whole = stored_response(events.stored, items, None)
         return whole if whole.size_bytes <= self._config.max_stored_bytes else kept
 

@@ -1,8 +1,10 @@
 """The store of responses keeps what is used and stays within its bounds."""
 
+import re
 import tracemalloc
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +14,7 @@ from llama_worker.responses.api.store import (
     StoredResponse,
     stored_response,
 )
+from llama_worker.responses.errors import ApiError
 
 
 def stored(number: int, previous: int | None = None, text: str = "a") -> StoredResponse:
@@ -22,8 +25,11 @@ def stored(number: int, previous: int | None = None, text: str = "a") -> StoredR
 
 
 def history(store: ResponseStore, number: int) -> list[Any] | None:
-    found = store.recall(References(previous_response_id=f"resp_{number}")).read()[0]
-    return None if found is None else [item["content"] for item in found]
+    try:
+        found = store.recall(References(previous_response_id=f"resp_{number}")).read()[0]
+    except ApiError:
+        return None
+    return [item["content"] for item in found]
 
 
 def store_of(*kept: StoredResponse, max_count: int = 10, max_bytes: int = 10**6) -> ResponseStore:
@@ -45,6 +51,22 @@ def test_a_conversation_whose_beginning_is_gone_is_unknown() -> None:
     assert store.delete("resp_1")
     assert not store.delete("resp_1")
     assert history(store, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        (1, "Previous response with id 'resp_1' not found."),
+        (3, "Response with id 'resp_1' not found, from which 'resp_3' continues."),
+    ],
+)
+def test_a_refusal_names_the_response_that_is_missing(wanted: int, says: str) -> None:
+    store = store_of(stored(1), stored(2, 1), stored(3, 2))
+    store.delete("resp_1")
+    recalled = store.recall(References(previous_response_id=f"resp_{wanted}"))
+    with pytest.raises(ApiError, match=re.escape(says)) as refusal:
+        recalled.read()
+    assert (refusal.value.status, refusal.value.param) == (400, "previous_response_id")
 
 
 def test_the_least_recently_used_goes_first() -> None:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from llama_worker.config.validation import as_count
 from llama_worker.responses.api.chat_template import Message
 from llama_worker.responses.api.conversation import ChatMessages, Item, continues, item_type, seal
-from llama_worker.responses.api.store import References
+from llama_worker.responses.api.store import References, not_found
 from llama_worker.responses.api.tools import (
     Choice,
     Tool,
@@ -83,14 +83,12 @@ def references(body: Mapping[str, Any]) -> References:
 
 
 def normalise(
-    body: Mapping[str, Any], history: tuple[Item, ...] | None = (), found: Mapping[str, Item] = {}
+    body: Mapping[str, Any], history: tuple[Item, ...] = (), found: Mapping[str, Item] = {}
 ) -> ChatRequest:
     """The chat completion that the request asks for. `history`, `found`: as RecalledItems. Raises
     ApiError; mutates nothing."""
     wanted = references(body)
     own_items = tuple(_resolved(item, found) for item in input_items(body))
-    if history is None:
-        raise _not_found(f"Previous response with id {wanted.previous_response_id!r} not found.")
     if body.get("input") is None and not history:
         raise ApiError(400, "Missing required parameter: 'input'.", param="input")
     items = (*history, *own_items)
@@ -233,18 +231,8 @@ def _resolved(item: Item, found: Mapping[str, Item]) -> Item:
         return item
     item_id = str(item.get("id"))
     if item_id not in found:
-        raise _not_found(f"Item with id {item.get('id')!r} not found.", param="input")
+        raise not_found(f"Item with id {item.get('id')!r} not found.", param="input")
     return found[item_id]
-
-
-def _not_found(message: str, param: str = "previous_response_id") -> ApiError:
-    return ApiError(
-        400,
-        f"{message} Responses are kept in memory, the least recently used are dropped first, and "
-        "with `store: false` none is kept: send the whole conversation as `input`.",
-        code="previous_response_not_found",
-        param=param,
-    )
 
 
 def _instructions(body: Mapping[str, Any]) -> str:
@@ -358,13 +346,13 @@ def echo_of(
 
 
 def compaction_request(
-    body: Mapping[str, Any], history: tuple[Item, ...] | None, found: Mapping[str, Item]
+    body: Mapping[str, Any], history: tuple[Item, ...], found: Mapping[str, Item]
 ) -> ChatRequest:
     """The chat completion that sums the conversation up. Raises ApiError for a bad request."""
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise ApiError(400, "Missing required parameter: 'model'.", param="model")
     items = input_items(body)
-    if not items and history == ():
+    if not items and not history:
         raise ApiError(400, "Missing required parameter: 'input'.", param="input")
     order = {"type": "message", "role": "user", "content": _COMPACTION_ORDER}
     asked = {**body, "input": [*items, order], "store": False, "stream": False}

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from llama_worker.responses.api.conversation import Item, item_type
+from llama_worker.responses.errors import ApiError
 
 _ITEM_ID = re.compile(r"[a-z]+_(?P<response>[0-9a-f]{32})[0-9]+")
 _ENTRY_BYTES = 1024  # of a response besides its text: the object, its id, its table entries
@@ -54,9 +55,9 @@ class References(Struct, frozen=True, kw_only=True):
         return {owner for owner in owners if owner is not None}
 
 
-# What the store has of a request's references: the history, None if the response is unknown, and
-# by id the items, of which unknown ones are left out.
-RecalledItems = tuple[tuple[Item, ...] | None, Mapping[str, Item]]
+# What the store has of a request's references: the history, and by id the items, of which unknown
+# ones are left out.
+RecalledItems = tuple[tuple[Item, ...], Mapping[str, Item]]
 
 
 class StoredResponse(Struct, frozen=True, kw_only=True):
@@ -106,19 +107,22 @@ def stored_response(
 
 
 class RecalledResponses(Struct, frozen=True, kw_only=True):
-    """The responses that hold what was asked for. `chain`: those of the conversation, oldest first;
-    None if one is missing. `holders`: by item id, a response that has the item."""
+    """The responses that hold what was asked for. `chain`: those of the conversation, oldest first.
+    `missing_id`: the response before them that is unknown. `holders`: by item id, a response that
+    has the item."""
 
-    chain: tuple[StoredResponse, ...] | None = ()
+    chain: tuple[StoredResponse, ...] = ()
+    missing_id: str | None = None
     holders: Mapping[str, StoredResponse] = {}
 
     def read(self) -> RecalledItems:
-        """The items themselves. It parses the JSON, so it is for the thread that asked."""
+        """The items themselves. It parses the JSON, so it is for the thread that asked. Raises
+        ApiError if a response of the conversation is missing."""
+        if self.missing_id is not None:
+            raise _missing_response(self.missing_id, self.chain)
         holders = {holder.id: holder for holder in self.holders.values()}  # parsed once each
         by_id = {response_id: holder.items_by_id() for response_id, holder in holders.items()}
         items = {item_id: by_id[holder.id][item_id] for item_id, holder in self.holders.items()}
-        if self.chain is None:
-            return None, items
         return tuple(item for stored in self.chain for item in stored.items()), items
 
 
@@ -171,8 +175,10 @@ class ResponseStore:
 
     def recall(self, wanted: References) -> RecalledResponses:
         """The conversation up to the wanted response, and the wanted items; counts as a use."""
+        chain, missing_id = self._chain(wanted.previous_response_id)
         return RecalledResponses(
-            chain=self._chain(wanted.previous_response_id),
+            chain=chain,
+            missing_id=missing_id,
             holders={
                 item_id: self._used(next(reversed(self._owners[item_id])))
                 for item_id in wanted.item_ids
@@ -180,8 +186,8 @@ class ResponseStore:
             },
         )
 
-    def _chain(self, response_id: str | None) -> tuple[StoredResponse, ...] | None:
-        """The response and all before it, oldest first; None if one is missing, () for no response.
+    def _chain(self, response_id: str | None) -> tuple[tuple[StoredResponse, ...], str | None]:
+        """The response and all before it, oldest first, and the id of one that is missing.
 
         All count as used, the oldest last, so that a conversation is evicted from its end.
         """
@@ -189,10 +195,30 @@ class ResponseStore:
         while response_id is not None:
             stored = self.get(response_id)
             if stored is None or len(chain) == len(self._stored):  # the latter: a cycle
-                return None
+                break
             chain.append(stored)
             response_id = stored.previous_response_id
-        return tuple(chain[::-1])
+        return tuple(chain[::-1]), response_id
+
+
+def not_found(message: str, param: str) -> ApiError:
+    """The refusal of a request that refers to what the store lacks."""
+    return ApiError(
+        400,
+        f"{message} Responses are kept in memory, the least recently used are dropped first, and "
+        "with `store: false` none is kept: send the whole conversation as `input`.",
+        code="previous_response_not_found",
+        param=param,
+    )
+
+
+def _missing_response(missing_id: str, chain: Sequence[StoredResponse]) -> ApiError:
+    message = f"Previous response with id {missing_id!r} not found."
+    if chain:
+        message = (
+            f"Response with id {missing_id!r} not found, from which {chain[-1].id!r} continues."
+        )
+    return not_found(message, "previous_response_id")
 
 
 def input_list(items: Iterable[Item]) -> dict[str, Any]:
