@@ -157,6 +157,16 @@ def test_name_that_no_host_has_cannot_be_bound(host: str) -> None:
         proxy.start().get(timeout=WAIT_S)
 
 
+@pytest.mark.parametrize("name", ["port", "base_url"])
+def test_a_proxy_has_no_address_before_it_listens(proxy: ResponsesProxy, name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"does not listen yet: wait for start\(\).get\(\)"):
+        getattr(proxy, name)
+    proxy.start().get(timeout=WAIT_S)
+    assert str(proxy.port) in str(getattr(proxy, name))
+    proxy.close()
+    assert str(proxy.port) in str(getattr(proxy, name))
+
+
 def test_a_start_that_failed_is_not_tried_again(
     proxy: ResponsesProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,12 +94,15 @@ class ResponsesProxy(Startable):
 
     @property
     def port(self) -> int:
-        """The port on which it listens, once started."""
+        """The port on which it listens. Raises RuntimeError before it does, and the error of a
+        start that failed."""
+        if not self._port.done():
+            raise RuntimeError("the proxy does not listen yet: wait for start().get()")
         return self._port.get(timeout=0)
 
     @property
     def base_url(self) -> str:
-        """The base URL for clients, once started."""
+        """The base URL for clients. Raises as `port`."""
         host = self.config.host
         return f"http://[{host}]:{self.port}/v1" if ":" in host else f"http://{host}:{self.port}/v1"
 
