@@ -7,7 +7,7 @@ import re
 import tomllib
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import islice
@@ -25,7 +25,7 @@ from llama_worker.config.profiles import (
 )
 from llama_worker.config.server_program import memory_bytes
 from llama_worker.config.settings import CALLABLES, WorkerConfig
-from llama_worker.config.validation import did_you_mean
+from llama_worker.config.validation import NONE_TOO, did_you_mean
 from llama_worker.errors import ConfigError
 
 KeyPath = tuple[str, ...]
@@ -45,7 +45,11 @@ _PROFILES: dict[str, tuple[type[Any], dict[str, Callable[[], Any]]]] = {
     "restart": (RestartPolicy, {"never": RestartPolicy.never}),
     "loop_detector": (LoopDetector, {}),
 }
-_WITH_PRESETS = {key for key, (_, presets) in _PROFILES.items() if presets}
+# what may stand for a table
+_WORDS = {
+    key: (*presets, *([_OFF] if key in _MAY_BE_OFF else ()))
+    for key, (_, presets) in _PROFILES.items()
+}
 _MERGED_TABLES = {"env", "default_params", *_PROFILES}
 
 
@@ -123,8 +127,13 @@ class _Worker:
         try:
             return make(**arguments)
         except (TypeError, ConfigError) as error:
-            named = (word for word in re.findall(r"\w+", str(error)) if self.place(*keys, word))
-            raise self.bad(str(error), *keys, *islice(named, 1)) from error
+            words = re.findall(r"\w+", str(error))
+            named = [*islice((word for word in words if self.place(*keys, word)), 1)]
+            may_be_off = bool(keys) or not _MAY_BE_OFF.isdisjoint(named)
+            problem = str(error).replace(
+                NONE_TOO, f" ({_OFF!r} is allowed, too)" if may_be_off else ""
+            )
+            raise self.bad(problem, *keys, *named) from error
 
 
 def _fleet(data: Table) -> dict[str, WorkerConfig]:
@@ -155,10 +164,10 @@ def _level(at: KeyPath, given: object, allowed: set[str]) -> Table:
             level[key] = None
         elif (key, value) == ("restart", "never"):  # whatever the defaults say
             level[key] = {"preset": value, **asdict(RestartPolicy.never())}
-        elif isinstance(value, str) and key in _WITH_PRESETS:
+        elif isinstance(value, str) and value in _WORDS.get(key, ()):
             level[key] = {"preset": value}
         elif key in _MERGED_TABLES:
-            _table((*at, key), value)
+            _table((*at, key), value, _WORDS.get(key, ()))
     return level
 
 
@@ -209,15 +218,22 @@ def _profile(
     if preset is None:
         return worker.build(make, *at, **changes)
     if not (isinstance(preset, str) and preset in presets):
-        known = ", ".join(map(repr, presets))
-        raise worker.bad(f"must be one of {known}, not {preset!r}", *at, "preset")
+        raise worker.bad(f"must be {_one_of(presets)}, not {preset!r}", *at, "preset")
     return worker.build(partial(replace, presets[preset]()), *at, **changes)
 
 
-def _table(at: KeyPath, value: object) -> Table:
+def _table(at: KeyPath, value: object, words: Sequence[str] = ()) -> Table:
+    """Raises _BadEntry if it is none; `words`: what else would do."""
     if not isinstance(value, Mapping):
-        raise _BadEntry(at, f"must be a table, not {type(value).__name__}")
+        kinds = f"a table or {_one_of(words)}" if words else "a table"
+        given = repr(value) if words and isinstance(value, str) else type(value).__name__
+        raise _BadEntry(at, f"must be {kinds}, not {given}")
     return value
+
+
+def _one_of(words: Iterable[str]) -> str:
+    shown_words = [*map(repr, words)]
+    return ("one of " if len(shown_words) > 1 else "") + ", ".join(shown_words)
 
 
 def _check_keys(at: KeyPath, table: Table, allowed: set[str]) -> None:
@@ -237,6 +253,8 @@ def _check_keys(at: KeyPath, table: Table, allowed: set[str]) -> None:
             problem = "belongs into [defaults] or [workers.NAME]"
         else:
             problem = _unknown(key, allowed)
+            if "extra_args" in allowed and not did_you_mean(key, allowed, cutoff=0.8):
+                problem += " (options of llama-server go into extra_args)"
         raise _BadEntry((*at, key), problem)
 
 

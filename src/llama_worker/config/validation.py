@@ -30,6 +30,7 @@ from llama_worker.errors import ConfigError
 
 T = TypeVar("T")
 MAX_SECONDS = 1e9  # some 30 years; Linux and Python cannot wait much longer
+NONE_TOO = " (None is allowed, too)"
 _MAX_INT_BITS = 1023
 _SHOWN_CHARS = 80
 _MAX_COUNT = 1 << 63
@@ -242,7 +243,7 @@ def optional(check: Callable[..., T], name: str, value: object, **bounds: Any) -
     try:
         return check(name, value, **bounds)
     except (TypeError, ConfigError) as error:
-        raise type(error)(f"{error} (None is allowed, too)") from None
+        raise type(error)(f"{error}{NONE_TOO}") from None
 
 
 def checked_type(name: str, value: object, kind: type) -> None:

@@ -214,17 +214,56 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
     ("line", "key", "says"),
     [
         ('slots = "2"', "slots", "slots must be an int, not str: '2'"),
-        ("slot = 2", "slot", "unknown key; did you mean 'slots'?"),
+        ("slot = 2", "slot", "unknown key; did you mean 'slots'?\n"),
+        (
+            "ctx_size = 4096",
+            "ctx_size",
+            "unknown key; did you mean 'batch_size'? (options of llama-server go into extra_ar",
+        ),
         ("xyzzy = 2", "xyzzy", "unknown key; known: api_key, batch_size, cache_ram_mib, default_"),
         ('name = "b"', "name", "cannot be set: the name of the table is the worker's name"),
         ("env.A = 1", "env", "env['A'] must be a str"),
         ("env = 1", "env", "must be a table, not int"),
-        ('timeouts = "fat"', "timeouts.preset", "must be one of 'slow_prefill', 'normal',"),
-        ("timeouts = 3", "timeouts", "must be a table, not int"),
+        (
+            'timeouts = "fat"',
+            "timeouts",
+            "must be a table or one of 'slow_prefill', 'normal', 'fast', 'debug', not 'fat'",
+        ),
+        ("timeouts = 3", "timeouts", "must be a table or one of 'slow_prefill', 'normal', 'fast"),
+        ('timeouts.preset = "off"', "timeouts.preset", "must be one of 'slow_prefill', 'normal',"),
+        (
+            "max_tokens = 0",
+            "max_tokens",
+            "max_tokens must be 1 or more, not 0 ('off' is allowed, too)\n",
+        ),
+        (
+            'batch_size = "auto"',
+            "batch_size",
+            "batch_size must be an int, not str: 'auto' ('off' is",
+        ),
+        ('api_key = ""', "api_key", "api_key must not be empty\n"),
+        (
+            'cache_ram_mib = "off"',
+            "cache_ram_mib",
+            "cache_ram_mib must be an int, not str: 'off'\n",
+        ),
+        (
+            "timeouts.load_timeout_s = 0",
+            "timeouts.load_timeout_s",
+            "load_timeout_s must be above 0, not 0 ('off' is allowed, too)\n",
+        ),
+        (
+            "restart.recycle.max_requests = -1",
+            "restart.recycle.max_requests",
+            "max_requests must be 1 or more, not -1 ('off' is allowed, too)\n",
+        ),
         ("timeouts.stop_grace = 3", "timeouts.stop_grace", "unknown key; did you mean 'stop_gra"),
         ("timeouts.stop_grace_s = -1", "timeouts.stop_grace_s", "stop_grace_s must be 0 or"),
         ('timeouts.stop_grace_s = "off"', "timeouts.stop_grace_s", "stop_grace_s must be a num"),
-        ('restart = "always"', "restart.preset", "must be one of 'never', not 'always'"),
+        ('restart = "always"', "restart", "must be a table or 'never', not 'always'"),
+        ("restart = false", "restart", "must be a table or 'never', not bool"),
+        ('restart.preset = "off"', "restart.preset", "must be 'never', not 'off'"),
+        ("loop_detector = false", "loop_detector", "must be a table or 'off', not bool"),
         ("loop_detector.min_line_chars = 99", "loop_detector.min_line_chars", "long_line_chars 6"),
         ('loop_detector.preset = "x"', "loop_detector.preset", "unknown key"),
         ('executable = ""', "executable", "executable must not be empty"),
@@ -250,7 +289,7 @@ def test_a_restart_policy_may_be_never_or_recycle(tmp_path: Path) -> None:
 def test_errors_name_file_line_and_key(tmp_path: Path, line: str, key: str, says: str) -> None:
     number = {"port": 3, "model": 4}.get(key, 5)  # of the key that has to go, mostly the last
     told = f"fleet.toml:{number}: workers.a.{key}: {says}"
-    assert refusal(tmp_path, f"{ONE}{line}\n").startswith(told)
+    assert (refusal(tmp_path, f"{ONE}{line}\n") + "\n").startswith(told)
 
 
 @pytest.mark.parametrize(
