@@ -88,7 +88,7 @@ _BY_LOG: tuple[tuple[str, str], ...] = (
         "127.0.0.1), and the port a free one above 1023",
     ),
 )
-# The same in how a server answered the last probe of a launch that timed out.
+# The same in how a server answered the last probe of a launch.
 _BY_PROBE: tuple[tuple[str, str], ...] = (
     ("GET /v1/models: 40[13]", "give the worker the server's --api-key as api_key"),
     ("GET /v1/models: 404", "start the server without --api-prefix"),
@@ -122,7 +122,7 @@ def advice_for(
             return _why_it_ended(detail, returncode, log_tail)
         case StartFailReason.SPAWN_FAILED:
             return _advice_by(detail, _SHORTAGES)
-        case StartFailReason.STARTUP_TIMEOUT:
+        case StartFailReason.STARTUP_TIMEOUT | StartFailReason.UNAUTHORIZED:
             return _advice_by(detail, _BY_PROBE) or _where_it_listens(log_tail)
         case _:
             return None

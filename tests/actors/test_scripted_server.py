@@ -14,6 +14,7 @@ from llama_worker import (
     LlamaWorker,
     RequestFailed,
     RequestRefused,
+    TimeoutProfile,
     ToolDef,
     WorkerFuture,
     WorkerStartError,
@@ -166,6 +167,17 @@ def test_a_start_may_fail(tmp_path: Path, free_port: Callable[[], int]) -> None:
     config = ScriptedServer(tmp_path / "server", script).config(port=free_port())
     with closing(LlamaWorker(config)) as worker, pytest.raises(WorkerStartError, match="no luck"):
         worker.start().get(timeout=WAIT_S)
+
+
+def test_a_key_that_the_worker_lacks_is_named_at_once(tmp_path: Path) -> None:
+    """No limit ends this start."""
+    config = ScriptedServer(tmp_path / "server").config(
+        env={"LLAMA_API_KEY": "sesame"}, timeouts=TimeoutProfile.debug()
+    )
+    with closing(LlamaWorker(config)) as worker, pytest.raises(WorkerStartError) as failure:
+        worker.start().get(timeout=WAIT_S)
+    assert failure.value.reason == "unauthorized"
+    assert "GET /v1/models: 401; give the worker the server's --api-key" in str(failure.value)
 
 
 def test_a_double_of_a_worker_returns_futures() -> None:

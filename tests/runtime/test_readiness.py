@@ -145,6 +145,30 @@ def test_questions_that_could_not_be_asked_are_repeated(
     assert ("the canary request failed: " in seen.detail) is (fails == COMPLETIONS)
 
 
+@pytest.mark.parametrize(
+    ("status", "is_ours", "outcome"),
+    [
+        (401, True, ProbeOutcome.UNAUTHORIZED),
+        (403, True, ProbeOutcome.UNAUTHORIZED),
+        (401, False, ProbeOutcome.OTHER_PROCESS),
+    ],
+)
+def test_only_our_own_server_refuses_our_key(
+    monkeypatch: pytest.MonkeyPatch, status: int, is_ours: bool, outcome: ProbeOutcome
+) -> None:
+    """It is asked for nothing else: a canary would fail, too."""
+
+    def ask(endpoint: Endpoint, method: str, path: str, **given: Any) -> tuple[int, bytes]:
+        assert path == "/v1/models"
+        return status, b"{}"
+
+    monkeypatch.setattr(readiness, "ask", ask)
+    monkeypatch.setattr(readiness, "owns_port", Mock(return_value=is_ours))
+    monkeypatch.setattr(readiness, "run_probe", lambda probe, _: probe())
+    config = replace(CONFIG, canary=Canary(prompt="x", check=bool))
+    assert probed(config, 1).outcome is outcome
+
+
 def test_answer_that_fits_no_memory_is_reasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "ask", Mock(return_value=(200, b"{}")))
     monkeypatch.setattr(readiness, "json_of", Mock(side_effect=[MemoryError(), {}]))

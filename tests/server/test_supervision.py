@@ -262,6 +262,5 @@ def test_a_script_that_passes_no_arguments_on(
 
 
 def test_server_with_key_that_worker_lacks(start_error: StartError) -> None:
-    timeouts = TimeoutProfile(startup_timeout_s=3.0)
-    line, *_ = start_error("--api-key", "secret", timeouts=timeouts)
-    assert "the last probe: GET /v1/models: 401; give the worker the server's --api-key" in line
+    line, *_ = start_error("--api-key", "secret", timeouts=TimeoutProfile.debug())
+    assert "unauthorized: GET /v1/models: 401; give the worker the server's --api-key" in line

@@ -137,6 +137,7 @@ def test_an_unknown_cause_gives_no_advice(returncode: int | None, log: str) -> N
         ("startup_timeout", "not ready", "main: listening on http://h:81", "on http://h:81: pass"),
         ("startup_timeout", "not ready", "main: listening on https://h:81", "without --ssl-key"),
         ("startup_timeout", "GET /v1/models: 401", "listening on http://h:81", "; give the worker"),
+        ("unauthorized", "GET /v1/models: 403", "listening on http://h:81", "; give the worker"),
         ("startup_timeout", "GET /v1/models: 404", "listening on http://h:81", "--api-prefix"),
     ],
 )

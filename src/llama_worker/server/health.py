@@ -144,6 +144,8 @@ def models_outcome(status: int, answer: Any) -> tuple[ProbeOutcome, str]:
     asked = "GET /v1/models"
     if status == 503:
         return ProbeOutcome.LOADING, f"{asked}: 503, loading the model"
+    if status in (401, 403):  # 503 comes first, while it loads (b11434)
+        return ProbeOutcome.UNAUTHORIZED, f"{asked}: {status}"
     if status != 200:
         return ProbeOutcome.FAILED, f"{asked}: {status}"
     if answer is None:

@@ -109,7 +109,8 @@ class BecameReady(Struct, frozen=True, kw_only=True):
 
 
 class StartupFailed(Struct, frozen=True, kw_only=True):
-    """The launch will not become ready: overdue, canary failed, or another process has the port."""
+    """The launch will not become ready: overdue, canary failed, API key refused, or another process
+    has the port."""
 
     epoch: int
     reason: StartFailReason
@@ -213,6 +214,7 @@ class ProbeOutcome(Enum):
     LOADING = "loading"  # 503: alive, but not ready
     FAILED = "failed"  # no answer, or an unexpected one
     OTHER_PROCESS = "other_process"  # an answer from a process outside the launch's tree
+    UNAUTHORIZED = "unauthorized"  # 401 or 403: it wants another API key
     CANARY_FAILED = "canary_failed"  # it answers, but failed the canary
     NOT_ASKED = "not_asked"  # not asked: this machine lacked a thread, a descriptor or an address
 

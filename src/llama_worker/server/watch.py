@@ -11,14 +11,15 @@ do. Instants (`*_at`, `now`) are monotonic seconds.
 | waiting | adopt | ready |
 | waiting | StopWatching | over |
 | starting | READY | ready |
+| starting | UNAUTHORIZED | over |
 | starting | CANARY_FAILED | over |
 | starting | OTHER_PROCESS | over |
 | starting | overdue | over |
 | starting | StopWatching | over |
 | ready | StopWatching | over |
 
-READY, CANARY_FAILED and OTHER_PROCESS are outcomes of a probe; everything else leaves the state as
-it is. The WorkerActor decides whether an unhealthy or stalled server is ended.
+READY, UNAUTHORIZED, CANARY_FAILED and OTHER_PROCESS are outcomes of a probe; everything else leaves
+the state as it is. The WorkerActor decides whether an unhealthy or stalled server is ended.
 
 While ready, the watch wakes for the health probe, for verdicts only while a request is in flight,
 and for the slots only while a request is suspected.
@@ -223,6 +224,8 @@ class ServerWatch:
                 self._probe_at = health.next_probe_at(self._profile, now)
                 self._effects.append(messages.BecameReady(epoch=self._epoch, traits=traits))
                 self._look_at_slots(now)  # silence counts only if it ever answered
+            case messages.ProbeOutcome.UNAUTHORIZED:  # no waiting mends that
+                self._fail_startup(StartFailReason.UNAUTHORIZED, probed.detail, now)
             case messages.ProbeOutcome.CANARY_FAILED:
                 self._fail_startup(StartFailReason.CANARY_FAILED, probed.detail, now)
             case messages.ProbeOutcome.OTHER_PROCESS:

@@ -28,6 +28,7 @@ class StartFailReason(StrEnum):
     SPAWN_FAILED = "spawn_failed"
     EXITED = "exited"
     STARTUP_TIMEOUT = "startup_timeout"
+    UNAUTHORIZED = "unauthorized"
     STOPPED = "stopped"
     CANARY_FAILED = "canary_failed"
     UNKILLABLE = "unkillable"

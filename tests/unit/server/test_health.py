@@ -151,7 +151,8 @@ def test_readiness_probed_every_half_second_then_less_often(now: float, at: floa
     ("status", "answer", "outcome"),
     [
         (503, {}, ProbeOutcome.LOADING),
-        *((status, {}, ProbeOutcome.FAILED) for status in (404, 401)),
+        (404, {}, ProbeOutcome.FAILED),
+        *((status, {}, ProbeOutcome.UNAUTHORIZED) for status in (401, 403)),
         (200, None, ProbeOutcome.FAILED),
         (200, {}, ProbeOutcome.READY),
     ],

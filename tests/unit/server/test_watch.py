@@ -28,6 +28,7 @@ from llama_worker.server.messages import (
 from llama_worker.server.pace import PACE_MULTIPLE, Pace
 from llama_worker.server.traits import ServerTraits
 from llama_worker.server.watch import ServerWatch
+from llama_worker.types.worker import StartFailReason
 from tests.docs.pages import table
 from tests.tables import cases
 from tests.virtual_watch import VirtualWatch, generating, probed, unwatch
@@ -278,6 +279,16 @@ def test_abandoned_launch_tells_of_its_last_probe(profile: TimeoutProfile) -> No
             step(probed(ProbeOutcome.FAILED), now)
     (failed,) = (each for each in news if isinstance(each, messages.StartupFailed))
     assert failed.detail.endswith("; the last probe: told")
+
+
+def test_a_launch_that_refuses_the_key_fails_at_once() -> None:
+    step = in_state("starting")
+    failed = next(
+        each
+        for each in step(probed(ProbeOutcome.UNAUTHORIZED), 0.2)
+        if isinstance(each, messages.StartupFailed)
+    )
+    assert (failed.reason, failed.detail) == (StartFailReason.UNAUTHORIZED, "told")
 
 
 @cases(

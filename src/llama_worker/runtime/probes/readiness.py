@@ -51,8 +51,8 @@ def probe_readiness(
 ) -> Abort:
     """Probe the worker's server. Sends one Probed.
 
-    The `first` READY of a launch also requires that the listener belongs to `root_pid`'s tree, and
-    has the traits.
+    The `first` READY or UNAUTHORIZED of a launch also requires that the listener belongs to
+    `root_pid`'s tree; READY has the traits.
     """
     endpoint, abort = Endpoint.of(config), Abort()
     ask_server = partial(ask, endpoint, abort=abort)
@@ -71,12 +71,13 @@ def probe_readiness(
             report(*unanswered(error), traits)
             return
         try:
-            if outcome is ProbeOutcome.READY and first:
+            if outcome in (ProbeOutcome.READY, ProbeOutcome.UNAUTHORIZED) and first:
                 ip, port = abort.peer_ip, config.port
                 if owns_port(root_pid, port, ip):
-                    traits = _ask_traits(ask_server)
-                    if config.canary is not None:
-                        outcome, detail = _try_canary(ask_server, config.canary, detail)
+                    if outcome is ProbeOutcome.READY:
+                        traits = _ask_traits(ask_server)
+                        if config.canary is not None:
+                            outcome, detail = _try_canary(ask_server, config.canary, detail)
                 else:
                     # one that has just ended has no port either: does anybody answer still?
                     ask_server("GET", "/v1/models", timeout_s=timeout_s)
