@@ -5,6 +5,7 @@ was seen, and not asked for."""
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from llama_worker.config.profiles import RestartPolicy
@@ -21,6 +22,7 @@ REPEAT_S = 2.0  # from SIGTERM to the second
 FORCE_S = 1.0  # from SIGKILL by the guard to that past it, and to each further one
 LOOKS_APART_S = 2.0
 REFUSED_S = 60.0
+WINDOW_S = 3.0  # over which the use of CPU time is averaged, or over two looks
 _EARLY_S = 1e-6
 _MAIL_S = 1.0  # what was told longer ago has been handled
 
@@ -40,6 +42,22 @@ class Looks:
 
     def refused(self, now: float) -> None:
         self._not_before = now + REFUSED_S
+
+
+class LostShare:
+    """Of the time over which the use of CPU time is averaged, what was lost."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, float]] = deque()
+
+    def looked(self, at: float, lost_s: float) -> float:
+        """The share, from 0 to 1; `lost_s`: in all so far."""
+        looks = self._looks
+        looks.append((at, lost_s))
+        while len(looks) > 2 and looks[1][0] <= at - WINDOW_S:
+            looks.popleft()
+        began_at, lost_before_s = looks[0]
+        return (lost_s - lost_before_s) / (at - began_at) if at > began_at else 0.0
 
 
 class Signals:

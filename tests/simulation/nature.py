@@ -431,8 +431,10 @@ class Nature:
             wakes_s = probe_timeout_s(self._profile) + bound_s
 
             def spared_s() -> float:
-                back_at = self._invariants.now if server.stopped else server.back_at
-                return back_at + wakes_s - self._invariants.now
+                now = self._invariants.now
+                back_at = now if server.stopped else server.back_at
+                noise_at = server.seemed_busy_at if kind.name == "load hangs" else -math.inf
+                return max(back_at + wakes_s, noise_at + bound_s) - now
 
             self._invariants.expect(
                 Promise.HUNG_OR_SLOW,

@@ -54,7 +54,7 @@ from llama_worker.stream.lazy_reading import LazyReading, Portion
 from llama_worker.types.request import RequestFailReason, TokenCount
 from llama_worker.types.worker import StartFailReason
 from tests.simulation.dice import Dice
-from tests.simulation.instants import Looks
+from tests.simulation.instants import Looks, LostShare
 from tests.simulation.machine import Machine
 from tests.simulation.promises import Violation
 from tests.simulation.scheduler import Event, Scheduler
@@ -62,6 +62,7 @@ from tests.simulation.server import Exchange, LlamaServer
 
 UNIX_EPOCH = 1_700_000_000.0
 _THREAD_START_S, _PROBE_S = 0.0002, 0.004  # until a new thread runs, until a probe has its answer
+_MOST_LOST = 0.9  # of the time, else what an idle server uses never passes for work
 _ASK_AGAIN_S = 1.0  # until a server that did not answer may answer
 
 
@@ -80,7 +81,7 @@ class SimRuntime:
         self.machine = machine
         self.dice = dice
         self._config = config
-        self._activity = ProcessActivity(100)
+        self._activity, self._lost_share = ProcessActivity(100), LostShare()
         self.slots_asked = 0
         self._looks: dict[int, Looks] = {}  # by launch
         self._host_calls: deque[Callable[[], object]] = deque()  # not made yet: one thread has them
@@ -176,7 +177,7 @@ class SimRuntime:
 
         def looked() -> None:
             if look.fresh and look.probe == 0:
-                self._activity = ProcessActivity(100)
+                self._activity, self._lost_share = ProcessActivity(100), LostShare()
             evidence = None
             server = self.machine.find(root_pid) if look.probe == 0 else None
             if server is not None:
@@ -191,13 +192,13 @@ class SimRuntime:
                     # once somebody listens, a child that does not is no server
                     if used.serves or not server.loaded
                 }
+                at, lost_s = self.scheduler.now, self.scheduler.now - self.now()
                 self._activity, evidence = self._activity.observe(
-                    ProcessSample(
-                        at=self.scheduler.now,
-                        lost_s=self.scheduler.now - self.now(),
-                        processes=processes,
-                    )
+                    ProcessSample(at=at, lost_s=lost_s, processes=processes)
                 )
+                hardly_ran = self._lost_share.looked(at, lost_s) > _MOST_LOST
+                if evidence is not None and evidence.alive and hardly_ran:
+                    server.seemed_busy_at = self.now()
             now = self.now()
             if evidence is None:
                 reply_to.tell(EvidenceSeen(look=look, at=now))

@@ -199,6 +199,9 @@ class LlamaServer:
         self.first_outcome = ProbeOutcome.READY
         self.killed = False  # SIGKILL was sent
         self.back_at = -math.inf  # when it last answered again
+        # when a look last showed work, of a time of which over nine tenths were lost: what an idle
+        # server uses may pass for work then
+        self.seemed_busy_at = -math.inf
         self.port_taken = False  # it ends for this
         self.oom_evidence: str | None = None  # the same
         self.advanced_at = scheduler.host_time
