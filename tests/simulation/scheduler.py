@@ -256,7 +256,9 @@ class Scheduler:
                 self._ready.append(receiver)
 
     def _wakes(self, simulated: SimulatedActor) -> None:
-        if not simulated.is_blocked and simulated not in self._ready:
+        """It may have been blocked, unblocked and served since it was to wake."""
+        has_work = bool(simulated.inbox or simulated.held)
+        if has_work and not simulated.is_blocked and simulated not in self._ready:
             self._ready.append(simulated)
 
     def block_actor(self, simulated: SimulatedActor) -> None:

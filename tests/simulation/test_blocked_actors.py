@@ -14,6 +14,7 @@ from llama_worker import RequestFailed
 from llama_worker.actors.request import RequestActor
 from llama_worker.actors.transport import TransportActor
 from llama_worker.config.profiles import TimeoutProfile
+from llama_worker.mailbox import Tick
 from llama_worker.request.messages import PostChat, RequestEnded, RequestInput, RequestOutput
 from llama_worker.request.request import Request
 from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S
@@ -200,6 +201,18 @@ def test_a_handler_that_returns_in_time_costs_nothing() -> None:
             scheduler.run_for(ANSWER_TIMEOUT_S - 1.0)
             scheduler.unblock_actor(blocked)
         assert request.ended(600.0)["state"] is RequestState.COMPLETED
+
+
+def test_an_actor_served_meanwhile_does_not_wake_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ready_bench() as (bench, scheduler, _):
+        transport = bench.actor_of("transport")
+        monkeypatch.setattr(scheduler._choices, "wake_delay_s", lambda: 1.0)
+        transport.actor.actor_ref.tell(Tick())
+        scheduler.block_actor(transport)
+        scheduler.unblock_actor(transport)
+        monkeypatch.setattr(scheduler._choices, "wake_delay_s", lambda: 0.0)
+        scheduler.run_for(2.0)
+        assert not transport.inbox
 
 
 @pytest.mark.parametrize("name", ["process", "transport"])
