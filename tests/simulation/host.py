@@ -33,6 +33,7 @@ from tests.simulation.promises import Promise
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+SHORT = "short"  # the job of short requests
 LONGEST_LOAD_S = 1500.0  # of Nature's slow loads
 # a start that failed leaves the worker FAILED, but for these; None: whatever was asked for instead
 _STATE_BEHIND = {StartFailReason.PORT_IN_USE: WorkerState.STOPPED, StartFailReason.STOPPED: None}
@@ -190,7 +191,8 @@ class Host:
 
     def submit(self, job_name: str) -> WorkerFuture[Any]:
         """`submit()`; a refusal must be true at the instant it is given."""
-        prompt = IMAGE if self._for_images.chance(0.1) else "hello"
+        has_image = self._for_images.chance(0.1) and self._world.build.takes_media
+        prompt = IMAGE if has_image else "hello"
         future = self.quick(self._world.worker.submit(job_name, "", prompt), "submit()")
         return self._checked(
             future, lambda answer: self._invariants.admission_answered(answer.get("error"))
@@ -342,6 +344,17 @@ class Host:
             )
             yield from follow(request_id)
 
+    def short_ones(self, dice: Dice) -> Plan:
+        """Short requests, one after the other, as long as a longer one is in flight."""
+        while not self.is_leaving:
+            if all(self._world.job_of(each) in ("", SHORT) for each in self._invariants.active):
+                yield 10.0
+                continue
+            answer = yield self.submit(SHORT)
+            if answer["ok"]:
+                self.run(self._await(answer["request_id"]))
+            yield dice.log_between(0.1, 20.0)
+
     def proxied_client(self, dice: Dice, *, every_s: float) -> Plan:
         """Has one response after the other made by a proxy around the worker."""
         number = 0
@@ -353,7 +366,7 @@ class Host:
             client = ProxiedClient(
                 self._world,
                 number,
-                self._for_images.chance(0.1),
+                self._for_images.chance(0.1) and self._world.build.takes_media,
                 in_one_piece=not self._world.setting.is_early and self._for_crowds.chance(0.3),
             )
             answer = yield self._checked(

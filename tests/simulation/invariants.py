@@ -5,7 +5,8 @@ Ends once: slots are those of requests that have not ended; each has one record;
 Keeps output: it only grows, and after any ending it is what had come up to the instant that
   decided.
 Hung or slow: nothing is given up, and no server ended, without a fault that excuses it; what is
-  wedged is found within its kind's bound.
+  wedged is found within its kind's bound; what comes and goes beside it puts nothing off
+  (`beside_others.py`).
 Answers at once: every future resolves within its bound; no actor spins on its alarm.
 Kill and restart: states change along the documented arrows, restarts keep to the budget, follow
   their backoff in time and happen when planned; SIGKILL comes after the grace; old news changes
@@ -52,6 +53,7 @@ from llama_worker.stream.events import ReasoningDelta, TextDelta
 from llama_worker.types.request import RequestFailReason, RequestState
 from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import Bench
+from tests.simulation.beside_others import BesideOthers
 from tests.simulation.costs import Costs
 from tests.simulation.faults import Kind, Scope
 from tests.simulation.instants import LATEST_TIMER_S, Backoff, Signals
@@ -157,6 +159,7 @@ class Invariants:
         # when, by both clocks, which process
         self.killed_with_evidence: list[tuple[float, float, int | None]] = []
         self._costs = Costs(self, bench.config.restart, bench.config.timeouts)
+        self.beside_others = BesideOthers(self, bench.config.timeouts, bench.build)
         self.told = Told(self, bench.build, bench.config.slots)
         self._termed_at: dict[int, float] = {}  # by launch, when SIGTERM was first ordered
         self._stale_before: Lifecycle | None = None

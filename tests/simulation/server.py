@@ -165,6 +165,9 @@ class Exchange:
     advanced_at: float = 0.0
     sent_at: float = 0.0  # more than headers and keepalives
     began_at: float = 0.0  # its slot's first turn
+    # it had its slot, on the host's clock
+    slot_since: float = math.inf
+    slot_until: float = math.inf
     read_at: float = 0.0
     ping: Event | None = None
 
@@ -528,6 +531,7 @@ class LlamaServer:
         while self.queue and (slot := self._free_slot()) is not None:
             exchange = self.queue.pop(0)
             exchange.slot, self.slots[slot] = slot, exchange
+            exchange.slot_since = self._scheduler.host_time
             self.on_slot(slot, "begins")
         seconds = self._fill_batch()
         if self.frozen:
@@ -723,6 +727,7 @@ class LlamaServer:
             self._used_at[exchange.slot] = self._scheduler.now
             self.on_slot(exchange.slot, "ends")
             exchange.in_batch = 0
+            exchange.slot_until = self._scheduler.host_time
             self.slots[exchange.slot] = None
             exchange.slot = None
 

@@ -287,6 +287,18 @@ BUGS: tuple[Bug, ...] = (
         "request lost",
     ),
     Bug(
+        "no limit holds while others get data",
+        "server.timeouts:_Limits._no_data_beside_others",
+        returns(()),
+        "dead stream, live neighbour",
+    ),
+    Bug(
+        "short requests hide a lost one",
+        "server.slot_verdicts:SlotsRound._is_lost",
+        returns(False),
+        "request lost",
+    ),
+    Bug(
         "nobody says why a leased connection broke",
         "runtime.http.leased_exchange:LeasedExchange.step",
         given(_server_seems_alive),

@@ -28,7 +28,7 @@ class Told:
         self.restarts: Counter[str] = Counter()  # by reason
         self.state = "stopped"
         self._invariants = invariants
-        self._slots = config_slots
+        self._slots, self._sees = config_slots, build.takes_media
         self._of_build = frozenset(self.warnings)
         self._events: list[Mapping[str, Any]] = []
         self._endings: dict[int, tuple[str, str | None] | None] = {}  # by request
@@ -130,7 +130,9 @@ class Told:
             "next_restart_at": None,
             "n_ctx": 4096 if ready_at else None,
             "model": "small" if ready_at else None,
-            "modalities": {"vision": True, "audio": False, "video": True} if ready_at else None,
+            "modalities": {"vision": self._sees, "audio": False, "video": self._sees}
+            if ready_at
+            else None,
         }
         _compare("the status", {name: status.get(name) for name in expected}, expected)
         finished = set(status["finished_request_ids"])

@@ -20,7 +20,7 @@ from llama_worker.types.worker import WorkerState
 from tests.simulation.bench import Bench
 from tests.simulation.dice import Dice
 from tests.simulation.faults import KINDS
-from tests.simulation.host import Host, Plan
+from tests.simulation.host import SHORT, Host, Plan
 from tests.simulation.invariants import QUICK_S, Invariants
 from tests.simulation.leases import IN_ONE_PIECE
 from tests.simulation.many_runs import Figures
@@ -36,6 +36,7 @@ _PROXY = 0xC2B2AE3D27D4EB4F
 _VARIETY = 0x165667B19E3779F9
 _SIGNALS = 0x27D4EB2F165667C5
 _STRANGERS = 0x85EBCA77C2B2AE63
+_SHORT_ONES = 0xA0761D6478BD642F
 # what an idle server may show, and what a model that comes from disk shows
 _IDLE = (IDLE_USE, Use(cpu=2.5, read_bytes=3e5, major_faults=3.0))
 _READING = (
@@ -104,9 +105,17 @@ class World(Bench):
         self.setting = setting
         self.profile = _profile(dice, idle=setting.hours > 24)
         slots = 1 + dice.below(4)
+        self._for_short_ones = Dice(setting.seed ^ _SHORT_ONES)
+        # short requests come and go all the time, beside longer ones; in days they would be many
+        may_have_short_ones = not setting.is_early and setting.hours <= 24
+        self.has_short_ones = may_have_short_ones and self._for_short_ones.chance(0.2)
+        if self.has_short_ones:
+            slots = max(2, slots)
         variety = Dice(setting.seed ^ _VARIETY)  # apart, so that other draws stay as they are
         self.profile = _varied_profile(variety, self.profile)
         build = _varied_build(variety, _build(dice, self.profile, slots))
+        if self.has_short_ones:  # else each prompt that is read may hold an image
+            build = replace(build, takes_media=False)
         plans = Dice(setting.seed ^ _PLANS)  # apart, so that other draws stay as they are
         policy = _varied_policy(variety, _policy(plans, setting.hours))
         self.ends_by_death = plans.chance(0.2)
@@ -146,7 +155,7 @@ class World(Bench):
         self._for_signals = Dice(setting.seed ^ _SIGNALS)
         self.invariants: Invariants = Invariants(self)
         self.strangers = Strangers(self, Dice(setting.seed ^ _STRANGERS))
-        self.strangers.is_over |= setting.is_early
+        self.strangers.is_over |= setting.is_early or self.has_short_ones
         self.nature = Nature(self, dice.fork())
         self.host = Host(self, dice.fork())
         self.machine.on_launch = lambda epoch: self.invariants.launch(self.machine.launched, epoch)
@@ -158,10 +167,14 @@ class World(Bench):
         self._twist_chance = min(
             0.5, setting.faults_per_hour / max(setting.requests_per_hour, 1e-9)
         )
+        if self.has_short_ones:
+            self._twist_chance = min(0.5, 4 * self._twist_chance)
 
     def _reply(self, request_id: int, exchange: int) -> Reply:
         if request_id >= FOREIGN:
             return self.strangers.reply()
+        if self.job_of(request_id) == SHORT:
+            return self._short_reply(request_id)
         self.strangers.may_come(self.server)
         dice = self._dice
         reports = self.build.reports_progress and not self.is_in_one_piece(request_id)
@@ -196,13 +209,17 @@ class World(Bench):
         if self.is_in_one_piece(request_id):
             twist = None  # it says nothing until it is complete
         if twist is not None:
-            reply.twist_at = (
-                0
-                if twist in ("frozen progress", "request lost")
-                else dice.below(reply.answer_tokens) + 1
-            )
+            is_at_once = twist in ("frozen progress", "request lost")
+            if twist == "request lost" and self.has_short_ones:
+                is_at_once = self._for_short_ones.chance(0.5)
+            reply.twist_at = 0 if is_at_once else dice.below(reply.answer_tokens) + 1
             self.nature.prepare(twist, request_id, reply)
         return reply
+
+    def _short_reply(self, request_id: int) -> Reply:
+        """Two tokens to a prompt that hardly fills a batch."""
+        tokens = 1 + self._for_short_ones.below(20)
+        return Reply(key=f"r{request_id}", prompt_tokens=tokens, text_tokens=2, step_tokens=1)
 
     def _longest_step_s(self) -> float:
         """Of four requests together, beside a batch: within the limits."""
@@ -211,14 +228,17 @@ class World(Bench):
             return 0.06 * (profile.silent_work_timeout_s or 3600.0)
         return 0.05 * profile.headers_timeout_s
 
-    def _is_leased(self, request_id: int) -> bool:
+    def job_of(self, request_id: int) -> str:
+        """Its job's name; empty if it is not known."""
         admitted = self.actor._table.find(request_id)
-        return admitted is not None and admitted.job_name.startswith("responses:")
+        return "" if admitted is None else str(admitted.job_name)
+
+    def _is_leased(self, request_id: int) -> bool:
+        return self.job_of(request_id).startswith("responses:")
 
     def is_in_one_piece(self, request_id: int) -> bool:
         """Whether it is a proxy's client's, and its reply is no stream."""
-        admitted = self.actor._table.find(request_id)
-        return admitted is not None and admitted.job_name.startswith(IN_ONE_PIECE)
+        return self.job_of(request_id).startswith(IN_ONE_PIECE)
 
     def run(self) -> Report:
         self.do(self._live, self.come_to_rest, self.leave)
@@ -253,6 +273,8 @@ class World(Bench):
         host.run(host.swapper(self._for_swapper, every_s=1200.0 if hectic else 20 * HOUR_S))
         every_s = 3 * HOUR_S / setting.requests_per_hour
         host.run(host.proxied_client(self._for_proxy, every_s=every_s))
+        if self.has_short_ones:
+            host.run(host.short_ones(self._for_short_ones.fork()))
         self.nature.begin()
         self.scheduler.run_for(setting.hours * HOUR_S)
 
