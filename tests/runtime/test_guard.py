@@ -15,6 +15,7 @@ import pytest
 from llama_worker.runtime.process import guard
 from llama_worker.runtime.process.guard import KILL, ORPHAN_GRACE_S, TERMINATE, WAIT, ShutdownPlan
 from tests.actors.conftest import WAIT_S
+from tests.conftest import run_python
 from tests.tables import cases
 
 # A server that says on standard output when it may be asked to end, and that it was.
@@ -196,6 +197,28 @@ def test_a_process_has_a_descriptor_on_every_python(cleanup: contextlib.ExitStac
     guard.pidfd_send_signal(pidfd, 0)
     with pytest.raises(ProcessLookupError, match="pidfd_open"):  # as a sandbox may forbid it
         guard.pidfd_open(2**22 + 1)  # above the highest pid
+
+
+# As root without its leave to enter every folder; prctl has no effect for others.
+WITHOUT_LEAVE = """
+import ctypes, os, sys
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
+"""
+MAY_ENTER = """
+import sys
+from llama_worker.runtime.process.server_process import may_enter
+print([may_enter(folder) for folder in sys.argv[1:]])
+"""
+
+
+def test_no_folder_is_entered_that_may_not_be(tmp_path: Path) -> None:
+    closed, absent = tmp_path / "closed", tmp_path / "absent"
+    closed.mkdir(mode=0o600)
+    done = run_python(WITHOUT_LEAVE, MAY_ENTER, *map(str, (tmp_path, closed, absent)))
+    assert done.stdout == "[True, False, False]\n", done.stderr
 
 
 # ---------------------------------------------------------------- /proc of another PID namespace

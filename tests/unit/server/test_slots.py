@@ -443,10 +443,11 @@ def test_a_livelock_in_prefill_outlasts_earlier_batches(stuck_at: float) -> None
         "it waited for the batch before that text": (True, WAITING, 41.0, True),
         "it was encoded": (True, GENERATING, math.inf, False),
         "there was none": (False, PREFILL, math.inf, False),
+        "it is not gone": (True, None, math.inf, True),
     },
 )
 def test_a_gone_requests_image_may_be_encoded_still(
-    has_media: bool, ended_in: RequestPhase, next_text_at: float, may_encode: bool
+    has_media: bool, ended_in: RequestPhase | None, next_text_at: float, may_encode: bool
 ) -> None:
     batches = (Batch(10.0, 11.0, 512, 512),)
 
@@ -461,7 +462,8 @@ def test_a_gone_requests_image_may_be_encoded_still(
     half_read = replace(slot(prompt=560), context_tokens=600, slot_id=1, task=2)
     watch = watched(showing(slot(decoded=9), half_read), writes, shows)
     assert watch.run(40.0, Stalled) is None
-    watch.tell(unwatch(2, is_broken_off=True, has_media=has_media, ended_in=ended_in))
+    if ended_in is not None:
+        watch.tell(unwatch(2, is_broken_off=True, has_media=has_media, ended_in=ended_in))
     assert (watch.run(1000.0, Stalled) is None) is may_encode
 
 
