@@ -142,6 +142,21 @@ def test_oom_kill_of_pids_earlier_process_is_ignored(
     watch.close()
 
 
+def test_evidence_that_was_found_once_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is read to its end, and a control group may go with its server."""
+    log = tmp_path / "kmsg"
+    log.touch()
+    monkeypatch.setattr(oom_watch, "_KMSG", log)
+    watch = oom_watch.OomWatch(7, now=0.0)
+    assert watch.evidence(-signal.SIGKILL, ()) is None
+    log.write_text("6,1,1,-;Killed process 7 (server)\n")
+    for _ in range(2):
+        assert "Killed process 7 (server)" in str(watch.evidence(-signal.SIGKILL, ()))
+    watch.close()
+
+
 def test_a_server_that_exits_keeps_its_control_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

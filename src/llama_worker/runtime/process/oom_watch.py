@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama_worker.config.server_program import CGROUP
+from llama_worker.start_advice import oom_evidence
 
 _PROC = "/proc"
 _KMSG = "/dev/kmsg"
@@ -26,6 +29,7 @@ class OomWatch:
         self._looked_at = now
         # what it holds already may be about another process with the same pid
         self._log = _end_of_log()
+        self._evidence: str | None = None
 
     def close(self) -> None:
         """Close the kernel's log. Idempotent."""
@@ -43,6 +47,17 @@ class OomWatch:
         # version 1 shows an exiting process in the root group
         if counter not in (None, self._counter, CGROUP / "memory" / _V1_COUNTER):
             self._counter, self._before = counter, _count(counter)
+
+    def evidence(self, returncode: int, log_tail: Sequence[str]) -> str | None:
+        """See `oom_evidence`; what was found once stays, since its sources may not."""
+        if self._evidence is None:
+            self._evidence = oom_evidence(
+                returncode,
+                oom_kills=self.kills(),
+                kernel_line=self.kernel_line() if returncode == -signal.SIGKILL else None,
+                log_tail=log_tail,
+            )
+        return self._evidence
 
     def kills(self) -> int:
         """How many processes of the group were killed since the watch began; 0 if unknown."""

@@ -29,7 +29,7 @@ from llama_worker.runtime.process.log_ring import LogRing
 from llama_worker.runtime.process.oom_watch import OomWatch
 from llama_worker.server.messages import Died, Exited, Launched, LaunchFailed, LaunchReport
 from llama_worker.server.termination import Signal, SilentGuardWatch
-from llama_worker.start_advice import not_executed, oom_evidence
+from llama_worker.start_advice import not_executed
 from llama_worker.types.worker import StartFailReason
 
 _READ_BYTES = 65536
@@ -75,7 +75,6 @@ class GuardedServer:
         self._returncode: int = -signal.SIGKILL
         self._failure: str | None = None
         self._oom: OomWatch | None = None
-        self._oom_evidence: str | None = None
         self.ended = False  # no process is left; set before the last message is sent
         log.begin_launch()
         start_thread(f"llama_worker-{config.name}-server", self._run)
@@ -246,7 +245,7 @@ class GuardedServer:
                 self._reply_to.tell(Launched(epoch=self._epoch, pid=pid))
             case "died":
                 self._death_reported, self._returncode = True, int(rest)
-                self._oom_evidence = evidence = self._find_oom_evidence()
+                evidence = self._oom_evidence()
                 died = Died(epoch=self._epoch, returncode=self._returncode, oom_evidence=evidence)
                 self._reply_to.tell(died)
             case "gone":
@@ -280,18 +279,13 @@ class GuardedServer:
             returncode=self._returncode,
             log_tail=self._log.tail(40),
             port_taken=not can_listen(self._addresses),
-            oom_evidence=self._oom_evidence or self._find_oom_evidence(),
+            oom_evidence=self._oom_evidence(),
         )
 
-    def _find_oom_evidence(self) -> str | None:
+    def _oom_evidence(self) -> str | None:
         if self._oom is None:
             return None
-        return oom_evidence(
-            self._returncode,
-            oom_kills=self._oom.kills(),
-            kernel_line=self._oom.kernel_line() if self._returncode == -signal.SIGKILL else None,
-            log_tail=self._log.tail(5),
-        )
+        return self._oom.evidence(self._returncode, self._log.tail(5))
 
     def _not_started(
         self, detail: str, reason: StartFailReason = StartFailReason.SPAWN_FAILED
