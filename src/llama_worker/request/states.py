@@ -43,6 +43,8 @@ from llama_worker.types.request import RequestPhase
 
 EXIT_REPORT_WAIT_S = 0.2  # an exit is reported 0.03 s after the connection broke (idle machine)
 LATE_EXIT_REPORT_WAIT_S = 10.0  # the process is gone; on a busy machine its exit is reported late
+# a request whose connection broke has ended by then: it waits for the report, asks, and waits again
+LONGEST_END_S = EXIT_REPORT_WAIT_S + 2 * LATE_EXIT_REPORT_WAIT_S + 1.0
 READ_REST_S = 2.0  # what a dead process had sent may still be on its way through the reader
 
 # ---------------------------------------------------------------- states

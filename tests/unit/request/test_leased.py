@@ -15,7 +15,12 @@ from llama_worker.request.messages import (
     RequestInput,
     ServerChecked,
 )
-from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S, READ_REST_S
+from llama_worker.request.states import (
+    EXIT_REPORT_WAIT_S,
+    LATE_EXIT_REPORT_WAIT_S,
+    LONGEST_END_S,
+    READ_REST_S,
+)
 from llama_worker.request.table import Admitted, RequestRecord
 from llama_worker.runtime.host.futures import WorkerFuture
 from llama_worker.runtime.http.leased_exchange import LeasedExchange
@@ -292,13 +297,17 @@ def test_it_is_asked_whether_the_server_died(news: RequestInput, reason: Reason)
     assert result(request.step(news, request.deadline))["fail_reason"] is reason
 
 
-def test_a_server_that_is_gone_is_the_reason() -> None:
+@pytest.mark.parametrize("asked_for_s", [0.1, LATE_EXIT_REPORT_WAIT_S - 0.1])
+def test_a_server_that_is_gone_is_the_reason(asked_for_s: float) -> None:
     request = broken()
-    request.step(Tick(), 3.2)
-    assert request.step(GONE, 3.3) == []
-    assert request.deadline == 3.3 + LATE_EXIT_REPORT_WAIT_S
-    ended = request.step(Tick(), 3.3 + LATE_EXIT_REPORT_WAIT_S)
+    request.step(Tick(), 3.0 + EXIT_REPORT_WAIT_S)
+    gone_at = 3.0 + EXIT_REPORT_WAIT_S + asked_for_s
+    assert request.step(GONE, gone_at) == []
+    assert request.deadline == gone_at + LATE_EXIT_REPORT_WAIT_S
+    ended = request.step(Tick(), request.deadline)
     assert result(ended)["fail_reason"] is Reason.SERVER_DIED
+    assert request.deadline is None
+    assert gone_at + LATE_EXIT_REPORT_WAIT_S < 3.0 + LONGEST_END_S
 
 
 def test_a_reply_in_one_piece_is_complete() -> None:

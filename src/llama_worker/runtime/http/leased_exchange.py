@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from llama_worker.clock import ToUnix
 from llama_worker.request.leased import LeasedRequest
-from llama_worker.request.states import EXIT_REPORT_WAIT_S, LATE_EXIT_REPORT_WAIT_S
+from llama_worker.request.states import LONGEST_END_S
 from llama_worker.request.table import Admitted
 from llama_worker.runtime.host import threads
 from llama_worker.runtime.http.abortable_socket import Abort
@@ -18,8 +18,6 @@ from llama_worker.stream.failure import StreamFailure
 
 UNWATCHED_WAIT_S = 0.01  # a shorter wait for the server needs no watching
 _NOT_ADMITTED = Admitted(0, 0, "", 0.0)
-# the request has ended by then
-_END_WAIT_S = EXIT_REPORT_WAIT_S + 2 * LATE_EXIT_REPORT_WAIT_S + 1.0
 
 
 P = ParamSpec("P")
@@ -134,7 +132,7 @@ class LeasedExchange:
         worker's own reason if it gave the request up, or does so now that the connection broke."""
         if self.record_closed(failure) and self._tell_end():
             with self._lock:
-                self._over.wait_for(lambda: self._request.has_ended, _END_WAIT_S)
+                self._over.wait_for(lambda: self._request.has_ended, LONGEST_END_S)
         return self.failure_for_client(failure)
 
     def record_closed(self, failure: StreamFailure | None) -> bool:
