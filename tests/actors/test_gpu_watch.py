@@ -147,6 +147,8 @@ def test_the_gpu_watch_ends_without_gpus(watching: Watching, nvml: object) -> No
     watching.begin(nvml)
     watching.join()
     assert getattr(nvml, "sets", {}) == {}
+    if isinstance(nvml, ScriptedNvml):
+        assert not nvml.waits.acquire(blocking=False)
 
 
 def test_a_server_that_is_gone_is_not_watched(watching: Watching, used: Gpu) -> None:

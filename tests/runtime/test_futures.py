@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import math
+import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -109,7 +109,7 @@ def test_the_first_answer_or_failure_counts(future: WorkerFuture[Any], value: An
 
 def test_concurrent_answers_resolve_a_future_once() -> None:
     for _ in range(50):
-        taken: SimpleQueue[int] = SimpleQueue()
+        taken: queue.SimpleQueue[int] = queue.SimpleQueue()
         future: ResultFuture[int] = ResultFuture(taken.put)
         with ThreadPoolExecutor(8) as pool:
             got = [pool.submit(future.get, timeout=WAIT_S) for _ in range(4)]
@@ -196,7 +196,7 @@ def test_answer_after_the_event_loop_closed_harms_nobody(future: WorkerFuture[in
 
 @pytest.mark.parametrize("is_answered", [False, True], ids=["before the answer", "after it"])
 def test_callback_runs_on_a_thread_of_its_own(future: WorkerFuture[int], is_answered: bool) -> None:
-    called: SimpleQueue[tuple[int, str]] = SimpleQueue()
+    called: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     if is_answered:
         future.answer(1)
     for _ in range(2):
@@ -305,7 +305,7 @@ def test_lines_a_blocked_log_handler_misses_are_counted(monkeypatch: pytest.Monk
         logging.Handler(),
         threading.Event(),
     )
-    lines: SimpleQueue[str] = SimpleQueue()
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def emit(record: logging.LogRecord) -> None:
         lines.put(record.getMessage())
@@ -343,7 +343,7 @@ def test_a_callback_without_a_thread_runs_later(
 
 
 def test_a_callback_is_called_if_nobody_holds_its_future() -> None:
-    open_futures, called = OpenFutures(), SimpleQueue[object]()
+    open_futures, called = OpenFutures(), queue.SimpleQueue[object]()
     dropped: WorkerFuture[int] = WorkerFuture()
     open_futures.add(dropped)
     dropped.add_done_callback(called.put)
@@ -390,6 +390,20 @@ def test_waiting_for_a_derived_future_holds_up_nobody(future: WorkerFuture[int])
             derived.get(timeout=0.001)
         future.answer(1)
         assert patient.result(WAIT_S) == 2
+
+
+@pytest.mark.parametrize("resolve", [WorkerFuture.set, WorkerFuture.set_exception])
+@pytest.mark.parametrize("is_derived", [False, True])
+def test_a_second_answer_is_refused_as_by_pykka(
+    future: WorkerFuture[int], resolve: Callable[..., None], is_derived: bool
+) -> None:
+    if is_derived:
+        future.set_get_hook(lambda timeout: 1)
+    else:
+        future.answer(1)
+    with pytest.raises(queue.Full):
+        resolve(future)
+    assert future.get(timeout=WAIT_S) == 1
 
 
 # ---------------------------------------------------------------- a value that is handed over

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -15,7 +15,7 @@ from llama_worker import WorkerConfig
 from llama_worker.actors.base import Alarm
 from llama_worker.runtime.host import threads
 from llama_worker.runtime.host.threads import TimerThread, call_at
-from llama_worker.runtime.real import RealRuntime
+from llama_worker.runtime.real import RealHost, RealRuntime
 from tests.actors.conftest import WAIT_S, eventually
 
 
@@ -128,6 +128,13 @@ def test_far_deadlines_never_pile_up_or_wake_cancelled(monkeypatch: pytest.Monke
     alarm.set(None)
     near.cancel()
     eventually(lambda: own.clock.wakes_at is None, "a thread that waits for nothing")
+
+
+def test_timers_run_before_the_first_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers = Mock()
+    monkeypatch.setattr(threads, "_timers", timers)
+    RealHost()  # of a worker
+    assert timers.mock_calls == [call.start()]
 
 
 def test_a_forked_child_has_timers_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from unittest.mock import Mock
 
+import pykka
 import pytest
 
 from llama_worker.actors.base import LiveSet
@@ -14,6 +15,7 @@ from llama_worker.server.traits import ServerTraits
 from tests.unit.config.cases import config
 
 EPOCH = 1
+MEMBER = Member(EPOCH, "watchdog", None)
 READY = Probed(epoch=EPOCH, outcome=ProbeOutcome.READY, detail="told", traits=ServerTraits())
 
 
@@ -21,7 +23,7 @@ READY = Probed(epoch=EPOCH, outcome=ProbeOutcome.READY, detail="told", traits=Se
 def test_what_is_asked_is_aborted_when_the_watch_is_over(is_ready: bool) -> None:
     now = 0.0
     runtime = Mock(now=lambda: now, probes_count=1)
-    actor = WatchdogActor(Mock(), Member(EPOCH, "watchdog", None), {}, LiveSet(), runtime, config())
+    actor = WatchdogActor(Mock(), MEMBER, {}, LiveSet(), runtime, config())
     asked = runtime.look_at_slots if is_ready else runtime.probe_readiness
     actor.handle(Launch(epoch=EPOCH))
     actor.handle(Launched(epoch=EPOCH, pid=7))
@@ -33,3 +35,12 @@ def test_what_is_asked_is_aborted_when_the_watch_is_over(is_ready: bool) -> None
     asked.return_value.abort.assert_not_called()
     actor.handle(StopWatching())
     asked.return_value.abort.assert_called_once_with()
+
+
+def test_an_actor_that_gets_no_thread_is_not_waited_for() -> None:
+    runtime, live = Mock(probes_count=1), LiveSet()
+    runtime.run_actor.side_effect = RuntimeError("can't start new thread")
+    with pytest.raises(RuntimeError, match="can't start"):
+        WatchdogActor.start(Mock(), MEMBER, {}, live, runtime, config())
+    assert live.wait(0.0)
+    assert pykka.ActorRegistry.get_all() == []
