@@ -406,6 +406,25 @@ def test_a_second_answer_is_refused_as_by_pykka(
     assert future.get(timeout=WAIT_S) == 1
 
 
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_an_answer_by_a_signal_handler_amid_the_first_is_ignored(
+    future: WorkerFuture[int], monkeypatch: pytest.MonkeyPatch, is_failure: bool
+) -> None:
+    class Interrupted(threading.Condition):
+        def __enter__(self) -> bool:
+            future.answer(2)
+            return super().__enter__()
+
+    monkeypatch.setattr(future, "_condition", Interrupted())
+    if is_failure:
+        future.fail(ValueError())
+        with pytest.raises(ValueError):
+            future.get(timeout=WAIT_S)
+    else:
+        future.answer(1)
+        assert future.get(timeout=WAIT_S) == 1
+
+
 # ---------------------------------------------------------------- a value that is handed over
 
 
