@@ -44,3 +44,13 @@ def test_an_actor_that_gets_no_thread_is_not_waited_for() -> None:
         WatchdogActor.start(Mock(), MEMBER, {}, live, runtime, config())
     assert live.wait(0.0)
     assert pykka.ActorRegistry.get_all() == []
+
+
+def test_an_actor_that_has_ended_does_not_die_again() -> None:
+    parent = Mock()
+    runtime = Mock(probes_count=1)
+    actor = WatchdogActor(parent, MEMBER, {}, LiveSet(), runtime, config())
+    actor.on_stop()
+    error = ValueError("in what Pykka does behind the end")
+    actor.on_failure(ValueError, error, None)
+    parent.tell.assert_not_called()
