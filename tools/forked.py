@@ -24,9 +24,9 @@ from typing import Literal, TypedDict
 import hypothesis
 import pytest
 
-Verdict = Literal["killed", "timed out", "unknown"]
+Verdict = Literal["killed", "survived", "timed out", "not tried"]
 
-_UNKNOWN, _KILLED = 0, 1
+_NOT_TRIED, _KILLED, _SURVIVED = 0, 1, 2  # a child's return codes
 _Place = tuple[str, int]  # a function's qualified name and its first line
 
 
@@ -42,7 +42,7 @@ class Plan(TypedDict):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutants-from", type=Path, required=True)
     parser.addoption("--mutants-to", type=Path, required=True)
-    parser.addoption("--mutant-limit", type=float, default=60.0, help="seconds for its tests")
+    parser.addoption("--mutant-limit", type=float, required=True, help="seconds for its tests")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,19 +68,22 @@ def _tried(plan: Plan, items: dict[str, pytest.Item], session: pytest.Session) -
     pid = os.fork()
     if not pid:
         os.setsid()
-        status = _UNKNOWN
+        returncode = _NOT_TRIED
         try:
-            if _plant(plan):
-                status = _run(tests, session)
+            if tests and _plant(plan):
+                returncode = _run(tests, session)
         finally:
-            os._exit(status)
+            os._exit(returncode)
     in_time = _ends(pid, session.config.getoption("mutant_limit"))
     try:
         os.killpg(pid, signal.SIGKILL)  # or what it has left
     except ProcessLookupError:
         pass
-    _, status = os.waitpid(pid, 0)
-    return "timed out" if not in_time else "killed" if status else "unknown"
+    returncode = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if not in_time:
+        return "timed out"
+    others: dict[int, Verdict] = {_NOT_TRIED: "not tried", _SURVIVED: "survived"}
+    return others.get(returncode, "killed")
 
 
 def _ends(pid: int, limit_s: float) -> bool:
@@ -98,7 +101,7 @@ def _run(tests: list[pytest.Item], session: pytest.Session) -> int:
         test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
         if session.testsfailed:
             return _KILLED
-    return _UNKNOWN
+    return _SURVIVED
 
 
 def _plant(plan: Plan) -> bool:

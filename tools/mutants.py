@@ -201,19 +201,27 @@ class Hunter:
                 holds = False
         if TESTS.keys() & self._stages:
             self._executed = Executed(copy)
-        return holds
+        return holds and (UNIT not in self._stages or self._holds_in_fork(copy))
+
+    def _holds_in_fork(self, copy: Path) -> bool:
+        """Whether no unit test fails in a fork in which a function has the code that it had."""
+        assert self._executed is not None
+        everything = [*filter(re.compile(TESTS[UNIT]).match, self._executed.every_test)]
+        if not everything:
+            return True
+        in_functions = (each for each in self._tree.mutations(ROOMS) if each.is_in_function)
+        plan = self._plan(next(each for each in in_functions if self._tests(UNIT, each)))
+        plan |= {"source": self._tree.read(plan["path"]).decode(), "tests": everything}
+        verdicts, output = _verdicts([plan], copy, self._limits_s[UNIT])
+        if verdicts != ["survived"]:
+            print(f"without a mutant: {UNIT} in a fork: {verdicts}\n{output}", flush=True)
+        return verdicts == ["survived"]
 
     def hunt_in_forks(self, tried: Sequence[Mutation], copy: Path) -> dict[Mutation, str]:
         """What killed them there; who is not in it may yet be killed, by unit tests too."""
-        plans = [self._plan(each) for each in tried]
-        (copy / PLANS).write_text("".join(f"{json.dumps(each)}\n" for each in plans))
-        (copy / VERDICTS).touch()
-        limit = ("--mutant-limit", str(LIMIT_IN_FORKS_S))
-        everything = (*_of_tests(UNIT, ()).command, *IN_FORKS, *limit, TESTS[UNIT])
-        _run(everything, copy, 600 + LIMIT_IN_FORKS_S * len(tried))
+        verdicts, _ = _verdicts([self._plan(each) for each in tried], copy, LIMIT_IN_FORKS_S)
         names = {"killed": UNIT, "timed out": TIMED_OUT}
-        verdicts = map(names.get, (copy / VERDICTS).read_text().splitlines())
-        found = zip(tried, verdicts, strict=False)  # a mutant may have ended them all
+        found = zip(tried, map(names.get, verdicts), strict=False)  # one may have ended them all
         return {each: name for each, name in found if name is not None}
 
     def _plan(self, mutation: Mutation) -> Plan:
@@ -243,6 +251,15 @@ class Hunter:
             return None
         finally:
             copies.put(copy)
+
+
+def _verdicts(plans: Sequence[Plan], copy: Path, limit_s: float) -> tuple[list[str], str]:
+    """What `tools/forked.py` says of each, within so many seconds for each; and the output."""
+    (copy / PLANS).write_text("".join(f"{json.dumps(each)}\n" for each in plans))
+    (copy / VERDICTS).touch()
+    further = (*IN_FORKS, "--mutant-limit", str(limit_s), TESTS[UNIT])
+    ended = _run((*_of_tests(UNIT, ()).command, *further), copy, 600 + limit_s * len(plans))
+    return (copy / VERDICTS).read_text().splitlines(), ended.output[-3000:]
 
 
 def _of_tests(name: str, tests: Sequence[str], *further: str) -> Stage:

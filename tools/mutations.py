@@ -48,6 +48,11 @@ class Mutation:
     begin: int  # bytes of the file
     end: int
 
+    @property
+    def is_in_function(self) -> bool:
+        """And not in a class's body or the module's, which an import executes."""
+        return self.inside.rpartition(".")[2].lstrip("_")[:1].islower()
+
     def line(self, source: bytes) -> int:
         """Where it begins, from 1."""
         return source.count(b"\n", 0, self.begin) + 1

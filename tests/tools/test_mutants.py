@@ -114,6 +114,21 @@ def test_who_is_killed_in_a_fork(
     }
 
 
+def test_what_fails_in_a_fork_without_a_mutant_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails_in_a_fork = (
+        "import os\n"
+        "from llama_worker.runtime.host.clock import is_late\n"
+        "pid = os.getpid()\n"
+        "def test_it(): assert is_late(2, 1) and os.getpid() == pid\n"
+    )
+    more = {"tests/unit/runtime/test_clock.py": fails_in_a_fork}
+    tree = Tree(repository(tmp_path / "origin", **more), tmp_path / "tree")
+    assert not hunter(tree, by="unit").measure(tree.folder)
+    assert "unit tests in a fork: ['killed']" in capsys.readouterr().out
+
+
 def test_campaign_itself_says_how_long_it_took(tmp_path: Path) -> None:
     says = "print('within 2.5 worker-hours')\nraise SystemExit(1)\n"
     simulated = dataclasses.replace(mutant(*NEVER), path="src/llama_worker/server/clock.py")
