@@ -44,6 +44,7 @@ _Ask = Callable[..., tuple[int, bytes]]  # `ask`, of one server
 _LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
 _TRAITS_TIMEOUT_S = 2.0
 _CANARY_TIMEOUT_S = 1e6  # the startup has its own limits, which abort this
+_OF_ITS_OWN = (ProbeOutcome.READY, ProbeOutcome.UNAUTHORIZED)  # said by the launch's own processes
 
 
 def probe_readiness(
@@ -71,19 +72,17 @@ def probe_readiness(
             report(*unanswered(error), traits)
             return
         try:
-            if outcome in (ProbeOutcome.READY, ProbeOutcome.UNAUTHORIZED) and first:
-                ip, port = abort.peer_ip, config.port
-                if owns_port(root_pid, port, ip):
-                    if outcome is ProbeOutcome.READY:
-                        traits = _ask_traits(ask_server)
-                        if config.canary is not None:
-                            outcome, detail = _try_canary(ask_server, config.canary, detail)
-                else:
-                    # one that has just ended has no port either: does anybody answer still?
-                    ask_server("GET", "/v1/models", timeout_s=timeout_s)
-                    outcome = ProbeOutcome.OTHER_PROCESS
-                    shown = f"[{ip}]" if ":" in ip else ip
-                    detail = f"another process answers on {shown}:{port}"
+            ip, port = abort.peer_ip, config.port
+            if first and outcome in _OF_ITS_OWN and not owns_port(root_pid, port, ip):
+                # one that has just ended has no port either: does anybody answer still?
+                ask_server("GET", "/v1/models", timeout_s=timeout_s)
+                outcome = ProbeOutcome.OTHER_PROCESS
+                shown = f"[{ip}]" if ":" in ip else ip
+                detail = f"another process answers on {shown}:{port}"
+            elif first and outcome is ProbeOutcome.READY:
+                traits = _ask_traits(ask_server)
+                if config.canary is not None:
+                    outcome, detail = _try_canary(ask_server, config.canary, detail)
         except Exception as error:
             outcome, detail = unanswered(error)[0], described_error(error)
         report(outcome, detail, traits)
